@@ -455,7 +455,7 @@ EFFECTS: dict[str, str | Seen] = {
         "tests/distributed/test_compile.py::test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again"
     ),
     "activation_checkpoint.group": "tests/distributed/test_groups.py::test_memory_and_work_are_those_of_the_formula",
-    "activation_checkpoint.offload": f"{_OFFLOAD}::test_memory_of_the_device_does_not_grow_with_the_layers",
+    "activation_checkpoint.offload": f"{_OFFLOAD}::test_results_of_attention_leave_the_device_with_the_inputs",
     "activation_checkpoint.offload_keep_last": f"{_OFFLOAD}::test_a_fraction_of_the_layers_and_the_last_ones",
     "activation_checkpoint.offload_fraction": f"{_OFFLOAD}::test_a_fraction_of_the_layers_and_the_last_ones",
     "activation_checkpoint.mlp_chunk_tokens": (

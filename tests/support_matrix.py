@@ -124,6 +124,13 @@ FEATURES: dict[str, Feature] = {
             "--activation_checkpoint.offload_keep_last=0",
         )
     ),
+    "recompute by operator, offload inputs and attention": Feature(
+        (
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.offload=inputs+attention",
+            "--activation_checkpoint.offload_keep_last=0",
+        )
+    ),
     "recompute groups of layers": Feature(("--activation_checkpoint.mode=full", "--activation_checkpoint.group=2")),
     "feed-forward in parts": Feature(("--activation_checkpoint.mlp_chunk_tokens=5",)),
     "sequences in chunks": Feature(("--training.sequence_chunks=3",)),

@@ -23,7 +23,7 @@ class Observer:
         """Before the forwards of a step."""
 
     def batch(self, batch: Mapping[str, Any]) -> None:
-        """Before the forward of a micro-batch, which this data-parallel rank has whole."""
+        """Before the forward of a micro-batch, which this data-parallel rank has whole, text in host memory."""
 
     def losses(self, batch: Mapping[str, Any], losses: "torch.Tensor") -> None:
         """After the backward of a micro-batch, on ranks that have its losses.

@@ -122,7 +122,7 @@ class Trainer:
 
     def build_validation(self) -> Validation:
         """Build the validation loop."""
-        build = partial(Validation, self.job, self.dims, self.task, self._to_device)
+        build = partial(Validation, self.job, self.dims, self.task)
         validation = raise_on_all_ranks(build, self.dims["world"])
         check_same(validation.identity, self.dims["world"], "validation data")
         return validation
@@ -379,7 +379,9 @@ class Trainer:
             self.pipeline.set_timeout(seconds)
 
     def _to_device(self, batch: Batch) -> Batch:
-        """Copy the tensors of a batch to the device: from pinned memory, and on CUDA asynchronously."""
+        """Copy the tensors of a batch to the device, from pinned memory and on CUDA asynchronously, if no task does."""
+        if self.job.task.copies_batches:
+            return batch
         return {name: to_device(x, self.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
     def _check_same_batch(self, batch: Batch) -> None:

@@ -28,6 +28,7 @@ from scripts.benchmarks.train_loops import Bare, Clock, Row, Work
 from trainer.components.loss import token_losses
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.models.rotary import freqs_cis_at
 from trainer.transforms.compile import compiled_loss
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
@@ -67,7 +68,9 @@ def parts(model: nn.Module, work: Work) -> list[Part]:
     """Return what a step consists of, in its order. Shapes: see `Attention.forward`."""
     shape, training = work.shape(), work.config.training
     block = next(iter(model.layers.values()))
-    attention, layers, table = block.attention, shape.n_layers, model.freqs_cis
+    attention, layers = block.attention, shape.n_layers
+    positions = torch.arange(training.seq_len, device=work.device)
+    table = freqs_cis_at(positions, model.frequencies, shape.rope_scaling, model.rotary_dtype)
 
     def tensor(*sizes: int) -> torch.Tensor:
         sizes = training.local_batch_size, training.seq_len, *sizes

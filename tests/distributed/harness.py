@@ -27,12 +27,13 @@ from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
+from trainer.distributed.context_parallel.live import own_positions
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import RopeScaling, TransformerArgs
 from trainer.job import ResolvedJob, resolve
-from trainer.models import decoder_spec as llama3
+from trainer.models import decoder
 from trainer.models.decoder import Transformer
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks import Task
@@ -261,9 +262,8 @@ def run_layout(arguments: list[str], fault: str | None = None) -> Record:
         config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
         job = resolved(config, process)
         record = Record()
-        with process_group(process, config.comm, cpu_tensors=config.training.enable_cpu_offload):
-            with planted(fault):
-                trainer = RecordingTrainer(job, process.device, record=record, fault=fault)
+        with process_group(process, config.comm, cpu_tensors=config.training.enable_cpu_offload), planted(fault):
+            trainer = RecordingTrainer(job, process.device, record=record, fault=fault)
             for step in range(1, STEPS + 1):
                 trainer.train_step(step)
             trainer.metrics.close()
@@ -282,7 +282,7 @@ def run_layout(arguments: list[str], fault: str | None = None) -> Record:
 @contextmanager
 def planted(fault: str | None) -> Iterator[None]:
     """Make the mistake that a negative control is about."""
-    real, spec = data_parallel.fully_shard, llama3.SPEC
+    real = data_parallel.fully_shard
 
     def leave_out_a_parameter(module: nn.Module, **settings: object) -> nn.Module:
         if isinstance(module, Transformer):
@@ -305,8 +305,8 @@ def planted(fault: str | None) -> Iterator[None]:
     elif fault == "convolution not under CP":
         with mock.patch.object(ContextParallelConvolution, "_apply", lambda _self, module, _mesh: module):
             yield
-    elif fault == "freqs_cis not cut":
-        with mock.patch.object(llama3, "SPEC", replace(spec, cp_buffers=lambda _part: [])):
+    elif fault == "positions of the first rank":
+        with mock.patch.object(decoder, "own_positions", lambda *args: torch.arange(len(own_positions(*args)))):
             yield
     else:
         yield

@@ -16,6 +16,7 @@ from tests.slow import slow
 from trainer.config.schema import ActivationCheckpoint
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
+from trainer.transforms import activation_checkpoint
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.offload import CopyStream, HostInputs, apply_offload
 
@@ -24,16 +25,18 @@ OFFLOAD = ["--activation_checkpoint.offload=inputs", "--activation_checkpoint.of
 FULL = ["--activation_checkpoint.mode=full", *OFFLOAD]
 COMPILE = ["--compile.enable", "--compile.backend=aot_eager"]
 DOCUMENTS = ["--training.attention_mask=document", "--model.sliding_window=5"]
+ATTENTION = ["--activation_checkpoint.mode=selective", *OFFLOAD, "--activation_checkpoint.offload=inputs+attention"]
 MODES = {
     "full": FULL,
     "2": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2", *OFFLOAD],
     "op": ["--activation_checkpoint.mode=selective", *OFFLOAD],
+    "attention": ATTENTION,
     "op, compiled": ["--activation_checkpoint.mode=selective", *COMPILE, *OFFLOAD],
     "full, compiled": [*FULL, *COMPILE],
     "budget": ["--activation_checkpoint.mode=memory_budget", *COMPILE, *OFFLOAD],
 }
 PAIRS = [(layout, mode) for layout in ("one", "fsdp2", "tp2", "pp2", "cp2", "fsdp2+cp2+tp2") for mode in MODES]
-QUICK = [("fsdp2+cp2", "full"), ("pp2", "full, compiled")]
+QUICK = [("fsdp2+cp2", "full"), ("pp2", "full, compiled"), ("cp2+pp2", "attention")]
 
 
 @pytest.mark.parametrize(("layout", "mode"), [*QUICK, *slow(*PAIRS)])
@@ -46,9 +49,25 @@ def test_losses_gradients_and_weights_do_not_change(pool: WorkerPool, layout: st
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2+cp2", "cp2+pp2", "tp2+pp2"])
 @pytest.mark.parametrize("model", [DOCUMENTS, ["--model.name=qwen3_moe"], ["--model.name=gpt_oss"]])
-def test_nor_do_they_with_other_models_and_masks(pool: WorkerPool, layout: str, model: list[str]) -> None:
+@pytest.mark.parametrize("mode", [FULL, ATTENTION], ids=["full", "attention"])
+def test_nor_do_they_with_other_models_and_masks(
+    pool: WorkerPool, layout: str, model: list[str], mode: list[str]
+) -> None:
     world_size, arguments = LAYOUTS[layout]
-    got = pool.run(world_size, run_layout, [FP64, *model, *FULL, *arguments])[0]
+    got = pool.run(world_size, run_layout, [FP64, *model, *mode, *arguments])[0]
+    assert_parity(got, reference(pool, FP64, *model), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("more", [[], DOCUMENTS, ["--parallelism.context_parallel_keep_exchanged"]])
+def test_nor_do_results_of_attention_with_other_methods(pool: WorkerPool, method: str, more: list[str]) -> None:
+    if "keep_exchanged" in str(more) and method == "all_gather":
+        pytest.skip("it exchanges no heads")
+    model = more if more == DOCUMENTS else []
+    world_size, arguments = LAYOUTS["cp2"]
+    method = f"--parallelism.context_parallel_method={method}"
+    got = pool.run(world_size, run_layout, [FP64, *ATTENTION, *arguments, method, *more])[0]
     assert_parity(got, reference(pool, FP64, *model), 1e-10)
 
 
@@ -63,16 +82,19 @@ def test_a_backward_in_parts_takes_an_input_repeatedly(pool: WorkerPool, schedul
     assert_parity(got, reference(pool, FP64), 1e-10)
 
 
-def test_a_wrong_input_that_comes_back_is_seen(pool: WorkerPool) -> None:
-    """A control: the recomputation begins with what the host had."""
-    got = pool.run(1, wrong_layout, [FP64, *FULL])[0]
+@pytest.mark.parametrize(("mode", "smallest"), [(FULL, 1), (ATTENTION, 4)])
+def test_wrong_values_that_come_back_are_seen(pool: WorkerPool, mode: list[str], smallest: int) -> None:
+    """A control: the recomputation begins with what the host had, and the backward has attention's results from it."""
+    got = pool.run(1, wrong_layout, [FP64, *mode], smallest)[0]
     with pytest.raises(AssertionError):
         assert_parity(got, reference(pool, FP64), 1e-10)
 
 
-def wrong_layout(arguments: list[str]) -> harness.Record:
+def wrong_layout(arguments: list[str], smallest: int) -> harness.Record:
+    """Of tensors with so many dimensions; an input has 3, an output of attention 4."""
+
     def copy(self: CopyStream, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source).mul_(1 + 1e-6)
+        target.copy_(source).mul_(1 + 1e-6 * (source.ndim >= smallest))
 
     with mock.patch.object(CopyStream, "copy", copy):
         return run_layout(arguments)
@@ -98,6 +120,29 @@ def test_memory_of_the_device_does_not_grow_with_the_layers() -> None:
         four, nine = (measure(model, tokens) for model in models)
         for place in ("kept_bytes", "peak_bytes"):
             assert nine[place] - four[place] == 5 * growth * hidden, (offload, place)
+
+
+def test_results_of_attention_leave_the_device_with_the_inputs() -> None:
+    """What each layer more keeps falls by its input (B, S, dim), its output (B, H, S, D), and log-sum-exp (B, H, S)."""
+    tokens, rows = torch.zeros(2, 64, dtype=torch.int64), 2 * 64
+    hidden, lse, grown = rows * harness.TINY.dim * 4, rows * harness.TINY.n_heads * 4, {}
+    for offload in ("none", "inputs", "inputs+attention"):
+        settings = ActivationCheckpoint("selective", offload=offload, offload_keep_last=0)
+        models = [model_of(settings, n) for n in (4, 9)]
+        for model in models:
+            model.layers.requires_grad_(False)
+        four, nine = (measure(model, tokens) for model in models)
+        assert nine["attention_forwards"] == 9  # none is computed again
+        grown[offload] = [nine[place] - four[place] for place in ("kept_bytes", "peak_bytes")]
+    assert grown["inputs"] == [x - 5 * hidden for x in grown["none"]]
+    assert grown["inputs+attention"] == [x - 5 * (2 * hidden + lse) for x in grown["none"]]
+
+
+def test_attention_that_is_not_seen_is_an_error() -> None:
+    model = model_of(ActivationCheckpoint("selective", offload="inputs+attention", offload_keep_last=0))
+    hidden = mock.patch.object(activation_checkpoint, "_ATTENTION", frozenset())
+    with hidden, pytest.raises(RuntimeError, match="has not seen the attention of a layer"):
+        model(torch.zeros(2, 64, dtype=torch.int64))
 
 
 def test_a_fraction_of_the_layers_and_the_last_ones() -> None:

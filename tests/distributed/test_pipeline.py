@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed import harness
 from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
@@ -17,8 +16,8 @@ from trainer.components.grad_norm import settle_gradients, squared_norm
 from trainer.components.step_totals import StepTotals
 from trainer.config.errors import ConfigError
 from trainer.distributed import pipeline_parallel
-from trainer.models import decoder_spec as llama3
 from trainer.models.attention import InnerAttention
+from trainer.models.decoder import Transformer
 
 PRECISION = "--training.dtype=float64"
 PP2 = LAYOUTS["pp2"][1]
@@ -96,15 +95,18 @@ def scaled_case(arguments: list[str]) -> Record:
         return run_layout(arguments)
 
 
-def one_table_case(arguments: list[str]) -> Record:
-    """Only the first stage's rotary table is cut."""
-    spec = llama3.SPEC
-    only_first = mock.MagicMock(side_effect=lambda part: spec.cp_buffers(part) if part.tok_embeddings else [])
-    with mock.patch.object(llama3, "SPEC", harness.replace(spec, cp_buffers=only_first)):
+def first_stage_case(arguments: list[str]) -> Record:
+    """Only the first stage rotates by the positions of the plan's layout."""
+    real = Transformer._freqs_cis
+
+    def freqs_cis(self: Transformer, tokens: torch.Tensor, positions: None, plan: torch.Tensor) -> torch.Tensor:
+        return real(self, tokens, positions, None if self.tok_embeddings is None else plan)
+
+    with mock.patch.object(Transformer, "_freqs_cis", freqs_cis):
         return run_layout(arguments)
 
 
-@pytest.mark.parametrize(("case", "layout"), [(scaled_case, "pp2"), *slow((one_table_case, "cp2+pp2"))])
+@pytest.mark.parametrize(("case", "layout"), [(scaled_case, "pp2"), *slow((first_stage_case, "cp2+pp2"))])
 def test_negative_control(pool: WorkerPool, case, layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]
     broken = pool.run(world_size, case, [PRECISION, *arguments])[0]

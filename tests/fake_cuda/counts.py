@@ -25,7 +25,7 @@ class CheckedRecorder(Recorder):
 
 
 def counted(events: Iterable[Event]) -> dict[str, Any]:
-    """Return the launches beside attention's kernels, these kernels, the messages and their bytes, and the copies."""
+    """Return the launches beside attention's kernels, these kernels, the messages and the copies, and their bytes."""
     events = list(events)
     launches = Counter(e.name for e in events if e.kind == "launch")
     kernels = {name: number for name, number in sorted(launches.items()) if name in ATTENTION}
@@ -35,4 +35,5 @@ def counted(events: Iterable[Event]) -> dict[str, Any]:
     found["bytes_sent"] = sum(e.bytes for e in messages)
     if copies := Counter(e.name for e in events if e.kind == "copy"):
         found["copies"] = dict(sorted(copies.items()))
+        found["bytes_copied"] = sum(e.bytes for e in events if e.kind == "copy")
     return found

@@ -176,6 +176,8 @@ def jobs() -> Iterator[Job]:
     yield Job("ring 8, 8B at 131,072", 8, 2, _cp(8), memory=True)
     yield Job("ring 8, full recomputation", 8, 0, _cp(8, "ring", _FULL), memory=True)
     yield Job("ring 8, inputs offloaded", 8, 0, _cp(8, "ring", *_OFFLOADED), layers=4, memory=True)
+    with_attention = (_SELECTIVE, "--activation_checkpoint.offload=inputs+attention")
+    yield Job("ring 8, inputs and attention offloaded", 8, 0, _cp(8, "ring", *with_attention), layers=4, memory=True)
     yield Job("all_gather 8", 8, 7, _cp(8, "all_gather"), memory=True)
     yield Job("all_to_all 8", 8, 2, _cp(8, "all_to_all"), memory=True)
     yield Job("all_to_all 8, kept", 8, 2, _cp(8, "all_to_all", f"{_CP}keep_exchanged=true"), memory=True)

@@ -69,6 +69,88 @@ OFFLOADED_INPUTS = (
     ),
 )
 
+_SELECTIVE = "trainer/transforms/activation_checkpoint.py"
+OFFLOADED_ATTENTION = (
+    Mutant(
+        "the output and log-sum-exp of attention stay on the device",
+        "trainer/transforms/offload.py",
+        "results[i].keep(x, **how)",
+        "results[i].keep(x, is_first=how['is_first'], to_host=False)",
+        f"{_OFFLOAD}::test_results_of_attention_leave_the_device_with_the_inputs",
+    ),
+    Mutant(
+        "results of attention are kept a second time on the device",
+        _SELECTIVE,
+        "create_selective_checkpoint_contexts(_KeepOperators(_ATTENTION))",
+        "create_selective_checkpoint_contexts(_KeepOperators())",
+        f"{_OFFLOAD}::test_results_of_attention_leave_the_device_with_the_inputs",
+    ),
+    Mutant(
+        "copies of attention's results are operators of the recomputation",
+        _SELECTIVE,
+        "return _both(modes[0], selective[0]), _both(modes[1], selective[1])",
+        "return _both(selective[0], modes[0]), _both(selective[1], modes[1])",
+        f"{_OFFLOAD}::test_losses_gradients_and_weights_do_not_change",
+    ),
+    Mutant(
+        "attention that is not seen is no error",
+        _SELECTIVE,
+        "self._keep is not None and not self._results",
+        "False",
+        f"{_OFFLOAD}::test_attention_that_is_not_seen_is_an_error",
+    ),
+)
+
+_MODEL = "tests/unit/test_model.py"
+ROTARY = (
+    Mutant(
+        "each rank rotates by the positions of the first one",
+        "trainer/models/decoder.py",
+        "positions = own_positions(attention_plan, tokens.device)",
+        "positions = torch.arange(len(own_positions(attention_plan, tokens.device)), device=tokens.device)",
+        "tests/distributed/test_parity.py::test_layout_equals_single_process[cp2-float32]",
+    ),
+    Mutant(
+        "angles are of float32",
+        "trainer/models/rotary.py",
+        "positions.unsqueeze(-1) * frequencies",
+        "positions.unsqueeze(-1) * frequencies.float()",
+        f"{_MODEL}::test_rows_at_positions_are_bit_for_bit_those_of_the_whole_table",
+    ),
+    Mutant(
+        "a product of all cosines exists beside them",
+        "trainer/models/rotary.py",
+        "angles.cos().mul_(magnitude)",
+        "angles.cos() * magnitude",
+        f"{_MODEL}::test_rows_take_two_tensors_of_angles_beside_them",
+    ),
+)
+
+_BATCHES = "tests/distributed/test_host_batches.py"
+HOST_BATCHES = (
+    Mutant(
+        "whole sequences are copied to the device, and cut there",
+        "trainer/tasks/language.py",
+        "with self.sequence_context(batch, model_parts) as plan, self._on_device(batch):",
+        "with self._on_device(batch), self.sequence_context(batch, model_parts) as plan:",
+        _BATCHES,
+    ),
+    Mutant(
+        "positions are copied although the model counts from 0",
+        "trainer/tasks/language.py",
+        '() if self._positions(batch) is None else ("positions",)',
+        '("positions",)',
+        _BATCHES,
+    ),
+    Mutant(
+        "a batch keeps a rank's copies",
+        "trainer/tasks/language.py",
+        "            batch.update(on_host)",
+        "            pass",
+        _BATCHES,
+    ),
+)
+
 _BLOCK = "tests/unit/test_block_memory.py"
 BLOCKS = (
     Mutant(

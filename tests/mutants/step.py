@@ -442,8 +442,8 @@ FAMILIES = (
     Mutant(
         "YaRN does not scale attention",
         "trainer/models/rotary.py",
-        "(magnitude * torch.stack(",
-        "(torch.stack(",
+        "angles.cos().mul_(magnitude)",
+        "angles.cos()",
         "tests/unit/test_state_dict.py",
     ),
     Mutant(
@@ -471,10 +471,10 @@ LAYOUTS = (
         f"{_LAYOUT}[pp2-float32]",
     ),
     Mutant(
-        "only the first stage of a rank has its rotary table cut",
-        "trainer/tasks/language.py",
-        "for part in model_parts for table in self.spec.cp_buffers(part)",
-        "for part in model_parts[:1] for table in self.spec.cp_buffers(part)",
+        "stages behind the first rotate by the positions of the first rank",
+        "trainer/models/decoder.py",
+        "if positions is None and attention_plan is not None:",
+        "if positions is None and attention_plan is not None and self.tok_embeddings is not None:",
         _PAIRS,
     ),
     Mutant(

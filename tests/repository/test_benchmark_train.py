@@ -75,7 +75,7 @@ def test_a_bare_step_in_bfloat16_updates_float32_weights() -> None:
     before = [parameter.detach().clone() for parameter in bare.model.parameters()]
     bare.step()
     assert {p.dtype for p in bare.working.parameters()} == {torch.bfloat16}
-    assert bare.working.freqs_cis.dtype == torch.float32
+    assert bare.working.frequencies.dtype == torch.float64
     for now, then in zip(bare.model.parameters(), before, strict=True):
         assert now.dtype == now.grad.dtype == torch.float32
         assert not torch.equal(now, then)

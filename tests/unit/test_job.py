@@ -171,6 +171,7 @@ AC_OPTION = "--activation_checkpoint.selective_ac_option"
 CP = "--parallelism.context_parallel_"
 A2A = [f"{CP}degree=2", f"{CP}method=all_to_all"]
 CHUNKS = "--training.sequence_chunks="
+COMPILED = ["--compile.enable"]
 RECOMPUTED, PARTS = ["--activation_checkpoint.mode=full"], ["--activation_checkpoint.mlp_chunk_tokens=64"]
 RULES = [
     (
@@ -269,6 +270,20 @@ RULES = [
         [*RECOMPUTED, "--activation_checkpoint.offload=inputs", "--parallelism.pipeline_parallel_degree=2"],
         2,
         ["offload_keep_last = 2", "a pipeline stage keeps the inputs of only 2 layers", "set it to 1 or less"],
+    ),
+    (
+        [*RECOMPUTED, "--activation_checkpoint.offload=inputs+attention"],
+        1,
+        ["offload = 'inputs+attention' needs", "mode = 'selective' by operator", "use 'inputs' instead"],
+    ),
+    (
+        [
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.offload=inputs+attention",
+            "--compile.enable",
+        ],
+        1,
+        ["offload = 'inputs+attention' needs", "a model that is not compiled", "use 'inputs' instead"],
     ),
     (
         [*RECOMPUTED, "--activation_checkpoint.group=5"],

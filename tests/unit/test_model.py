@@ -7,13 +7,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from scripts.benchmarks.activation_checkpointing import Meter
 from trainer.config.schema import Model
 from trainer.families.decoder_args import RopeScaling, TransformerArgs
 from trainer.families.llama3 import FLAVORS
 from trainer.families.registry import MODELS
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize, parameter_seed
-from trainer.models.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis, rope_frequencies
+from trainer.models.rotary import (
+    apply_rope,
+    apply_rope_to_halves,
+    freqs_cis_at,
+    precompute_freqs_cis,
+    rope_frequencies,
+)
 
 ARGS = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 
@@ -145,6 +152,36 @@ def test_angles_are_exact_at_a_million_tokens():
         assert table[position, pair].tolist() == pytest.approx(wanted, abs=1e-7)
 
 
+def outer_table(length: int, scaling: RopeScaling | None, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of all positions in their order, by other operations."""
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), rope_frequencies(8, 5e5, scaling))
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return (magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", [None, "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_at_positions_are_bit_for_bit_those_of_the_whole_table(kind: str | None, dtype: torch.dtype) -> None:
+    scaling = kind and RopeScaling(4.0, original_max_seq_len=16, kind=kind)
+    table, frequencies = outer_table(1000, scaling, dtype), rope_frequencies(8, 5e5, scaling)
+    for positions in (torch.arange(7, 1000, 13), torch.randint(1000, (3, 29)), torch.empty(0, dtype=torch.int64)):
+        assert freqs_cis_at(positions, frequencies, scaling, dtype).equal(table[positions])
+    assert precompute_freqs_cis(1000, 8, 5e5, scaling, dtype).equal(table)
+
+
+def test_rows_take_two_tensors_of_angles_beside_them() -> None:
+    positions, frequencies = torch.arange(512), rope_frequencies(64, 5e5, None)
+    with Meter(positions, frequencies) as meter:
+        table = freqs_cis_at(positions, frequencies, None, torch.float32)
+    assert meter.peak == table.nbytes + 2 * 8 * 512 * 32
+
+
+def test_a_model_has_no_row_for_each_position() -> None:
+    for length in (64, 2**20):
+        model = build(replace(ARGS, max_seq_len=length))
+        assert sum(buffer.nbytes for buffer in model.buffers()) == 8 * ARGS.head_dim // 2
+
+
 @pytest.mark.parametrize("rotate", [apply_rope, apply_rope_to_halves])
 def test_rope_depends_on_distance_only(rotate):
     table = precompute_freqs_cis(64, 8, 5e5, None, torch.float64)
@@ -249,9 +286,10 @@ def test_initial_loss_is_that_of_a_guess():
 
 def test_rotary_tables_stay_precise_beside_bfloat16():
     model = build(dtype=torch.bfloat16)
-    assert model.freqs_cis.dtype == torch.float32
+    assert model.frequencies.dtype == torch.float64
+    assert model.rotary_dtype == torch.float32
     assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
-    assert build(dtype=torch.float64).freqs_cis.dtype == torch.float64
+    assert build(dtype=torch.float64).rotary_dtype == torch.float64
 
 
 PUBLISHED = {

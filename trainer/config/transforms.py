@@ -64,16 +64,16 @@ class ActivationCheckpoint:
     group: int = key(1, AT_LEAST_ONE, when=(TOKENS, needs_value("activation_checkpoint.mode", "full")))
     """For full: of so many layers in a row the first one's input is kept; the backward computes the others from it."""
 
-    offload: Literal["none", "inputs"] = key(
+    offload: Literal["none", "inputs", "inputs+attention"] = key(
         "none", when=(TOKENS, unless("activation_checkpoint.mode", "none", ", which keeps all activations"))
     )
-    """Where the input of each checkpointed layer waits for the backward: on the device, or (inputs) on the host."""
-    offload_keep_last: int = key(2, NOT_NEGATIVE, when=needs_value("activation_checkpoint.offload", "inputs"))
+    """What of a checkpointed layer waits for the backward on the host: its input; for "op" also attention's results."""
+    offload_keep_last: int = key(2, NOT_NEGATIVE, when=unless("activation_checkpoint.offload", "none"))
     """So many of the last inputs that are kept stay on the device: the backward needs them at once."""
     offload_fraction: float = key(
-        1.0, Bounds(lambda x: 0 < x <= 1, "in (0, 1]"), when=needs_value("activation_checkpoint.offload", "inputs")
+        1.0, Bounds(lambda x: 0 < x <= 1, "in (0, 1]"), when=unless("activation_checkpoint.offload", "none")
     )
-    """Share of the kept inputs, from the first layer on, that go to the host."""
+    """Share of the layers with kept inputs, from the first one on, for which offload holds."""
     mlp_chunk_tokens: int = key(0, NOT_NEGATIVE, when=TOKENS)
     """Tokens of a rank at a time that pass the feed-forward network, whose backward computes them again; 0: all."""
 

@@ -31,6 +31,7 @@ class Language(TaskSpec):
 
     name, module = "tokens", "trainer.tasks.language:LanguageTask"
     data, positions, position, sample = "text", "tokens", "tok", "sequence"
+    copies_batches = True
     command = "generate {} --prompt '...'"
     validates, fixed_shapes = True, False
 

@@ -60,12 +60,12 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     own = sum(sizes.get(name, 0) for name in modules)
     local = math.ceil(own / shards) + len(layers) * math.ceil(of_experts / degrees.efsdp)
     trained = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards) if adapters else local
-    table = training.seq_len * model.head_dim * max(stored, 4)
+    rows, of_batch = training.seq_len // degrees.cp, 2 * 8 * training.local_batch_size  # tokens and labels
     return RankMemory(
         weights=(local + (trained if adapters else 0)) * stored,
         gradients=trained * stored,
         optimizer=2 * trained * stored,
-        tables=table + 4 * 8 * training.local_batch_size * training.seq_len,
+        tables=rows * (model.head_dim * max(stored, 4) + of_batch),
     )
 
 
@@ -94,12 +94,16 @@ def _experts(job: ResolvedJob) -> int:
 
 
 def host_memory(job: ResolvedJob) -> int:
-    """Return the bytes of page-locked host memory that the inputs of layers take on the rank with most."""
+    """Return the bytes of page-locked host memory that what is offloaded of layers takes on the rank with most."""
     stages = layers_of_stages(job.pipeline, job.model.n_layers)
     numbers = [len(job.config.activation_checkpoint.offloaded(layers)) for layers in stages]
     own = [[0]] if job.pipeline is None else map(job.pipeline.stages_of, range(job.degrees.pp))
-    most = job.model.dim * max(sum(numbers[stage] for stage in of_rank) for of_rank in own)
-    return _passes_in_flight(job) * job.tokens_of_a_pass * ITEMSIZE[job.compute_dtype] * most // job.degrees.tp
+    most = max(sum(numbers[stage] for stage in of_rank) for of_rank in own)
+    model, itemsize = job.model, ITEMSIZE[job.compute_dtype]
+    of_token = model.dim * itemsize
+    if job.config.activation_checkpoint.offload == "inputs+attention":  # output and log-sum-exp
+        of_token += model.n_heads * (model.head_dim * itemsize + max(itemsize, 4))
+    return _passes_in_flight(job) * job.tokens_of_a_pass * of_token * most // job.degrees.tp
 
 
 def _passes_in_flight(job: ResolvedJob) -> int:

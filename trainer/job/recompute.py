@@ -44,6 +44,12 @@ def check_activation_checkpoint(
                 f"{'a pipeline stage' if pipeline else 'the model'} keeps the inputs of only {few} layers; set it to "
                 f"{few - 1} or less, or activation_checkpoint.offload = 'none'"
             )
+        keeps_attention = (settings.mode, option) == ("selective", "op") and not compilation.model
+        if settings.offload == "inputs+attention" and not keeps_attention:
+            raise ConfigError(
+                "activation_checkpoint.offload = 'inputs+attention' needs activation_checkpoint.mode = 'selective' by "
+                "operator, which keeps attention's results, and a model that is not compiled; use 'inputs' instead"
+            )
         if settings.mlp_chunk_tokens and (why := why_no_parts(config, model, compilation)):
             raise ConfigError(f"activation_checkpoint.mlp_chunk_tokens = {settings.mlp_chunk_tokens} {why}")
     if not compilation.splits_backward or settings.mode == "none" or compilation.chooses_recomputation:

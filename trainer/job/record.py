@@ -145,6 +145,8 @@ class TaskSpec(ABC):
     """What to run with the weights of a run, whose folder stands for {}."""
     validates: ClassVar[bool] = False
     """Whether the table [validation] is for it."""
+    copies_batches: ClassVar[bool] = False
+    """Whether its `Task` copies to the device what a rank computes of a batch; else the loop copies whole batches."""
     fixed_shapes: ClassVar[bool] = True
     """Whether every batch has the same shapes, so that the compiler need not expect others."""
 

@@ -6,13 +6,13 @@ Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06
 import torch
 from torch import nn
 
-from trainer.distributed.context_parallel.live import of_layer
+from trainer.distributed.context_parallel.live import of_layer, own_positions
 from trainer.families.decoder_args import TransformerArgs
 from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
 from trainer.models.initialization import start
 from trainer.models.moe import MoE, routers_of
-from trainer.models.rotary import precompute_freqs_cis
+from trainer.models.rotary import freqs_cis_at, rope_frequencies
 from trainer.models.tiles import in_tiles
 
 
@@ -89,7 +89,8 @@ class Transformer(nn.Module):
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.register_buffer("freqs_cis", torch.empty(args.max_seq_len, args.head_dim // 2, 2), persistent=False)
+        self.register_buffer("frequencies", torch.empty(args.head_dim // 2), persistent=False)
+        self.rotary_dtype = torch.float32
 
     def forward(
         self,
@@ -97,13 +98,13 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         attention_plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S), each below max_seq_len; by default 0 to S - 1.
-        Padding has the position -1.
+        """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S); by default those of this rank in the layout of the
+        plan, or 0 to S - 1 without a plan. Padding has the position -1.
 
         attention_plan: handle of the open `context_parallel`. A pipeline stage without the embedding takes hidden
         states instead of tokens.
         """
-        freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]
+        freqs_cis = self._freqs_cis(tokens, positions, attention_plan)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for number, layer in self.layers.items():
             x = layer(x, freqs_cis, of_layer(attention_plan, int(number)), positions)
@@ -112,10 +113,21 @@ class Transformer(nn.Module):
         # A stage of the output alone: torch 2.11 finds no gradient for an input that is also the result.
         return x if len(self.layers) or self.tok_embeddings is not None else x.view_as(x)
 
+    def _freqs_cis(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, attention_plan: torch.Tensor | None
+    ) -> torch.Tensor:
+        if positions is None and attention_plan is not None:
+            positions = own_positions(attention_plan, tokens.device)
+        elif positions is None:
+            # The hidden states of a later stage may be a part of the sequence, over tensor-parallel ranks.
+            length = self.args.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
+            positions = torch.arange(length, device=tokens.device)
+        return freqs_cis_at(positions, self.frequencies, self.args.rope_scaling, self.rotary_dtype)
+
     def init_buffers(self, device: torch.device) -> None:
-        args, dtype = self.args, torch.promote_types(next(self.parameters()).dtype, torch.float32)
-        table = precompute_freqs_cis(args.max_seq_len, args.head_dim, args.rope_theta, args.rope_scaling, dtype)
-        self.freqs_cis = table.to(device)
+        args = self.args
+        self.rotary_dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        self.frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling).to(device)
         for router in routers_of([self]).values():
             router.init_buffers(device)
 

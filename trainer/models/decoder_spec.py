@@ -10,7 +10,6 @@ SPEC = ModelSpec(
     build=Transformer,
     keep_stage=keep_stage,
     parallelize=parallelize_decoder,
-    cp_buffers=lambda part: [(part.freqs_cis, 0)],
     state_dict_adapter=hf_tensor,
     observer=ExpertBalance,
 )

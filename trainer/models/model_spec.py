@@ -40,7 +40,8 @@ class Decoder(Model, Protocol):
         positions: torch.Tensor | None = None,
         attention_plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens, positions: (B, S) int64 -> hidden: (B, S, dim). Without positions, token i has position i.
+        """tokens, positions: (B, S) int64 -> hidden: (B, S, dim). Without positions, token i of the sequence has
+        position i; under context parallelism `own_positions(attention_plan, device)`, in which tables are cut.
 
         attention_plan: handle of the open `context_parallel`, for attention that is parallelised.
         """
@@ -64,7 +65,8 @@ class ModelSpec:
     """Of decoders: remove all but the named modules of a pipeline stage from a whole model. Names of parameters stay;
     the forward takes the previous stage's hidden states instead of tokens."""
     cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]] = lambda part: []
-    """Of decoders: model part -> its buffers that have a row per position, each with the dimension of the positions."""
+    """Of decoders: model part -> its buffers that have a row per position, each with the dimension of the positions.
+    Without such a table the model computes rows for its positions, as `Transformer` does."""
     state_dict_adapter: Callable[[Any, str], HFTensor | None] | None = None
     """(model arguments, name of a parameter or persistent buffer) -> its tensor at Hugging Face. None: a buffer that
     has none there; it then starts with its first value."""

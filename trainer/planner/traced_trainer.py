@@ -19,8 +19,6 @@ from trainer.distributed.context_parallel.execution.kernels import choose, cuda
 from trainer.distributed.domain_parallel import modules
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding import placement
-from trainer.models import decoder
-from trainer.models.rotary import precompute_freqs_cis
 from trainer.planner import stand_ins
 from trainer.planner.device import Gpu
 from trainer.runtime.agreement import raise_on_all_ranks
@@ -85,7 +83,6 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
     yield patch(modules, "_are_equal", lambda *_: True)
     yield patch(MetricsLogger, "due", lambda _self, _step: False)
     yield patch(StepTotals, "read", _read)
-    yield patch(decoder, "precompute_freqs_cis", _freqs_of_one_position)
     yield patch(expert_parallel, "plan_dispatch", _even_dispatch)
     for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):  # of an earlier job
         cache.cache_clear()
@@ -96,12 +93,6 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
         yield patch(merging, "fused_merge", lambda: stand_ins.merge)
         yield patch(nn.functional, "scaled_dot_product_attention", stand_ins.attention_of_one_rank)
         yield patch(nn.functional, "rms_norm", stand_ins.rms_norm)
-
-
-def _freqs_of_one_position(length: int, *of_model: Any) -> torch.Tensor:
-    """Return a rotary table in host memory that is not computed: its angles would take seconds for a million."""
-    one = precompute_freqs_cis(1, *of_model)
-    return torch.empty(length, *one.shape[1:], dtype=one.dtype, device="cpu")
 
 
 def _shapes_are_known(_schedule: object, stages: Sequence[Any], *_: Any) -> None:

@@ -105,8 +105,7 @@ class Evaluation:
         ]
 
     def _batch(self, arrays: dict) -> TextBatch:
-        batch = {name: x.to(self.device) for name, x in tensors_of(arrays).items()}
-        return batch | {"uses_positions": True}  # context parallelism then cuts them, and a share has its own
+        return tensors_of(arrays) | {"uses_positions": True}  # they are then cut, and a share has its own
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sums of all ranks; those of one tensor-parallel group have the same."""

@@ -24,6 +24,7 @@ from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.distributed.sharding.layout import contiguous
+from trainer.distributed.sharding.tensors import to_device
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
 from trainer.job.training import BALANCE_GROWTH
@@ -41,7 +42,7 @@ class LanguageTask:
     """The task on this rank. A batch is a `TextBatch`."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
-        self.job, self.config, self.dims = job, job.config, dims
+        self.job, self.config, self.dims, self._device = job, job.config, dims, torch.device(job.device_type)
         self.spec = model_spec(job.config.model.name)
         self.methods_reported: set[str] = set()
         self.token_losses = partial(token_losses, rows=compiled_loss(row_losses, job.compilation))
@@ -106,7 +107,7 @@ class LanguageTask:
         return batch_hash(batch)
 
     def counts(self, batch: TextBatch) -> torch.Tensor:
-        return count_valid(batch["labels"], dim=1)
+        return to_device(count_valid(batch["labels"], dim=1), self._device)
 
     def size(self, batch: TextBatch) -> int:
         return batch["tokens"].numel() - batch.get("padding", 0)
@@ -120,12 +121,23 @@ class LanguageTask:
     def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:
         with loss_context(self.dims["tp"], disabled=self.config.parallelism.disable_loss_parallel):
             if self.job.chunks > 1:
-                with self._chunks(batch) as chunks:
+                with self._on_device(batch), self._chunks(batch) as chunks:
                     yield RankInputs(batch["tokens"], {}, batch["labels"], chunks)
                 return
-            with self.sequence_context(batch, model_parts) as plan:
+            with self.sequence_context(batch, model_parts) as plan, self._on_device(batch):
                 arguments = {"positions": self._positions(batch), "attention_plan": plan}
                 yield RankInputs(batch["tokens"], arguments, batch["labels"])
+
+    @contextmanager
+    def _on_device(self, batch: TextBatch) -> Iterator[None]:
+        """Replace the rows of this rank, which are cut on the host, by their copies on the device."""
+        names = ("tokens", "labels", "sources", *(() if self._positions(batch) is None else ("positions",)))
+        on_host = {name: batch[name] for name in names if name in batch}
+        batch.update({name: to_device(x, self._device) for name, x in on_host.items()})
+        try:
+            yield
+        finally:
+            batch.update(on_host)
 
     @contextmanager
     def _chunks(self, batch: TextBatch) -> Iterator[tuple[RankInputs, ...]]:

@@ -84,16 +84,13 @@ def forward_only(
 class Validation:
     """The validation of one job on this rank.
 
-    task: of training, whose loss and attention are used; to_device: moves a batch to the device of the job.
+    task: of training, whose loss and attention are used.
     """
 
-    def __init__(
-        self, job: ResolvedJob, dims: ParallelDims, task: LanguageTask, to_device: Callable[[TextBatch], TextBatch]
-    ) -> None:
-        self.dims, self.task, self._to_device = dims, task, to_device
+    def __init__(self, job: ResolvedJob, dims: ParallelDims, task: LanguageTask) -> None:
+        self.dims, self.task = dims, task
         settings, training = job.config.validation, job.config.training
         self.settings, self.seq_len = settings, settings.seq_len or training.seq_len
-        self._other_length = self.seq_len != training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
         data = validation_data(job.config)
         catalog = once_a_node(lambda: catalog_of(data), dims["world"])
@@ -132,9 +129,6 @@ class Validation:
         batch = tensors_of(arrays)
         if self.task.batch_planner is not None:
             batch["plan"] = self.task.batch_planner(arrays)
-        elif self._other_length:  # the rotary tables have the rows of training's sequences
-            batch["positions"] = torch.arange(self.seq_len).repeat(self._rows, 1)
-            batch["uses_positions"] = True
         return batch
 
     def run(self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None) -> ValidationResult:
@@ -143,7 +137,7 @@ class Validation:
         losses, counts = torch.zeros(2, 1, dtype=torch.float64, device=self.dims["world"].device_type)
 
         def counted() -> Iterator[TextBatch]:
-            for batch in map(self._to_device, self.batches()):
+            for batch in self.batches():
                 counts.add_(self.task.counts(batch).sum())
                 yield batch
 

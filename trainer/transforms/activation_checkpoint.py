@@ -6,9 +6,14 @@ module is added, so that parameters keep their names, from which weights are dra
 
 import types
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -39,6 +44,7 @@ KEPT_OPERATORS = frozenset(
         "_c10d_functional::reduce_scatter_tensor",
     }
 )
+_ATTENTION = KEPT_OPERATORS - {"_c10d_functional::reduce_scatter_tensor"}
 MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
 
 
@@ -52,7 +58,8 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, config: ActivationCheckpo
     if config.mode == "memory_budget":
         forward = _forward_within_budget
     elif config.mode == "selective" and config.every is None:
-        forward = _forward_keeping_operators
+        on_host = config.offload == "inputs+attention"
+        forward = _forward_with_attention_on_host if on_host else _forward_keeping_operators
     for number in config.checkpointed(map(int, layers)):
         layer = layers[str(number)]
         replace_forward(layer, "activation checkpointing", types.MethodType(forward, layer))
@@ -68,6 +75,10 @@ def _forward_keeping_inputs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _forward_keeping_operators(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _checkpointed(self, args, kwargs, context_fn=_contexts_keeping_operators)
+
+
+def _forward_with_attention_on_host(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _checkpointed(self, args, kwargs, context_fn=partial(_contexts_with_attention_on_host, self.keep_attention))
 
 
 def _forward_within_budget(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +107,51 @@ def _contexts_keeping_operators() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(_KeepOperators())
 
 
+def _contexts_with_attention_on_host(keep: Callable[[int, torch.Tensor], Any]) -> tuple[Any, Any]:
+    """Keep the same, but the results of attention by `keep`: (number of the result, tensor) -> what `take` returns."""
+    results: list[list[Callable[[], Any]]] = []
+    modes = _AttentionOnHost(results, keep), _AttentionOnHost(results, None)
+    selective = create_selective_checkpoint_contexts(_KeepOperators(_ATTENTION))
+    # These modes are entered first: copies to and from the host are then no operators of the others.
+    return _both(modes[0], selective[0]), _both(modes[1], selective[1])
+
+
+@contextmanager
+def _both(one: AbstractContextManager, other: AbstractContextManager) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+class _AttentionOnHost(TorchDispatchMode):
+    """Keeps what attention returns in the forward; takes it in the backward, for which `keep` is None."""
+
+    def __init__(self, results: list[list[Callable[[], Any]]], keep: Callable[[int, torch.Tensor], Any] | None) -> None:
+        super().__init__()
+        self._results, self._keep = results, keep
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_attention = func.name().split(".")[0] in _ATTENTION
+        if is_attention and self._keep is None:
+            return tuple(take() for take in self._results.pop(0))
+        out = func(*args, **(kwargs or {}))
+        if is_attention:  # output and log-sum-exp; others are small, or bytes of an exchange
+            self._results.append([self._kept(number, x) for number, x in enumerate(out)])
+        return out
+
+    def _kept(self, number: int, x: Any) -> Callable[[], Any]:
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 2:
+            return self._keep(number, x.detach()).take
+        return lambda: x
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        super().__exit__(kind, value, traceback)
+        if kind is None and self._keep is not None and not self._results:
+            raise RuntimeError(
+                "activation_checkpoint.offload = 'inputs+attention' has not seen the attention of a layer, which would "
+                "be computed again; use 'inputs'"
+            )
+
+
 class _KeepOperators:
     """The policy of one call of one block: keep `KEPT_OPERATORS` and every second matrix product.
 
@@ -103,12 +159,13 @@ class _KeepOperators:
     backward needs no input, so that keeping its output would save nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: frozenset[str] = frozenset()) -> None:
+        self.kept = KEPT_OPERATORS - left_out
         self.products: Counter[bool] = Counter()  # by whether it recomputes; torch 2.11 asks then too
 
     def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = op.name().split(".")[0]  # without the overload
-        keep = name in KEPT_OPERATORS
+        keep = name in self.kept
         if name in MATRIX_PRODUCTS:
             self.products[ctx.is_recompute] += 1
             keep = self.products[ctx.is_recompute] % 2 == 0

@@ -1,5 +1,7 @@
 """The input of each checkpointed block waits for the backward in host memory, or is computed again from another one.
 
+If asked, the results of attention that selective checkpointing keeps wait there too, in the same way.
+
 A checkpointed block keeps its input alone, 2 bytes an element in bfloat16, for every layer and token: at long context
 this is the largest part of the activations. Offloaded, it is copied to the host while the block computes, and comes
 back while the backward of the block after it computes, so that the device holds the inputs of about two blocks. In
@@ -203,14 +205,16 @@ def apply_offload(layers: Mapping[str, nn.Module], settings: ActivationCheckpoin
     )
     if not offloaded and settings.group == 1:
         return
-    inputs = HostInputs(CopyStream(device_type))
+    copies = CopyStream(device_type)
+    inputs, results = HostInputs(copies), defaultdict(lambda: HostInputs(copies))
     for number, following in zip(checkpointed, [*checkpointed[1:], kept[0]], strict=True):
+        how = {"is_first": number == kept[0], "to_host": number in offloaded}
         keep: Callable[[torch.Tensor], KeptInput | RecomputedInput] = (
-            partial(inputs.keep, is_first=number == kept[0], to_host=number in offloaded)
-            if number in kept
-            else lambda _: inputs.recompute()
+            partial(inputs.keep, **how) if number in kept else lambda _: inputs.recompute()
         )
         block = layers[str(number)]
+        if settings.offload == "inputs+attention":
+            block.keep_attention = lambda i, x, how=how: results[i].keep(x, **how)
         replace_forward(block, "offload", _offloading(block, inputs, keep, runs_again=following not in kept))
 
 

@@ -24,6 +24,7 @@ from trainer.distributed.context_parallel.planning.methods import chunk_plan, ma
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.errors import OptionError
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.placement import rows_on
 from trainer.distributed.sharding.tensors import flattened
 
 _live: dict[int, "LivePlan"] = {}
@@ -223,6 +224,12 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
             "`attention_plan` of the open context to the model"
         )
     return live, [entry % _SEQUENCES for entry in entries]
+
+
+def own_positions(handle: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the positions in the sequence of the rows that are here, by the plan that a handle names: (S,) int64."""
+    live, _ = resolve(handle)
+    return rows_on(live.layout, live.rank, device)
 
 
 class Mark:
