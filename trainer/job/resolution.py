@@ -120,7 +120,7 @@ def _without_auto(config: JobConfig, device_type: str, attention: ContextParalle
     The kernel stays `auto` where each tile, or the GPU, decides.
     """
     training, optimizer, parallelism = config.training, config.optimizer, config.parallelism
-    stored_on = "cpu" if training.enable_cpu_offload else device_type
+    implementation = optimizer.implementation_on(device_type, offloaded=training.enable_cpu_offload)
     if attention is not None and parallelism.context_parallel_degree > 1:
         parallelism = replace(
             parallelism,
@@ -131,6 +131,6 @@ def _without_auto(config: JobConfig, device_type: str, attention: ContextParalle
         config,
         job=replace(config.job, device=device_type),
         training=replace(training, mixed_precision_param=training.compute_dtype(device_type)),
-        optimizer=replace(optimizer, implementation=optimizer.implementation_on(stored_on)),
+        optimizer=replace(optimizer, implementation=implementation),
         parallelism=parallelism,
     )
