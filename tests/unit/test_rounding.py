@@ -104,7 +104,7 @@ def test_an_update_below_half_a_unit_moves_the_mean_of_many_weights(rounding: st
         optimizer=Optimizer(lr=2**-12, weight_decay=0.0, eps=1e-30, rounding=rounding),
         training=Training(dtype="bfloat16"),
     )
-    model, steps = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16), 20
+    model, steps = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16), 20
     nn.init.ones_(model.weight)
     optimizer = build_optimizer([model], config)
     for _ in range(steps):
@@ -120,7 +120,7 @@ def test_a_moment_that_changes_little_follows_its_mean() -> None:
     """beta2 = 0.999: a gradient twice as large changes the second moment by less than half a unit in the last place."""
     for rounding, works in (("stochastic", True), ("nearest", False)):
         settings = Optimizer(beta2=0.999, state_dtype="bfloat16", rounding=rounding)
-        model = nn.Linear(512, 512, bias=False)
+        model = nn.Linear(128, 128, bias=False)
         optimizer = build_optimizer([model], JobConfig(optimizer=settings))
         ensure_state(optimizer)
         moment = optimizer.state[model.weight]["exp_avg_sq"].fill_(1.0)
