@@ -15,10 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # runs from a clone, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
 from scripts.provenance import made_with
+
+ROOT = Path(__file__).resolve().parents[2]
 
 _NEAREST, _MOMENTS, _WEIGHTS = "--optimizer.rounding=nearest", "--optimizer.state_dtype=bfloat16", "--training.dtype="
 STORED = {

@@ -70,7 +70,7 @@ def memory_savers(job: ResolvedJob) -> list[str]:
             savers.append(
                 "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on so many tokens at a time"
             )
-    if not training.enable_cpu_offload and device_type == "cuda":
+    if not training.enable_cpu_offload and device_type == "cuda" and degrees.dp_replicate == 1:
         savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
     pieces = degrees.cp * degrees.tp
     if training.seq_len > pieces:

@@ -94,6 +94,16 @@ def check_batch(config: JobConfig, degrees: Degrees, *, length_key: str = "train
         )
 
 
+def check_offload(config: JobConfig, degrees: Degrees, device_type: str) -> None:
+    """Check that gradients are reduced before they are copied to the host (pytorch#180665)."""
+    if config.training.enable_cpu_offload and degrees.dp_replicate > 1 and device_type == "cuda":
+        raise ConfigError(
+            f"training.enable_cpu_offload with parallelism.data_parallel_replicate_degree = {degrees.dp_replicate} "
+            "gives wrong gradients on CUDA: PyTorch reuses the memory of a gradient before it is copied to the host "
+            f"(pytorch#180665); use data_parallel_replicate_degree = 1 and data_parallel_shard_degree = {degrees.dp}"
+        )
+
+
 def check_balance(config: JobConfig, model: ModelArgs) -> None:
     """Check that the documents which balancing leaves out, those without a label, change nothing."""
     if config.training.balance == "step" and experts_of(model) is not None:
