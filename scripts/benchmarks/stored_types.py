@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
@@ -37,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=100)
     p.add_argument("--window", type=int, default=20, help="steps of a mean")
     p.add_argument("--seeds", type=int, nargs="+", default=[0])
+    p.add_argument("--jobs", type=int, default=1, help="runs at once")
     p.add_argument("--stored", nargs="+", default=list(STORED), choices=list(STORED))
     p.add_argument("--arguments", default="", help="more arguments of the job, in one string")
     p.add_argument("--json", type=Path)
@@ -60,10 +62,11 @@ def main() -> None:
     made = made_with("scripts/benchmarks/stored_types.py", sys.argv[1:], device="cpu")
     curves: dict[str, list[list[float]]] = {stored: [] for stored in s.stored}
     ends = range(s.window, s.steps + 1, s.window)
-    for seed in s.seeds:
-        for stored in s.stored:
-            curves[stored].append(losses_of(s, stored, seed))
-            means = [statistics.fmean(curves[stored][-1][end - s.window : end]) for end in ends]
+    runs = [(seed, stored) for seed in s.seeds for stored in s.stored]
+    with ThreadPoolExecutor(s.jobs) as jobs:
+        for (seed, stored), losses in zip(runs, jobs.map(lambda run: losses_of(s, run[1], run[0]), runs), strict=True):
+            curves[stored].append(losses)
+            means = [statistics.fmean(losses[end - s.window : end]) for end in ends]
             print(f"seed {seed}  {stored:45}" + "".join(f"  {mean:7.4f}" for mean in means), flush=True)
     print(f"\n{'losses; last: difference to the first row':45}" + "".join(f"  {f'-{end}':>7}" for end in ends))
     rows = {}
