@@ -34,6 +34,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *memory.TILES,
     *memory.SEQUENCE_CHUNKS,
     *step.ADAPTERS,
+    *step.ROUNDING,
     *step.EVALUATION,
     *job.PROCESSES,
 )

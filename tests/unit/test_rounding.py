@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from trainer.components import rounded_adam
 from trainer.components.optimizer import build_optimizer, ensure_state, mask_update
@@ -180,3 +181,23 @@ def test_steps_parameters_and_seeds_have_other_bits() -> None:
 
 def test_indices_of_a_plain_parameter_are_its_own() -> None:
     assert global_indices(torch.empty(3, 5), 2, 9).tolist() == [*range(2, 9)]
+
+
+def test_the_update_holds_copies_of_a_piece_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 60 bytes for each element of a piece, whatever the size; copies of the whole state would be 8 MiB."""
+    monkeypatch.setattr(rounded_adam, "PIECE", piece := 2**14)
+    for dtype in ("float32", "bfloat16"):
+        model = nn.Linear(1024, 1024, bias=False, dtype=getattr(torch, dtype))
+        config = replace(BFLOAT16, training=Training(dtype=dtype))
+        optimizer = build_optimizer([model], config)
+        ensure_state(optimizer)
+        assert sum(x.nbytes for name, x in optimizer.state[model.weight].items() if name != "step") == 4 * 2**20
+        model.weight.grad = torch.ones_like(model.weight)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            optimizer.step()
+        live = most = 0
+        for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                most = max(most, live)
+        assert 8 * piece < most <= 60 * piece
