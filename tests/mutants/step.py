@@ -587,7 +587,7 @@ ROUNDING = (
     Mutant(
         "a NaN is rounded to a number",
         "trainer/components/rounding.py",
-        "torch.where(x.isfinite(), sums, x)",
+        "torch.where(x.isnan(), x, sums)",
         "sums",
         f"{_ROUNDING}::test_values_of_bfloat16_infinities_and_nan_stay",
     ),
@@ -643,7 +643,7 @@ ROUNDING = (
     Mutant(
         "a whole parameter is copied at once",
         "trainer/components/rounded_adam.py",
-        "stop = min(start + PIECE, size)",
+        "stop = min(start + piece, size)",
         "stop = size",
         f"{_ROUNDING}::test_the_update_holds_copies_of_a_piece_alone",
     ),

@@ -1,6 +1,6 @@
 """Adam and AdamW for weights or moments that are stored in another data type than that of the update.
 
-The update runs in float32 (float64 for float64 weights), by PyTorch's kernels, over at most `PIECE` elements at a time:
+The update runs in float32 (float64 for float64 weights), by PyTorch's kernels, over a piece of elements at a time:
 
     weights, moments (n,) bfloat16 -> float32 -> adam -> float32 -> rounded -> (n,) bfloat16
 
@@ -19,7 +19,7 @@ from trainer.components.rounding import global_indices, random_bits, round_stoch
 from trainer.config.schema import JobConfig
 from trainer.models.initialization import parameter_seed
 
-PIECE = 2**22
+PIECE, PIECE_ON_CPU = 2**22, 2**18  # which the caches of a CPU hold
 """Elements that are copied at once; copies and random bits take at most 60 bytes each."""
 _STEP = 0x2545F4914F6CDD1D  # odd, so that steps have different keys
 
@@ -69,8 +69,9 @@ class RoundedAdam(torch.optim.Adam):
         stored = [_flat(x) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         wide = torch.promote_types(parameter.dtype, torch.float32)
         key, size = self._keys[parameter] + state["step"].long() * _STEP, len(gradient)
-        for start in range(0, max(size, 1), PIECE):
-            stop = min(start + PIECE, size)
+        piece = PIECE_ON_CPU if gradient.device.type == "cpu" else PIECE
+        for start in range(0, max(size, 1), piece):
+            stop = min(start + piece, size)
             pieces = [x[start:stop] for x in stored]
             copies = [x.to(wide) for x in pieces]  # or the pieces themselves
             adam(

@@ -30,7 +30,7 @@ def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """
     x = x.float()
     sums = (x.view(torch.int32) + (bits & 0xFFFF).int()).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(x.isfinite(), sums, x).bfloat16()
+    return torch.where(x.isnan(), x, sums).bfloat16()
 
 
 def global_indices(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
