@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 from scipy.optimize import minimize
 
+from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
 from trainer.planner.estimate import Estimate, bubble, estimate
 from trainer.planner.profile import Profile
@@ -221,9 +222,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of models")
     args = parser.parse_args()
     runs = [run for run in csv.DictReader(RUNS.open()) if args.only in run["model"]]
-    found = json.loads(args.read.read_text()) if args.read else traced(runs)
+    found = json.loads(args.read.read_text())["runs"] if args.read else traced(runs)
     if args.json:
-        args.json.write_text(json.dumps(found))
+        head = made_with("scripts/benchmarks/planner.py", sys.argv[1:], device="none")
+        args.json.write_text(json.dumps(head | {"runs": found}))
     tables(runs, found)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from tests.fake_cuda.operators import CHECKS
 from trainer.distributed.context_parallel.planning.cost import Cost
+from trainer.planner.events import Event
 from trainer.planner.stand_ins import ATTENTION
-from trainer.planner.tracing import Event, Recorder
+from trainer.planner.tracing import Recorder
 
 
 class CheckedRecorder(Recorder):

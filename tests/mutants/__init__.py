@@ -3,7 +3,7 @@
 A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
 """
 
-from tests.mutants import attention, chat, checkpoints, domain, experts, job, memory, models_of_others, step
+from tests.mutants import attention, chat, checkpoints, domain, experts, job, memory, models_of_others, planner, step
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -32,6 +32,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *memory.BLOCKS,
     *memory.GROUPS,
     *memory.TILES,
+    *planner.PLANNER,
     *memory.SEQUENCE_CHUNKS,
     *step.ADAPTERS,
     *step.ROUNDING,

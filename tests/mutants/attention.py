@@ -467,7 +467,7 @@ EMPTY_GROUPS = (
     Mutant(
         "gradients of a head's copies are rounded before they are added up",
         "trainer/distributed/context_parallel/execution/ulysses.py",
-        "gradient_dtype = torch.promote_types(dout.dtype, torch.float32) if copies > 1 else dout.dtype",
+        "gradient_dtype = sum_dtype if copies > 1 else dout.dtype",
         "gradient_dtype = dout.dtype",
         "tests/unit/test_thread_attention.py::test_gradients_of_a_heads_copies_are_added_up_in_float32",
     ),

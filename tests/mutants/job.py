@@ -165,7 +165,7 @@ DATA = (
     ),
     Mutant(
         "a second job does not wait for the first one",
-        "trainer/data/token_files/made.py",
+        "trainer/runtime/dump_folder.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "fcntl.LOCK_SH | fcntl.LOCK_NB)",
         "tests/unit/test_token_cache.py",

@@ -671,15 +671,15 @@ ROUNDING = (
     Mutant(
         "replicas with offload run on GPUs",
         "trainer/job/training.py",
-        'degrees.dp_replicate > 1 and device_type == "cuda"',
-        'degrees.dp_replicate > 1 and device_type == "xpu"',
+        'replicas > 1 and device_type == "cuda"',
+        'replicas > 1 and device_type == "xpu"',
         "tests/unit/test_job.py::test_replicas_with_offload_are_refused_on_gpus_alone",
     ),
     Mutant(
-        "the update on the host of a GPU job is not fused",
-        "trainer/config/schema.py",
-        'device_type == "cuda" or offloaded',
-        'device_type == "cuda" and not offloaded',
+        "the update on the host is not fused on CPUs",
+        "trainer/job/resolution.py",
+        'implementation = "fused"',
+        "pass",
         "tests/unit/test_job.py::test_the_update_on_the_host_is_fused_whatever_the_device",
     ),
 )

@@ -162,7 +162,26 @@ RULES = [
         first="cp tests/unit/torchtitan_configs/2026_02_llama3_8b.toml my_torchtitan.toml",
         slow=False,
     ),
-    Rule(r"lct check .*", says="the settings are valid", slow=False),
+    Rule(r"lct check .*", says="at its peak a step of a rank needs", slow=False),
+    Rule(
+        r"lct estimate debug_model --calibrate (\S+)",
+        r"printf '[cpu]\nname = \"a CPU\"\ntype = \"cpu\"\nflops = 1e11\nbandwidth = 1e10\nlink = 1e9\nnetwork = 1e9\n"
+        r"memory = 1e10\n' > \1",
+        why="it takes a minute, and needs a quiet machine",
+    ),
+    Rule(
+        r"lct estimate (debug_model .*--picture (\S+))",
+        r"\g<0> && test -s \2",
+        why="the picture is looked for",
+        says="it fits",
+    ),
+    Rule(
+        r"lct estimate \S+ --world-size \d+ (--max-seq-len|--suggest \S+)",
+        r"lct estimate debug_model --world-size 2 --training.seq_len 4096 --gpu a100 \1",
+        why=SLOW,
+        says="it fits",
+    ),
+    Rule(r"lct estimate .*", says="tokens a second"),
     Rule(rf"{SHOW}.* --output (\S+).*", r"\g<0> && test -s \1", "the picture is looked for"),
     Rule(rf"{SHOW}.*", says="[Rr]ank", slow=False),
     Rule(r"lct train \S+ --print-config", says=r'flavor = "70B"', slow=False),
@@ -426,6 +445,10 @@ RULES = [
         slow=False,
     ),
     # ---- measurements
+    Rule(rf"{BENCHMARK}planner\.py --read .*", says="tested: 13 runs"),
+    Rule(r"python -m pytest tests/distributed/test_planner\.py", r"\g<0> --collect-only -q", why=SLOW, slow=False),
+    Rule(rf"{BENCHMARK}memory\.py .*", r"\g<0> --only nothing", SLOW),
+    Rule(rf"{BENCHMARK}block_memory\.py .*", r"\g<0>", says="KiB  attention, backward"),
     Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --json data.json", SLOW),
     Rule(rf"{BENCHMARK}balance\.py .*", r"\g<0> --seq-len 1024 --mean 128 --output balance.json", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),

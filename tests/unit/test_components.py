@@ -65,7 +65,6 @@ def test_optimizer_settings_arrive(name: str, implementation: str):
 
 def test_the_optimizer_is_fused_on_gpus_by_default():
     assert [Optimizer().implementation_on(device) for device in ("cuda", "cpu")] == ["fused", "foreach"]
-    assert Optimizer().implementation_on("cpu", offloaded=True) == "fused"
     assert Optimizer(implementation="for-loop").implementation_on("cuda") == "for-loop"
     (group, *_) = build_optimizer([build(dtype=torch.float32)], JobConfig()).param_groups
     assert (bool(group["foreach"]), bool(group["fused"])) == (True, False)

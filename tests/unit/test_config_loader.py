@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
-from trainer.config.keys import keys_of
+from trainer.config.keys import Key, keys_of
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Job, JobConfig, LRScheduler, Metrics, Model, Optimizer, Training
 from trainer.config.values import from_toml, from_words
@@ -140,12 +140,12 @@ def test_check_config_and_world_size():
 
 
 def test_lists_from_both_sources():
-    assert from_toml("a.b", [1, 2], tuple[int, ...], (), "in x") == (1, 2)
-    assert from_words("a.b", ["1", "2"], tuple[int, ...], ()) == (1, 2)
-    assert from_words("a.b", [], tuple[int, ...], ()) == ()
+    assert from_toml("a.b", [1, 2], Key(tuple[int, ...], ()), "in x") == (1, 2)
+    assert from_words("a.b", ["1", "2"], Key(tuple[int, ...], ())) == (1, 2)
+    assert from_words("a.b", [], Key(tuple[int, ...], ())) == ()
     for bad in ([1, "2"], 3):
         with pytest.raises(ConfigError, match="a list, each item an int"):
-            from_toml("a.b", bad, tuple[int, ...], (), "in x")
+            from_toml("a.b", bad, Key(tuple[int, ...], ()), "in x")
 
 
 # ---- round trip

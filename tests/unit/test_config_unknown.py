@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.elsewhere import _ADVICE, ELSEWHERE
 from trainer.config.errors import ConfigError
 from trainer.config.keys import keys_of
 from trainer.config.legacy import accepted_keys
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.config.spelling import nearest
+from trainer.config.unknown import ADVICE, ELSEWHERE
 
 KEYS = keys_of(JobConfig)
 TYPOS = {
@@ -131,7 +131,7 @@ def test_a_key_of_another_program_is_told_with_the_key_here(option: str):
 
 
 def test_the_table_of_other_programs_names_keys_that_exist_and_none_of_ours():
-    assert sum(len(entry["names"].split()) for entry in _ADVICE) == len(ELSEWHERE), "a name stands twice"
+    assert sum(len(entry["names"].split()) for entry in ADVICE) == len(ELSEWHERE), "a name stands twice"
     ours = {name.partition(".")[2] for name in KEYS} | accepted_keys(JobConfig).keys()
     assert ELSEWHERE.keys() & ours == set()
     tables = {name.partition(".")[0] for name in KEYS}

@@ -59,12 +59,7 @@ def test_the_degrees_of_the_configuration_are_resolved():
 
 def test_replicas_with_offload_are_refused_on_gpus_alone():
     given = ["--training.enable_cpu_offload", "--parallelism.data_parallel_replicate_degree=2"]
-    said = refused(*given, world_size=4)
-    assert said.startswith(
-        "training.enable_cpu_offload with parallelism.data_parallel_replicate_degree = 2 gives wrong"
-    )
-    assert said.endswith("use data_parallel_replicate_degree = 1 and data_parallel_shard_degree = 4")
-    assert check(given[0], "--parallelism.data_parallel_shard_degree=4", world_size=4).dp_shard == 4
+    assert "pytorch issue 180665" in refused(*given, world_size=4)
     assert resolve(parse_command_line(given).config, 4, "cpu").degrees.dp_replicate == 2
 
 
@@ -299,6 +294,11 @@ RULES = [
         ],
         2,
         ["group = 2 computes the layers of a group", "InterleavedZeroBubble splits it", "use 1, or"],
+    ),
+    (
+        ["--training.enable_cpu_offload", "--parallelism.data_parallel_replicate_degree=2"],
+        2,
+        ["enable_cpu_offload = true with parallelism.data_parallel_replicate_degree = 2", "use degree 1"],
     ),
     ([f"{CHUNKS}0"], 1, ["training.sequence_chunks = 0 must be at least 1"]),
     (

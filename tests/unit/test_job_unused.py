@@ -24,13 +24,14 @@ PRESETS |= {
         ("8b", 8),
         ("8b_long", 8),
         ("8b_extend", 8),
-        ("8b_1m", 64),
+        ("8b_1m", 8),
+        ("8b_1m_64", 64),
         ("8b_sft", 8),
         ("70b", 256),
         ("405b", 512),
     )
 }
-PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8}
+PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8, "qwen3_8b_1m.toml": 8}
 del PRESETS["llama3_8b_lora.toml"]  # it needs weights: test_lora.py
 
 # Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.
@@ -169,6 +170,13 @@ TOLD = [
         1,
         [f"{AC}mode=memory_budget", "--compile.enable"],
         "mode = 'none'",
+    ),
+    (
+        "training.sequence_chunks_offload",
+        ["true"],
+        1,
+        ["--training.sequence_chunks=2"],
+        "without training.sequence_chunks above 1",
     ),
     ("activation_checkpoint.group", ["2"], 1, [f"{AC}mode=full"], "mode = 'none'"),
     ("activation_checkpoint.offload", ["inputs"], 1, [f"{AC}mode=full"], "mode = 'none', which keeps all activations"),

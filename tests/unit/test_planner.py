@@ -9,19 +9,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.commands import estimate as command
+from trainer.commands import train
+from trainer.commands.start import parse
+from trainer.components import metrics
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
 from trainer.planner.profile import Profile, deeper
 from trainer.planner.profiling import _Allocator, added_up
-from trainer.planner.search import candidates, longest_sequence, suggestions
+from trainer.planner.search import longest_sequence, suggestions
 from trainer.planner.timing import RECORDS, Device, device, step_time
 from trainer.planner.tracing import trace
 from trainer.planner.worker import shallow_depths
+from trainer.runtime.devices import Machine
 
 _MIB = 1 << 20
 
@@ -57,10 +62,17 @@ def test_freed_neighbours_are_one_block_again() -> None:
     allocator = _Allocator()
     for name in range(4):
         allocator.resize(name, 8 * _MIB)
+    for order in ((1, 2), (2, 1)):
+        for name in order:
+            allocator.resize(name, 0)
+        allocator.resize("as large as both", 16 * _MIB)
+        assert allocator.reserved == 32 * _MIB
+        allocator.resize("as large as both", 0)
+        for name in order:
+            allocator.resize(name, 8 * _MIB)
     for name in (1, 2):
         allocator.resize(name, 0)
     allocator.resize("as large as both", 16 * _MIB)
-    assert allocator.reserved == 32 * _MIB
     allocator.resize("more", 2 * _MIB)
     assert allocator.reserved == 34 * _MIB
 
@@ -71,6 +83,7 @@ def test_freed_neighbours_are_one_block_again() -> None:
         [],
         ["--activation_checkpoint.mode=full"],
         ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+        ["--activation_checkpoint.mode=full", "--activation_checkpoint.group=2"],
     ],
 )
 def test_a_deep_model_is_a_straight_line_over_shallow_ones(arguments: list[str], monkeypatch, tmp_path: Path) -> None:
@@ -97,6 +110,8 @@ def test_depths_have_as_many_layers_of_each_kind() -> None:
     assert shallow_depths(job_of(layers=32)) == (4, 5)
     every_third = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3")
     assert shallow_depths(job_of(*every_third, layers=32)) == (5, 8)
+    groups = ("--activation_checkpoint.mode=full", "--activation_checkpoint.group=4")
+    assert shallow_depths(job_of(*groups, layers=32)) == (4, 8)
 
 
 def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
@@ -111,6 +126,16 @@ def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
     of_attention = 12 * job.model.n_layers * job.model.n_heads * job.model.head_dim * 64
     assert products == tokens * (whole - of_attention)
     assert attention == pytest.approx(tokens * of_attention / 2 * 7 / 6, rel=1e-6)  # the backward computes scores again
+
+
+def test_more_micro_batches_repeat_forward_and_backward_alone() -> None:
+    message = {"calls": 2.0, "bytes": 8.0, "ranks": 4, "span": 4}
+    messages = {f"backward {mesh} allreduce_": message for mesh in ("fsdp", "dp_replicate")}
+    work = {"forward": {"products": 3.0}, "optimizer": {"optimizer": 5.0}}
+    more = replace(profile_of(), work=work, messages=messages).repeated(4)
+    assert more.work == {"forward": {"products": 12.0}, "optimizer": {"optimizer": 5.0}}
+    assert more.messages["backward fsdp allreduce_"] == {"calls": 8.0, "bytes": 32.0, "ranks": 4, "span": 4}
+    assert more.messages["backward dp_replicate allreduce_"] == message
 
 
 # ---- time
@@ -172,10 +197,17 @@ def fake(total, speed: float = 1.0, host: float = 0.0):
     )
 
 
-@pytest.mark.parametrize(
-    "size",
-    [lambda n: 20e9 + 60e3 * n, lambda n: 10e9 + 40e3 * n + n**2 / 1e2, lambda n: 79e9 + 1e6 * n, lambda n: 90e9],
+SIZES = (
+    lambda n: 20e9 + 60e3 * n,
+    lambda n: 10e9 + 40e3 * n + n**2 / 1e2,
+    lambda n: 79e9 + 1e6 * n,
+    lambda n: 90e9,
+    lambda n: 20e9 + 1.2e6 * n,  # a unit is more than the search resolves
+    lambda n: max(40e9, 30e3 * n) + 1e9 * (n > 32768),
 )
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(size) -> None:
     calls: list[int] = []
 
@@ -195,40 +227,46 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(size) -> None:
         assert longest.fits
     assert not beyond.fits
     assert len(calls) <= 14
+    assert max(calls) <= 16 * max(most, 8192)
+
+
+def degrees_of(arguments: Sequence[str]) -> tuple[int, int, str]:
+    keys = dict(text[2:].split("=", 1) for text in arguments)
+    cp, tp = (int(keys[f"parallelism.{name}_parallel_degree"]) for name in ("context", "tensor"))
+    return cp, tp, keys.get("parallelism.context_parallel_method", "")
 
 
 def test_suggestions_are_what_fits_the_fastest_first() -> None:
+    asked: list[tuple[int, int, str]] = []
+
     def estimate(arguments: Sequence[str]):
-        text = " ".join(arguments)
-        if "tensor_parallel_degree=8" in text:
+        cp, tp, method = degrees_of(arguments)
+        asked.append((cp, tp, method))
+        assert 8 % (cp * tp) == 0
+        if tp == 8:
             raise ConfigError("heads")
-        if "context_parallel_degree=1" in text:
-            return fake(90e9)
-        return fake(70e9, 300.0 if "offload" in text else 200.0, host=1e12 if "ring" in text else 0.0)
+        offloads = "offload" in " ".join(arguments)
+        needed = 400e9 / cp / tp * (0.5 if offloads else 1.0)
+        speed = 1000 / cp**0.1 / tp * (0.99 if method == "ring" else 1.0)
+        return fake(needed, speed, host=1e12 if offloads and method == "ring" else 0.0)
 
     found = suggestions(estimate, [], 8, host_memory=100e9)
-    assert found
-    assert all("context_parallel_degree=1" not in " ".join(choice.settings) for choice in found)
-    assert all("offload" not in " ".join(c.settings) for c in found if "ring" in " ".join(c.settings))
-    assert "offload" in " ".join(found[0].settings)
-    speeds = [choice.estimate.tokens_per_second for choice in found]
-    assert speeds == sorted(speeds, reverse=True)
-
-
-def test_candidates_divide_the_ranks() -> None:
-    for settings_ in candidates(8):
-        degrees = dict(text[2:].split("=") for text in settings_)
-        cp, tp = (int(degrees[f"parallelism.{name}_parallel_degree"]) for name in ("context", "tensor"))
-        assert 8 % (cp * tp) == 0
-        assert ("parallelism.context_parallel_method" in degrees) == (cp > 1)
+    chosen = [(*degrees_of(choice.settings), "offload" in " ".join(choice.settings)) for choice in found]
+    # Half of the ranks with offloading fit, and are faster; the ring has no room on the host.
+    assert chosen[0] == (4, 1, "all_to_all", True)
+    assert (8, 1, "ring", False) in chosen
+    assert not any(method == "ring" and offloads for *_, method, offloads in chosen)
+    assert not any(tp == 8 for _, tp, *_ in chosen)
+    assert (1, 1, "") not in asked, "fewer ranks than those that do not fit were tried"
+    assert chosen.index((8, 1, "all_to_all", False)) < chosen.index((8, 1, "ring", False))  # as fast, fewer kernels
 
 
 # ---- the command
 
 
-def cpu_record(tmp_path: Path) -> str:
+def cpu_record(tmp_path: Path, memory: float = 1e10) -> str:
     path = tmp_path / "cpu.toml"
-    peaks = "flops = 1e11\nbandwidth = 1e10\nlink = 1e9\nnetwork = 1e9\nmemory = 1e10\n"
+    peaks = f"flops = 1e11\nbandwidth = 1e10\nlink = 1e9\nnetwork = 1e9\nmemory = {memory}\n"
     path.write_text(f'[cpu]\nname = "a CPU"\ntype = "cpu"\n{peaks}')
     return str(path)
 
@@ -249,6 +287,22 @@ def test_the_command_prints_memory_traffic_and_time(tmp_path: Path, capfd: pytes
     assert (tmp_path / "step.svg").stat().st_size > 1000
 
 
+def test_other_answers_as_json_print_json_alone(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    job = [
+        "debug_model",
+        "--gpu",
+        cpu_record(tmp_path, memory=2e8),
+        "--world-size",
+        "1",
+        "--training.local_batch_size=1",
+    ]
+    assert command.main([*job, "--training.global_batch_size=-1", "--max-seq-len", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["fits"]
+    assert "longest" in err
+    assert "beyond" in err
+
+
 def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
     for arguments, words in (
         (["debug_model", "--gpu", "h10"], "is none of h100"),
@@ -263,3 +317,35 @@ def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path:
         error = capfd.readouterr().err
         assert error.startswith("error: ")
         assert words in error
+
+
+# ---- a run beside its estimate
+
+
+def test_a_run_on_gpus_starts_an_estimate_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(train.subprocess, "Popen", lambda arguments, **_: started.append(arguments))
+    monkeypatch.delenv("NNODES", raising=False)
+    for machine, expected in ((Machine(0, None, 1 << 34), 0), (Machine(8, 80 << 30, 1 << 34), 1)):
+        monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
+        start = parse(["debug_model", "--job.dump_folder", str(tmp_path / "run")])
+        train._start_estimate(start, parse_command_line(start.arguments).config)
+        assert len(started) == expected
+    assert started[0][3:] == ["estimate", *start.arguments, "--world-size", "8", "--json"]
+    options, arguments = command._options(started[0][4:])
+    assert options.world_size == "8"
+    assert parse_command_line(arguments).config.job.dump_folder == str(tmp_path / "run")
+
+
+def test_metrics_have_the_measured_and_the_predicted_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(metrics.logger, "info", said.append)
+    run = SimpleNamespace(_predicted=None, _estimate=tmp_path / "estimate.json", device=torch.device("cuda"))
+    beside = metrics.MetricsLogger._beside_estimate
+    assert beside(run, 3.0) == {}
+    run._estimate.write_text('{"alloc')  # it is being written
+    assert beside(run, 3.0) == {}
+    run._estimate.write_text(json.dumps({"allocated": 2.5 * 2**30}))
+    assert beside(run, 3.0) == {"memory_predicted_gib": 2.5}
+    assert beside(run, 3.1) == {"memory_predicted_gib": 2.5}
+    assert said == ["memory: 3.0 GiB allocated at the peak, 2.5 GiB predicted"]

@@ -2,8 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -150,19 +149,12 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -
         here = here if reader is not readers[-1] else dict(tensors)
         tensors = {name: x for name, x in tensors.items() if name not in here}
         try:
-            with _by_itself():
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
                 dcp.load(here, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
         except CheckpointException as error:
             reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
             raise ConfigError(f"the weights in {reader.path} cannot be read ({reason}); take another copy") from None
-
-
-@contextmanager
-def _by_itself() -> Iterator[None]:
-    """Enter a context in which PyTorch does not warn that ranks act alone (`no_dist`), which is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def cause_of(error: CheckpointException) -> BaseException:

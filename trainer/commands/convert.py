@@ -73,15 +73,13 @@ def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser(prog="lct convert", description=__doc__.splitlines()[0])
     ways = described.add_subparsers(dest="way", required=True)
     out = ways.add_parser("to-hf", help="write the weights of a run as a Hugging Face folder")
-    out.add_argument("folder", type=Path, help="job.dump_folder of the run")
-    out.add_argument("--step", type=int, default=-1, help="saved step (default: the latest)")
     out.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], help="default: as it is saved")
     out.add_argument("--max-shard-size", type=size, default=size("5GB"), help="largest file (default: 5GB)")
     adapters = ways.add_parser("to-peft", help="write the adapters of a run for Hugging Face's peft")
-    adapters.add_argument("folder", type=Path, help="job.dump_folder of the run")
-    adapters.add_argument("--step", type=int, default=-1, help="saved step (default: the latest)")
     for way in (out, adapters):
+        way.add_argument("folder", type=Path, help="job.dump_folder of the run")
         way.add_argument("output", type=Path, help="new folder")
+        way.add_argument("--step", type=int, default=-1, help="saved step (default: the latest)")
     return described
 
 

@@ -1,11 +1,12 @@
 """Predict memory, traffic and time of a step on GPUs, without a GPU. Torch runs in a process of its own.
 
     estimate [FILE] [--world-size N] [--gpu NAME] [--max-seq-len] [--suggest [OUT.toml]] [--picture FILE] [--json]
-             [--table.key value ...]
+             [--calibrate OUT.toml] [--table.key value ...]
 
---gpu: h100 (default), h200, b200, a100, or a .toml file with a record; cpu: ranks on this machine's CPU.
+--gpu: h100 (default), h200, b200, a100, or a .toml file with a record.
 --max-seq-len: the longest training.seq_len that fits; --suggest: degrees, methods and recomputation, the fastest first,
-and the best one written to OUT.toml; --picture: memory over the step, as .png or .svg.
+and the best one written to OUT.toml; --picture: memory over the step, as .png or .svg; --calibrate: run the job on this
+machine for a minute or two, and write the record of its device.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +25,14 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.job.sizes import size_words
 from trainer.planner import shim
+from trainer.planner.calibrate import calibrate
 from trainer.planner.estimate import Estimate, estimate, in_words, lines
 from trainer.planner.profile import Profile
 from trainer.planner.search import Estimator, longest_sequence, suggestions
 from trainer.planner.timing import device
 from trainer.planner.worker import Worker
 from trainer.runtime.console import line_width
+from trainer.runtime.devices import this_machine
 from trainer.runtime.nodes import whole_number
 
 _AS_ON_GPUS = ("--training.mixed_precision_param=bfloat16", "--optimizer.implementation=fused")
@@ -38,37 +42,44 @@ _HOST_OF_A_GPU = 200e9
 
 
 def main(argv: list[str]) -> int:
-    """Estimate, print, and return the exit code: 1 if the job does not fit."""
+    """Estimate, print, and return the exit code."""
     started = time.monotonic()
     try:
         options, arguments = _options(argv)
         ranks = whole_number("--world-size", options.world_size, such_as="--world-size 8")
         config = parse_command_line(arguments).config
+        if options.calibrate:
+            machine = this_machine()
+            type_ = machine.device_type(config.job.device)
+            memory = machine.memory(type_) or 1 << 36
+            print(calibrate(arguments, options.calibrate, device_type=type_, name="this machine", memory=memory))
+            return 0
         record, note = device(options.gpu), ""
         if record.type == "cuda" and (why := shim.why_not()):
             note = f"{why}: traced with the kernels of CPUs, which keep more of norms and attention than those of a GPU"
             record, arguments = replace(record, type="cpu"), [*arguments, *_AS_ON_GPUS]
         with Worker(has_shim=record.type == "cuda") as worker:
             of = partial(estimate, worker, ranks=ranks, device=record, whole=options.picture is not None)
-            if options.suggest is not None:
-                found = _suggest(of, arguments, ranks, options.suggest)
-            elif options.max_seq_len:
-                found = _longest(of, arguments, config.training.seq_len, ranks)
-            else:
-                found = of(arguments)
-    except ConfigError as error:
+            with redirect_stdout(sys.stderr if options.json else sys.stdout):
+                if options.suggest is not None:
+                    found = _suggest(of, arguments, ranks, options.suggest)
+                elif options.max_seq_len:
+                    found = _longest(of, arguments, config.training.seq_len, ranks)
+                else:
+                    found = of(arguments)
+        if options.picture:
+            draw(found.profile, options.picture)
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(found.record()))
     else:
         _print(lines(found))
-        print(f"\ntraced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory")
+        print(f"traced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory")
     if note:
         print(f"note: {note}", file=sys.stderr)
-    if options.picture:
-        draw(found.profile, options.picture)
-    return 0 if found.fits else 1
+    return 0
 
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -80,6 +91,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu", default="h100")
     parser.add_argument("--max-seq-len", action="store_true")
     parser.add_argument("--suggest", nargs="?", const="", metavar="OUT.toml")
+    parser.add_argument("--calibrate", type=Path, metavar="OUT.toml")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", action="store_true")
     config, rest = (argv[:1], argv[1:]) if argv and not argv[0].startswith("-") else ([], argv)
@@ -123,9 +135,8 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
     for choice in found[:8]:
         best = choice.estimate
         settings = " ".join(f"--{text.lstrip('-')}" for text in choice.settings)
-        print(
-            f"{best.tokens_per_second:9,.0f} tok/s  {size_words(best.total):>9}  {settings}\n{'':17}{choice.reason()}"
-        )
+        print(f"{best.tokens_per_second:9,.0f} tok/s  {size_words(best.total):>9}  {settings}")
+        print(f"{'':17}{best.time.bottleneck}")
     if path:
         Path(path).write_text(to_toml(found[0].estimate.job.given), encoding="utf-8")
         print(f"\nthe first is written to {path}: lct train {path}")

@@ -59,24 +59,17 @@ def configuration(folder: Path, step: int, *, command: str, task: str = "tokens"
     Raises:
         ConfigError: there is no run, no such step, or one of other data than `command` is for.
     """
-    config = _saved(folder, command=command, task=task)
+    config = _saved(folder, step, command=command, task=task)
     # No data are read, and only training on conversations needs their mask.
     data = {"dataset": "python_stdlib", "dataset_path": None} if config.training.dataset == "chat" else {}
     one_row = {"local_batch_size": 1, "global_batch_size": -1}
     config = replace(
         config,
-        job=replace(config.job, dump_folder=str(folder)),
         parallelism=Parallelism(),
         training=replace(config.training, **one_row, sequence_chunks=1, attention_mask="causal", **data),
         validation=Validation(),
         activation_checkpoint=ActivationCheckpoint(),
         compile=Compile(),
-        checkpoint=Checkpoint(
-            enable=True,
-            folder=config.checkpoint.folder,
-            load_step=step,
-            initial_load_path=config.checkpoint.initial_load_path,
-        ),
     )
     _saved_weights(config)
     return config
@@ -103,15 +96,11 @@ def text_configuration(
             files = ", ".join(TOKENIZER_FILES)
             raise ConfigError(f"{folder} holds no tokenizer ({files}); name the model's own with --tokenizer")
     else:
-        given = _saved(folder, command=command, task="tokens", settings=[*named, *settings])
-        own = Checkpoint(
-            True, given.checkpoint.folder, load_step=step, initial_load_path=given.checkpoint.initial_load_path
-        )
-        saved = replace(given, job=replace(given.job, dump_folder=str(folder)), checkpoint=own)
-        weights = _saved_weights(saved)
-        if given.lora.rank and step_to_load(saved) is not None:  # adapters, beside the weights that they adapt
-            there = str(checkpoint_folder(saved).path.absolute())  # wherever a command writes
-            adapted = {"checkpoint": replace(own, folder=there), "lora": given.lora}
+        given = _saved(folder, step, command=command, task="tokens", settings=[*named, *settings])
+        weights = _saved_weights(given)
+        if given.lora.rank and step_to_load(given) is not None:  # adapters, beside the weights that they adapt
+            there = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
+            adapted = {"checkpoint": replace(given.checkpoint, folder=there), "lora": given.lora}
     training = given.training
     data = given.validation.source(training) if given.validation.enable else (training.dataset, training.dataset_path)
     config = JobConfig(
@@ -126,8 +115,8 @@ def text_configuration(
     return replace(config, **adapted), data
 
 
-def _saved(folder: Path, *, command: str, task: str, settings: Sequence[str] = ()) -> JobConfig:
-    """Return the configuration that a run has saved, with settings of the command line over it."""
+def _saved(folder: Path, step: int, *, command: str, task: str, settings: Sequence[str] = ()) -> JobConfig:
+    """Return the configuration that a run has saved, with settings of the command line over it, to load a step."""
     file = folder / _RUN_FILE
     if not file.is_file():
         also = f", or a Hugging Face folder with its {CONFIG_FILE}" * (command in _TEXT_COMMANDS)
@@ -138,7 +127,9 @@ def _saved(folder: Path, *, command: str, task: str, settings: Sequence[str] = (
     if config.task != task:
         found, other = TASKS[config.task], TASKS[config.task].command.format(folder)
         raise ConfigError(f"the run in {folder} is about {found.data}, which `{command}` is not for; use `{other}`")
-    return config
+    saved = config.checkpoint
+    to_load = Checkpoint(True, saved.folder, load_step=step, initial_load_path=saved.initial_load_path)
+    return replace(config, job=replace(config.job, dump_folder=str(folder)), checkpoint=to_load)
 
 
 def _saved_weights(config: JobConfig) -> str:

@@ -7,7 +7,10 @@ on each (docs/several_nodes.md). Torch is imported when everything has been chec
 """
 
 import os
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
@@ -22,6 +25,7 @@ from trainer.job.summary import summary
 from trainer.runtime import folders_of, holder_of
 from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
+from trainer.runtime.dump_folder import ESTIMATE
 from trainer.runtime.nodes import Nodes
 from trainer.stores.folder import checkpoint_folder
 
@@ -43,10 +47,26 @@ def main(argv: list[str]) -> int:
     say_waiting("importing PyTorch, here and in the ranks")
     if tokenizing.wait() != 0:  # it has reported why
         return _WRONG
+    estimating = _start_estimate(start, command.config)
     code = launch([*launch_arguments, *start.arguments])
+    if estimating is not None:
+        estimating.kill()
     if code not in (0, _WRONG) and (hint := _to_resume(command.config)):
         report(hint)
     return code
+
+
+def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] | None:
+    """Start to predict the memory of a run on GPUs of one node, which its first log line is compared with."""
+    machine = this_machine()
+    if machine.device_type(config.job.device) != "cuda" or Nodes.from_environment(os.environ).count > 1:
+        return None
+    folder = Path(config.job.dump_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = str(start.world_size(config, machine))
+    command = [sys.executable, "-m", "trainer", "estimate", *start.arguments, "--world-size", ranks, "--json"]
+    with (folder / ESTIMATE).open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL)
 
 
 def _to_resume(config: JobConfig) -> str:

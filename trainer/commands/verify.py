@@ -90,7 +90,3 @@ def main(argv: list[str] | None = None) -> int:
         what = f"{found.files} files, {found.size / 2**20:,.1f} MiB, {found.tensors:,} tensors"
         print(f"{folder.step(step).name}: whole: {what} ({time.monotonic() - started:.1f} s)", flush=True)
     return int(damaged)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

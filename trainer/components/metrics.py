@@ -1,11 +1,12 @@
 """Metrics of a step, reduced over ranks, to the console, `metrics.jsonl` and other sinks."""
 
+import json
 import math
 import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from trainer.job.lora import flops_beside
 from trainer.job.record import ResolvedJob
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import line_width, logger, show_progress
+from trainer.runtime.dump_folder import ESTIMATE
 
 # Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
 _PEAK_FLOPS = {
@@ -188,6 +190,7 @@ class MetricsLogger:
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         self._validation: list[JsonLines] = []
+        self._estimate, self._predicted = Path(job.config.job.dump_folder, ESTIMATE), None
         raise_on_all_ranks(lambda: self._open_sinks(job.config) if dims.rank("world") == 0 else None, dims["world"])
         self._run_started = time.perf_counter()
         self.last_loss: float | None = None
@@ -335,10 +338,19 @@ class MetricsLogger:
         self.last_loss = loss
         left = self.last_step - step
         logger.info(console_line(metrics, self.last_step, left * elapsed / steps, position=self.position))
+        beside = dict(more or {}) | (self._beside_estimate(memory) if self._sinks else {})
         for sink in self._sinks:
-            sink.write(asdict(metrics) | dict(more or {}))
+            sink.write(asdict(metrics) | beside)
         self._last_step, self._started, self.data_seconds = step, ended, data_seconds
         return metrics
+
+    def _beside_estimate(self, memory: float) -> dict[str, float]:
+        """Return the peak that `lct estimate` has predicted for GPUs, once it is there; the first time, log both."""
+        if self._predicted is None and self.device.type == "cuda":
+            with suppress(OSError, ValueError, KeyError):
+                self._predicted = json.loads(self._estimate.read_text(encoding="utf-8"))["allocated"] / 2**30
+                logger.info(f"memory: {memory:.1f} GiB allocated at the peak, {self._predicted:.1f} GiB predicted")
+        return {} if self._predicted is None else {"memory_predicted_gib": self._predicted}
 
     def _of_all_ranks(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -52,7 +52,7 @@ def _read_option(token: str, words: list[str], schema: type, read: Options) -> N
             word, renamed = todays_value(name, words[0], COMMAND_LINE)
             words = [str(word)]
             read.notes += renamed
-        value = from_words(_label(name), words, key.kind, key.works, infinite=key.may_be_infinite)
+        value = from_words(_label(name), words, key)
     elif words:
         raise ConfigError(f"{token} takes no value, and was given {' '.join(words)!r}; write {token} alone")
     else:

@@ -73,7 +73,7 @@ def _typed_value(name: str, value: object, where: str, schema: type) -> tuple[ob
         raise unknown_key(name, f"{name} = {shown(value)}", where, schema)
     value, renamed = todays_value(name, value, where)
     if value is not None:
-        value = from_toml(name, value, key.kind, key.works, where, infinite=key.may_be_infinite)
+        value = from_toml(name, value, key, where)
     return value, renamed
 
 

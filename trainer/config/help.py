@@ -13,10 +13,10 @@ from itertools import pairwise
 from textwrap import fill
 from typing import get_type_hints
 
-from trainer.config.elsewhere import ELSEWHERE
 from trainer.config.errors import ConfigError
 from trainer.config.keys import Key, keys_of
 from trainer.config.spelling import nearest
+from trainer.config.unknown import ELSEWHERE
 from trainer.config.values import kind_name, shown, without_none
 
 _USAGE = """Train a language model: lct train [FILE] [--ngpu N] [--table.key VALUE ...]

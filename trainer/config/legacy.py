@@ -71,12 +71,12 @@ def rewrite(values: Mapping[str, Any], where: str) -> Settings:
 def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str, ...]]:
     """Return today's name of a value of one of today's keys, and a note if the name has changed."""
     if key in ONCE_STRINGS and isinstance(value, str):
-        words = [word.strip() for word in value.split(",") if word.strip()]
-        return words, (f"{key} = {shown(value)} ({where}) is read as {key} = {shown(words)}",)
-    names = OLDER_VALUES.get(key, {})
-    if not isinstance(value, str) or value not in names:
+        today = [word.strip() for word in value.split(",") if word.strip()]
+    elif isinstance(value, str) and value in OLDER_VALUES.get(key, {}):
+        today = OLDER_VALUES[key][value]
+    else:
         return value, ()
-    return names[value], (f"{key} = {shown(value)} ({where}) is read as {key} = {shown(names[value])}",)
+    return today, (f"{key} = {shown(value)} ({where}) is read as {key} = {shown(today)}",)
 
 
 def check_absent(absent: Mapping[str, tuple[Any, str]], config: JobConfig) -> list[str]:

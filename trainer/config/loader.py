@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from trainer.config.command_line import COMMAND_LINE, Options, read_options, split
+from trainer.config.command_line import COMMAND_LINE, read_options, split
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.files import read_file
 from trainer.config.help import help_text
@@ -51,12 +51,11 @@ def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig) -> 
         raise SystemExit(0)
     check_config, print_config = options.values.pop("check_config", False), options.values.pop("print_config", False)
     world_size = options.values.pop("world_size", None)
-    with problems.collected():
-        _check_world_size(world_size, check_config=check_config)
-    line = Settings()
-    with problems.collected():
-        line = rewrite(options.values, COMMAND_LINE)
-    file = _file_settings(options, schema, problems)
+    problems.check(_check_world_size, world_size, check_config=check_config)
+    line = problems.check(rewrite, options.values, COMMAND_LINE)
+    file, name = Settings(), options.values.get("job.config_file")
+    if name is not None:
+        file = problems.check(read_file, found_or_preset(Path(name), name), schema, problems)
     problems.raise_all()
     settings = Settings(notes=tuple(options.notes)).over(line).over(file)
     config = _build(settings.values, schema)
@@ -81,15 +80,6 @@ def _check_world_size(world_size: int | None, *, check_config: bool) -> None:
         raise ConfigError(f"--world-size {world_size} must be the number of ranks, at least 1, such as 8")
     if world_size is not None and not check_config:
         raise ConfigError(f"--world-size {world_size} needs --check-config; add it")
-
-
-def _file_settings(options: Options, schema: type[JobConfig], problems: Problems) -> Settings:
-    name = options.values.get("job.config_file")
-    if name is None:
-        return Settings()
-    with problems.collected():
-        return read_file(found_or_preset(Path(name), name), schema, problems)
-    return Settings()
 
 
 def _build(values: dict[str, object], schema: type[JobConfig]) -> JobConfig:

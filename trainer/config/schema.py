@@ -36,18 +36,16 @@ _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python
 
 # ---- when keys have an effect
 
-_CHAT = Condition(
-    lambda config, _: (
-        config.training.dataset == "chat" or (config.validation.enable and config.validation.dataset == "chat")
-    ),
-    "without training.dataset = 'chat'",
-)
-_LINES = Condition(
-    lambda config, _: (
-        config.training.dataset == "jsonl" or (config.validation.enable and config.validation.dataset == "jsonl")
-    ),
-    "without training.dataset = 'jsonl'",
-)
+
+def _reads(dataset: str) -> Condition:
+    """Return the condition that training or validation reads data of this kind."""
+    return Condition(
+        lambda config, _: dataset in (config.training.dataset, config.validation.enable and config.validation.dataset),
+        f"without training.dataset = {dataset!r}",
+    )
+
+
+_CHAT, _LINES = _reads("chat"), _reads("jsonl")
 _DOCUMENTS = Condition(
     lambda config, _: config.masks_documents,
     "with training.attention_mask = 'causal', under which documents see each other",
@@ -226,18 +224,17 @@ class Optimizer:
     weight_decay: float = key(0.1, NOT_NEGATIVE)
     """Weight decay of the matrices (not of norms and embeddings)."""
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)
-    """One kernel per parameter, per list of them, or for the whole update; auto: fused on CUDA or offloaded."""
-
+    """One kernel per parameter, per list, or for all; auto: fused on CUDA and with offload to CPU, else foreach."""
     state_dtype: Literal["float32", "bfloat16"] | None = key(None, when=_ADAM)
     """Data type in which both moments are stored; the update is computed in float32. None: training.dtype."""
     rounding: Literal["stochastic", "nearest"] = key("stochastic", when=(_ADAM, _HALF))
     """How updated values are rounded to bfloat16; nearest: an update below half a unit in the last place is lost."""
 
-    def implementation_on(self, device_type: str, *, offloaded: bool = False) -> str:
-        """Return the implementation on a device of this type. offloaded: the update runs on the host."""
+    def implementation_on(self, device_type: str) -> str:
+        """Return the implementation on a device of this type."""
         if self.implementation != "auto":
             return self.implementation
-        return "fused" if device_type == "cuda" or offloaded else "foreach"
+        return "fused" if device_type == "cuda" else "foreach"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,16 @@
 """The error for a key or table that does not exist: what to write instead."""
 
+from pathlib import Path
 from typing import get_type_hints
 
-from trainer.config.elsewhere import ELSEWHERE
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.keys import keys_of
 from trainer.config.spelling import nearest
+from trainer.config.toml import load_toml
+
+ADVICE = load_toml(Path(__file__).with_name("elsewhere.toml"))["advice"]
+ELSEWHERE: dict[str, str] = {name: entry["instead"] for entry in ADVICE for name in entry["names"].split()}
+"""Names of settings in other programs, and what to write here instead."""
 
 
 def unknown_key(name: str, given: str, where: str, schema: type) -> ConfigError:

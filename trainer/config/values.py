@@ -7,6 +7,7 @@ import types
 from typing import Any, Literal, Union, get_args, get_origin
 
 from trainer.config.errors import ConfigError
+from trainer.config.keys import Key
 from trainer.config.spelling import nearest
 
 _SWITCHES = dict.fromkeys(("1", "yes", "y", "on", "t"), "true") | dict.fromkeys(("0", "no", "n", "off", "f"), "false")
@@ -15,51 +16,46 @@ _MOST_SHOWN = 4  # of the words that the shell made of a pattern
 _NAMES: dict[type, str] = {bool: "true or false", int: "an int", float: "a finite float", str: "a string"}
 
 
-def from_toml(key: str, value: object, kind: Any, default: object, where: str, *, infinite: bool = False) -> object:
-    """Return `value` if it has type `kind`; an int becomes a float, a list a tuple, nothing else is converted.
-
-    infinite: whether `inf` is a value of a float.
+def from_toml(name: str, value: object, key: Key, where: str) -> object:
+    """Return a value that is of the type of its key; an int becomes a float, a list a tuple, nothing else is converted.
 
     Raises:
         ConfigError: the value has another type or is none of the choices.
     """
-    plain, optional = without_none(kind)
-    checked = _checked(value, plain, infinite=infinite)
+    checked = _checked(value, without_none(key.kind)[0], infinite=key.may_be_infinite)
     if checked is None:
-        raise _wrong(key, value, plain, default, where, optional=optional, infinite=infinite)
+        raise _wrong(name, value, key, where)
     return checked
 
 
-def from_words(key: str, words: list[str], kind: Any, default: object, *, infinite: bool = False) -> object:
+def from_words(name: str, words: list[str], key: Key) -> object:
     """Return the value of the words after an option; a bool needs no word, an optional value may be None.
 
-    infinite: whether `inf` is a value of a float.
-
     Raises:
-        ConfigError: too few or too many words, or a word that is no value of type `kind`.
+        ConfigError: too few or too many words, or a word that is no value of the key's type.
     """
-    plain, optional = without_none(kind)
+    plain, optional = without_none(key.kind)
     where = "on the command line"
     if get_origin(plain) is tuple:
-        return from_toml(key, [_parsed(word, get_args(plain)[0]) for word in words], plain, default, where)
+        return from_toml(name, [_parsed(word, get_args(plain)[0]) for word in words], key, where)
     if plain is bool and not words:
         return True
     if len(words) != 1:
         more = f" and {len(words) - _MOST_SHOWN} more" if len(words) > _MOST_SHOWN else ""
         given = f"{' '.join(words[:_MOST_SHOWN])!r}{more}" if words else "none"
-        hint = _example(default, plain)
+        hint = _example(key.works, plain)
         if any(word[:1] == "-" and _parsed(word, float) == word for word in words):
             hint = "; options begin with two hyphens"
         elif plain is str and words and all(map(os.path.exists, words)):
-            hint = f"; the shell has put files in the place of a pattern: quote it, such as --{key} 'data/*.txt'"
+            hint = f"; the shell has put files in the place of a pattern: quote it, such as --{name} 'data/*.txt'"
         elif not words and plain is str:
-            hint += f"; write --{key}=VALUE for a value that begins with two hyphens"
-        raise ConfigError(f"{key} ({where}) was given {given}, and takes one value: {kind_name(plain)}{hint}")
+            hint += f"; write --{name}=VALUE for a value that begins with two hyphens"
+        raise ConfigError(f"{name} ({where}) was given {given}, and takes one value: {kind_name(plain)}{hint}")
     if optional and words == ["None"]:
         return None
-    value = _checked(_parsed(words[0], plain), plain, infinite=infinite)
+    value = _checked(_parsed(words[0], plain), plain, infinite=key.may_be_infinite)
     if value is None:
-        raise _wrong(key, words[0], plain, default, where, optional=optional, infinite=infinite)
+        raise _wrong(name, words[0], key, where)
     return value
 
 
@@ -122,10 +118,9 @@ def _example(default: object, kind: Any) -> str:
     return "" if default in (None, "") else f", such as {shown(default)}"
 
 
-def _wrong(
-    key: str, value: object, kind: Any, default: object, where: str, *, optional: bool, infinite: bool
-) -> ConfigError:
-    hint = _example(default, kind)
+def _wrong(name: str, value: object, key: Key, where: str) -> ConfigError:
+    kind, optional = without_none(key.kind)
+    hint = _example(key.works, kind)
     if get_origin(kind) is Literal:
         near = _SYNONYMS.get(str(value).lower())
         near = near if near in get_args(kind) else nearest(str(value), get_args(kind))
@@ -140,24 +135,18 @@ def _wrong(
         hint = f"; write {meant}"
     if optional:
         hint += ", or leave it out"
-    return ConfigError(f"{key} = {shown(value)} ({where}) must be {kind_name(kind, infinite=infinite)}{hint}")
+    words = kind_name(kind, infinite=key.may_be_infinite)
+    return ConfigError(f"{name} = {shown(value)} ({where}) must be {words}{hint}")
 
 
 def _meant(value: object) -> str:
     """Return the whole number for 1e4, 8,192 or 8k; both readings of a unit; empty for anything else."""
-    if (whole := _whole_number(value)) is not None:
-        return str(whole)
+    written = _parsed(value, float) if isinstance(value, str) else value
+    if isinstance(written, float) and math.isfinite(written) and written == int(written):
+        return str(int(written))
     found = re.fullmatch(r"(\d[\d,_]*(?:\.\d+)?)\s*([kKMG]?)i?", str(value).strip())
     if found is None or isinstance(value, list | dict):
         return ""
     number, power = float(re.sub("[,_]", "", found[1])), " kMG".index(found[2].replace("K", "k") or " ")
     choices = [number * 1024**power, number * 1000**power] if power else [number]
     return " or ".join(str(int(choice)) for choice in choices if choice == int(choice))
-
-
-def _whole_number(value: object) -> int | None:
-    """Return 10000 for 1e4, as a float or as a word."""
-    number = _parsed(value, float) if isinstance(value, str) else value
-    if isinstance(number, float) and math.isfinite(number) and number == int(number):
-        return int(number)
-    return None

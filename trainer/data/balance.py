@@ -12,8 +12,6 @@ over its micro-batches, of the costliest rank's work. Eight documents of a step 
     time        9   + 6    = 15               7   + 6      = 13
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ streams, which is the number of data-parallel ranks of the first start if `train
 not on the number of ranks that resume.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed batches of numbered streams of documents, see `streams.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any

@@ -10,8 +10,6 @@ and an even number of streams, half of the streams would never read one of them.
                          source  a a a b a a a b b a ...
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

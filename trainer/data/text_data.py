@@ -1,8 +1,5 @@
 """An opened data set: its documents, and how streams pack them. Torch-free."""
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -15,8 +12,8 @@ from trainer.data.sources.bad_records import Tally
 from trainer.data.sources.registry import DataSettings, check_streams, source_of
 from trainer.data.token_files.catalog import open_documents
 from trainer.data.token_files.reader import TokenFiles
+from trainer.runtime.console import logger
 
-logger = logging.getLogger("trainer")
 TextStream: TypeAlias = DocumentStream | WholeStream
 
 

@@ -81,13 +81,9 @@ def _in_halves(x: "torch.Tensor") -> "torch.Tensor":
     return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
-def _transposed(x: "torch.Tensor") -> "torch.Tensor":
-    return x.transpose(1, 2)
-
-
 _OF_GPT_OSS = {
     "experts.w13": ("gate_up_proj", lambda x: _in_turn(x).mT, lambda x: _in_halves(x.mT)),
     "experts.b13": ("gate_up_proj_bias", _in_turn, _in_halves),
-    "experts.w2": ("down_proj", _transposed, _transposed),
+    "experts.w2": ("down_proj", lambda x: x.mT, lambda x: x.mT),
     "experts.b2": ("down_proj_bias",),
 }

@@ -125,14 +125,14 @@ class NewFile:
 
 def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
     """Return the names in groups whose sizes add up to at most so much; a larger one is alone."""
-    groups: list[list[str]] = [[]]
+    groups: list[list[str]] = []
     total = 0
     for name, size in sizes.items():
-        if groups[-1] and total + size > most:
-            groups.append([])
-            total = 0
-        groups[-1].append(name)
         total += size
+        if not groups or total > most:
+            groups.append([])
+            total = size
+        groups[-1].append(name)
     return groups
 
 

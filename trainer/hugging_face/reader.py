@@ -1,14 +1,13 @@
 """A Hugging Face folder as a checkpoint of weights: DCP asks for parts of our tensors, and only these are read."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,7 +24,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 _ROWS = 4096  # that are compared at once
 
 
-class HFReader(StorageReader):
+class HFReader(FileSystemReader):
     """Reads the tensors `model.<name>` of a model from the safetensors files of a folder, in the model's own layout.
 
     Raises:
@@ -34,7 +33,8 @@ class HFReader(StorageReader):
 
     def __init__(self, folder: Path, model: HFModel, headers: bytes | None = None) -> None:
         """headers: what the attribute of a reader of another rank holds, which has read and checked the files."""
-        self.path, self.pairs = folder, model.pairs
+        super().__init__(folder)
+        self.pairs = model.pairs
         self._stored = read_folder(folder) if headers is None else stored_of(folder, headers)
         if headers is None:
             self._check(model)
@@ -114,25 +114,13 @@ class HFReader(StorageReader):
 
     # ---- the protocol of DCP
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         entries = {}
         for name, (ours, hf) in self.pairs.items():
             dtype, shape = DTYPES[self._stored[hf.names[0]].dtype], ours.shape
             whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             entries[f"model.{name}"] = TensorStorageMetadata(TensorProperties(dtype), shape, [whole])
-        return Metadata(entries)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        return Metadata(entries, storage_data={})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -142,10 +130,6 @@ class HFReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return False
 
 
 def _places(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:

@@ -204,7 +204,7 @@ def _checked_passes(parallelism: Parallelism, options: ContextParallelOptions, m
 
 def _checked_queries(parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs) -> int:
     queries, tp = parallelism.context_parallel_query_heads_per_pass, parallelism.tensor_parallel_degree
-    if not queries or options.method != "all_to_all":
+    if not queries or not options.spread.query_passes:
         return 0
     share = HeadShare.passes(model.n_heads // tp, model.n_kv_heads // tp, parallelism.context_parallel_degree)[0]
     if queries >= share.group or parallelism.context_parallel_heads_per_pass:

@@ -16,7 +16,7 @@ from trainer.job.model import check_tensor_parallel_sizes, with_windows_of_flavo
 from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.record import ResolvedJob, TaskDecisions
 from trainer.job.tasks import TASKS, resolve_model
-from trainer.job.training import check_batch, check_offload, check_profiling, check_schedule, check_trackers
+from trainer.job.training import check_batch, check_cpu_offload, check_profiling, check_schedule, check_trackers
 from trainer.stores.initial import check_initial_weights
 
 
@@ -51,7 +51,7 @@ def resolve(
     problems.raise_all()  # what follows counts on them
     task = TASKS[config.task]
     problems.check(check_batch, config, degrees)
-    problems.check(check_offload, config, degrees, device_type)
+    problems.check(check_cpu_offload, config, degrees, device_type)
     problems.check(check_tensor_parallel_sizes, model, config.model.flavor, degrees)
     problems.check(check_experts, config, model, degrees)
     notes += tuple(problems.check(task.check, config, model, degrees) or ())
@@ -121,7 +121,9 @@ def _without_auto(config: JobConfig, device_type: str, attention: ContextParalle
     The kernel stays `auto` where each tile, or the GPU, decides.
     """
     training, optimizer, parallelism = config.training, config.optimizer, config.parallelism
-    implementation = optimizer.implementation_on(device_type, offloaded=training.enable_cpu_offload)
+    implementation = optimizer.implementation_on(device_type)
+    if training.enable_cpu_offload and optimizer.implementation == "auto":
+        implementation = "fused"  # on CPUs too: one pass over weights, gradients and both moments
     if attention is not None and parallelism.context_parallel_degree > 1:
         parallelism = replace(
             parallelism,

@@ -39,6 +39,23 @@ def check_schedule(config: JobConfig) -> None:
         )
 
 
+def check_cpu_offload(config: JobConfig, degrees: Degrees, device_type: str) -> None:
+    """Check that gradients are whole before they are copied to the host.
+
+    With replicas FSDP2 may copy a gradient before its all-reduce is done (pytorch issue 180665).
+
+    Raises:
+        ConfigError: replicas with parameters on the host, on GPUs.
+    """
+    replicas = degrees.dp_replicate
+    if config.training.enable_cpu_offload and replicas > 1 and device_type == "cuda":
+        raise ConfigError(
+            f"training.enable_cpu_offload = true with parallelism.data_parallel_replicate_degree = {replicas} may copy "
+            "gradients to the host before replicas are summed (pytorch issue 180665); use degree 1, which shards over "
+            "all ranks, or leave the offload out"
+        )
+
+
 def check_trackers(config: JobConfig) -> None:
     """Check that the packages of optional trackers are installed.
 
@@ -91,16 +108,6 @@ def check_batch(config: JobConfig, degrees: Degrees, *, length_key: str = "train
         raise ConfigError(
             f"{length_key} = {training.seq_len} gives some of parallelism.context_parallel_degree = "
             f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
-        )
-
-
-def check_offload(config: JobConfig, degrees: Degrees, device_type: str) -> None:
-    """Check that gradients are reduced before they are copied to the host (pytorch#180665)."""
-    if config.training.enable_cpu_offload and degrees.dp_replicate > 1 and device_type == "cuda":
-        raise ConfigError(
-            f"training.enable_cpu_offload with parallelism.data_parallel_replicate_degree = {degrees.dp_replicate} "
-            "gives wrong gradients on CUDA: PyTorch reuses the memory of a gradient before it is copied to the host "
-            f"(pytorch#180665); use data_parallel_replicate_degree = 1 and data_parallel_shard_degree = {degrees.dp}"
         )
 
 

@@ -5,7 +5,8 @@ memory is real: an operation without such a tensor runs as always. So a plan, a 
 job, and a host that reads a value of the device raises by itself (DataDependentOutputException).
 
 The device is CUDA, or stands for a CPU: then tensors of real numbers with more than one element are the device's, and
-integers, from which plans and batches are made, are the host's.
+integers, from which plans and batches are made, are the host's. Weights that begin on the meta device have no memory
+on the host either.
 
 The operators of this project are opaque to a graph. Here their bodies run, and what they return must be what they have
 promised to the compiler (`register_fake`): shape, strides and data type.
@@ -74,10 +75,10 @@ class FakeDevice(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         name = func._schema.name
         if not _is_of_device(args, kwargs, self._device_type):
-            if self._device_type == "cuda":
-                return func(*args, **kwargs)
             if any(issubclass(x, DTensor) for x in types):  # its parts come by themselves
                 return NotImplemented
+            if self._device_type == "cuda" and not any(isinstance(x, torch.Tensor) and x.is_meta for x in args):
+                return func(*args, **kwargs)
             result = tree_map_only(torch.Tensor, self._without_memory, func(*args, **kwargs))
             self._observe(func, args, kwargs, result)
             return result

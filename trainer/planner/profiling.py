@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
+from trainer.planner.events import AFTER, BEFORE, Block, Events
 from trainer.planner.profile import Amounts, Profile
 from trainer.planner.stand_ins import ATTENTION
-from trainer.planner.tracing import AFTER, BEFORE, Block, Events
 
 _SMALL, _PAGE, _GRAIN = 1 << 20, 2 << 20, 512
 """PyTorch's allocator on GPUs: below a mebibyte another pool, in pages of two; sizes are multiples of 512."""
@@ -34,8 +34,8 @@ def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
         elif event.kind == "operator" and event.flops:
             direction = "backward" if event.name.endswith("backward") else "forward"
             amounts[f"attention_{direction}"] += event.flops
-        elif event.kind == "copy":
-            amounts["copied"] += event.bytes
+        elif event.kind in ("copy", "host"):
+            amounts["copied" if event.kind == "copy" else "host"] += event.bytes or event.moved
         elif event.kind == "message":
             mesh = "fsdp" if event.is_sharding else events.names.get(event.ranks, "world")
             of_kind = messages[f"{event.phase} {mesh} {event.name}"]

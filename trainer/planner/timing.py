@@ -29,6 +29,7 @@ class Device:
     network: float
     memory: float
     host: float = 25e9
+    host_memory: float = 40e9
     type: str = "cuda"
     capability: tuple[int, int] = (0, 0)
     flops_float8: float = 0.0
@@ -107,6 +108,7 @@ def step_time(profile: Profile, on: Device, bubble: float = 0.0, *, compiled: bo
         copies = amounts.get("copied", 0.0) / on.rate("host")
         times["copies to and from the host"] = max(copies - max(kernels, launches), 0.0)
         times["exchanges"] = waited
+        times["optimizer on the host"] = amounts.get("host", 0.0) / on.host_memory
         if part in ("forward", "backward"):
             times["pipeline bubble"] = bubble * sum(times.values())
         parts[part] = {what: seconds for what, seconds in times.items() if seconds}

@@ -6,13 +6,11 @@ of a million tokens takes seconds.
 """
 
 import gc
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from types import CodeType
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -34,91 +32,12 @@ from trainer.distributed.context_parallel.live import resolve as resolve_plan
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
 from trainer.distributed.sharding import exchange
 from trainer.job.record import ResolvedJob
+from trainer.planner import stack
 from trainer.planner.device import GPU, FakeDevice, Gpu, is_pinned, machine, pinned
+from trainer.planner.events import AFTER, BEFORE, Block, Change, Event, Events
 from trainer.planner.stand_ins import ATTENTION, stand_ins
 from trainer.planner.traced_trainer import TracedTrainer, patches
 from trainer.transforms.offload import CopyStream
-
-BEFORE, AFTER = -1, 10**6
-"""Numbers of what comes before the first layer of a model part, and after the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that a device is given.
-
-    step: of training, 0 while the trainer is made; place: the operator of this project in which it happens, or "";
-    kind: `launch`, `copy`, `message`, or `operator` for the start of an operator of this project; name: of PyTorch's
-    operator, of a copy its direction, of a message its collective; bytes: of a copy, or what a message sends to other
-    ranks; phase: the part of the step; layer: its number, `BEFORE` or `AFTER`.
-    """
-
-    step: int
-    place: str
-    kind: str
-    name: str
-    bytes: int
-    phase: str
-    layer: int
-    where: str = ""
-    """Of a copy for which the host waits: the line of this project."""
-    flops: int = 0
-    """Of a launch, or of all kernels of an operator of attention."""
-    moved: int = 0
-    """Bytes that a launch reads and writes."""
-    ranks: tuple[int, ...] = ()
-    """Of a message: the ranks of its group."""
-    is_sharding: bool = False
-    """Of a message: whether FSDP sends it."""
-
-
-@dataclass(slots=True)
-class Block:
-    """Device memory of one storage. kind: what it is for; where: the line of this project that made it."""
-
-    size: int
-    kind: str
-    where: str
-    operator: str
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A block that is made, freed (size 0) or resized."""
-
-    step: int
-    phase: str
-    layer: int
-    block: Block
-    size: int
-
-
-@dataclass(frozen=True)
-class Events:
-    """All events of a traced job in their order, and all changes of device memory."""
-
-    all: tuple[Event, ...]
-    memory: tuple[Change, ...]
-    names: dict[tuple[int, ...], str] = field(default_factory=dict)
-    """Ranks of a mesh -> its name."""
-    host_bytes: int = 0
-    """Of page-locked memory for what is offloaded."""
-
-    def layer(self, step: int, operator: str) -> list[Event]:
-        """Return the events of a layer: from one run of an operator to the next one, the first two of a step."""
-        starts = [i for i, e in enumerate(self.all) if e.step == step and e.kind == "operator" and e.name == operator]
-        return list(self.all[starts[0] : starts[1]]) if len(starts) > 1 else []
-
-    def peak(self, step: int) -> tuple[int, str]:
-        """Return the most bytes alive in a step, and the operation that reached them."""
-        live, most, at = 0, 0, ""
-        alive: dict[int, int] = {}
-        for change in self.memory:
-            live += change.size - alive.get(id(change.block), 0)
-            alive[id(change.block)] = change.size
-            if change.step == step and live > most:
-                most, at = live, change.block.operator
-        return most, at
 
 
 def trace(
@@ -212,10 +131,15 @@ class Recorder:
             self._message(name.partition("::")[2], args)
         elif name in ("_to_copy", "copy_") and (direction := _direction(name, args, kwargs, result)):
             moved = args[1] if name == "copy_" else args[0]
-            self._add("copy", direction, moved.nbytes, where=_where() if "," in direction else "")
+            self._add("copy", direction, moved.nbytes, where=stack.where() if "," in direction else "")
         elif not (func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))):
             flops = 0 if self._place in _DIRECTIONS else _flops(func, name, args, result)
-            self._add("launch", name, 0, flops=flops, moved=_moved(args, result))
+            kind = "launch" if self._is_of_device(args, result) else "host"
+            self._add(kind, name, 0, flops=flops, moved=_moved(args, result))
+
+    def _is_of_device(self, *values: Any) -> bool:
+        tensors = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
+        return self._device_type == "cpu" or any(x.device.type == self._device_type for x in tensors)
 
     def around(self, name: str, args: tuple, run: Any) -> Any:
         """Run one operator of this project."""
@@ -254,11 +178,11 @@ class Recorder:
         group = _group(args)
         ranks = self._groups.setdefault(id(group), tuple(dist.get_process_group_ranks(group)))
         self._add(
-            "message", name, _sent(name, args, group), ranks=ranks, is_sharding=_kind() in ("gathered", "reduced")
+            "message", name, _sent(name, args, group), ranks=ranks, is_sharding=stack.kind() in ("gathered", "reduced")
         )
         if self._device_type == "cpu" and name in _GLOO_COPIES:  # of all ranks' parts, while it runs
             tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            block = Block(max(x.nbytes for x in tensors), "messages", _where(), name)
+            block = Block(max(x.nbytes for x in tensors), "messages", stack.where(), name)
             self._changed(block, block.size)
             self._changed(block, 0)
 
@@ -272,9 +196,9 @@ class Recorder:
             if isinstance(x, torch.Tensor) and x.device.type == self._device_type:
                 storage = x.untyped_storage()
                 if storage not in self._blocks:
-                    kind = _kind() or self.phase
+                    kind = stack.kind() or self.phase
                     self._blocks[storage] = block = Block(
-                        storage.nbytes(), kind, _where(), f"{self._place} {name}".strip()
+                        storage.nbytes(), kind, stack.where(), f"{self._place} {name}".strip()
                     )
                     weakref.finalize(storage, self._changed, block, 0)
                     self._changed(block, block.size)
@@ -386,48 +310,6 @@ _DIRECTIONS = {
     "context_parallel_attention": "forward",
     "context_parallel_attention_backward": "backward",
 }
-
-
-# ---- what memory is for, by the functions that are running
-
-_KINDS = (
-    ("fsdp/_fully_shard/", "foreach_reduce", "reduced"),
-    ("fsdp/_fully_shard/", "post_backward", "reduced"),
-    ("fsdp/_fully_shard/", "", "gathered"),
-    ("trainer/transforms/offload.py", "", "offloaded"),
-    ("trainer/distributed/context_parallel/", "", "attention"),
-    ("trainer/models/chunked_loss.py", "", "logits"),
-    ("trainer/components/loss.py", "", "logits"),
-    ("torch/utils/checkpoint.py", "recompute_fn", "recomputed"),
-)
-"""Part of a file's path, function or "" for any -> what the memory is for; the first that fits the innermost frame."""
-_of_code: dict[CodeType, str] = {}
-
-
-def _kind() -> str:
-    """Return what memory that is made now is for; "" for the phase's own."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        kind = _of_code.get(code)
-        if kind is None:
-            fits = (k for path, name, k in _KINDS if path in code.co_filename and name in ("", code.co_name))
-            kind = _of_code[code] = next(fits, "")
-        if kind:
-            return kind
-        frame = frame.f_back
-    return ""
-
-
-def _where() -> str:
-    """Return the innermost line of the package that is running, beside the planner's own."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        _, found, file = frame.f_code.co_filename.rpartition("/trainer/")
-        if found and not file.startswith("planner/"):
-            return f"trainer/{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def _flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> int:

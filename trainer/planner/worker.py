@@ -3,7 +3,7 @@
     {"arguments": ["--job.config_file", ...], "ranks": 8, "gpu": {"name": ...}, "whole": false}
  -> {"profiles": {"0": {...}}}   or   {"error": "one sentence", "wrong": true}
 
-It replaces functions of PyTorch for the whole process, so nothing else runs in it. `start` starts one.
+It replaces functions of PyTorch for the whole process, so nothing else runs in it. `Worker` starts one.
 """
 
 import importlib
@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
+from multiprocessing.connection import Connection
 from typing import Any
 
 from trainer.config.errors import ConfigError
@@ -64,8 +65,37 @@ def _layers(job: ResolvedJob, pp_rank: int) -> list[int]:
 
 
 def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
-    with multiprocessing.get_context("fork").Pool(len(arguments), maxtasksperchild=1) as pool:
-        return pool.starmap(_profile, arguments, chunksize=1)
+    """Return the profiles of these jobs, each of a copy of this process.
+
+    Raises:
+        RuntimeError: a copy was killed, mostly for lack of memory.
+    """
+    context, started = multiprocessing.get_context("fork"), []
+    for each in arguments:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_send_profile, args=(sender, *each))
+        process.start()
+        sender.close()
+        started.append((process, receiver))
+    found = []
+    for process, receiver in started:
+        try:
+            found.append(receiver.recv())
+            process.join()
+        except EOFError:
+            process.join()
+            found.append(RuntimeError(f"the tracing process ended with code {process.exitcode}, -9 for lack of memory"))
+    for error in (x for x in found if isinstance(x, Exception)):
+        raise error
+    return found
+
+
+def _send_profile(sender: Connection, *job: Any) -> None:
+    try:
+        sender.send(_profile(*job))
+    except Exception as error:
+        traceback.print_exc()
+        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def _profile(job: ResolvedJob, gpu: Any, pp_rank: int) -> Profile:
@@ -86,7 +116,7 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     settings, model = job.config.activation_checkpoint, job.model
     windows = [model.window_of_layer(layer) for layer in range(model.n_layers)]
     turns = (n for n in range(1, model.n_layers) if windows[n:] == windows[:-n])
-    period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1)
+    period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1, settings.group)
     if settings.offload != "none":
         period = math.lcm(period, Fraction(settings.offload_fraction).limit_denominator(8).denominator)
     stages = 1 if job.pipeline is None else len(job.pipeline.stages)
@@ -106,28 +136,24 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = parse_command_line(question["arguments"]).config
         whole = resolve(config, question["ranks"], "cpu" if question["gpu"] is None else "cuda", missing=[])
-        job = _traceable(whole)
         gpu = None
         if question["gpu"] is not None:
             from trainer.planner.device import Gpu
 
             gpu = Gpu(**question["gpu"] | {"capability": tuple(question["gpu"]["capability"])})
+        with tempfile.TemporaryDirectory() as folder:
+            job = _traceable(whole, folder)
+            found = profiles(job, gpu, whole=question["whole"])
         more = whole.sequences_per_step / job.sequences_per_step
-        return {
-            "profiles": {
-                rank: asdict(profile.repeated(more))
-                for rank, profile in profiles(job, gpu, whole=question["whole"]).items()
-            }
-        }
+        return {"profiles": {rank: asdict(profile.repeated(more)) for rank, profile in found.items()}}
     except ConfigError as error:
         return {"error": str(error), "wrong": True}
     except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}", "wrong": False}
+        return {"error": str(error), "wrong": False}
 
 
-def _traceable(job: ResolvedJob) -> ResolvedJob:
-    """Return a job whose step takes the same memory with few micro-batches, and which reads and writes nothing.
+def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
+    """Return a job whose step takes the same memory with few micro-batches, and which reads and saves nothing.
 
     Of a pipeline no more are alive than twice its ranks, but for schedules that run all forwards first.
     """
@@ -139,7 +165,7 @@ def _traceable(job: ResolvedJob) -> ResolvedJob:
     nothing = replace(
         config,
         training=replace(config.training, local_batch_size=batch, global_batch_size=rows),
-        job=replace(config.job, dump_folder=tempfile.mkdtemp()),
+        job=replace(config.job, dump_folder=folder),
         checkpoint=Checkpoint(),
         validation=replace(config.validation, enable=False),
         profiling=Profiling(),

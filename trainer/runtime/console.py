@@ -16,8 +16,6 @@ logger = logging.getLogger("trainer")
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[1;31m"}
 _NAMES = r"(?<=[\d.) ])(tok/s|mfu|GiB|MiB|s)\b|\b(step|loss|max|grad|lr|eta)\b"
-_PROGRESS = {"live": True, "terminal_only": True}
-_WAIT = {"live": True}
 _ERASE = "\r\x1b[2K"
 
 
@@ -93,12 +91,12 @@ def set_up_logging(rank: int, *, color: bool) -> None:
 
 def say_waiting(what: str) -> None:
     """Say what a longer wait is for: in the last line of a terminal, elsewhere in a line."""
-    logger.info(f"{what} ...", extra=_WAIT)
+    logger.info(f"{what} ...", extra={"live": True})
 
 
 def show_progress(text: str) -> None:
     """Show how far the run is, in the last line of a terminal only."""
-    logger.info(text, extra=_PROGRESS)
+    logger.info(text, extra={"live": True, "terminal_only": True})
 
 
 def report(line: str) -> None:

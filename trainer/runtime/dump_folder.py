@@ -31,6 +31,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # The ranks of a job that was killed just now are still ending.
 _PATIENCE_SECONDS = 5.0
 
+ESTIMATE = "estimate.json"
+"""File of the prediction with which a run on GPUs compares its memory."""
+
 
 def folders_of(config: JobConfig) -> dict[str, Path]:
     """Return the folders that a job writes to, by the keys that name them; a remote store has no lock."""
@@ -108,7 +111,7 @@ def folder_held(
         file = (folder / LOCK_FILE).open("ab+", buffering=0)  # a buffer would be written again when the file is closed
     with file:
         with writing_to(folder, key):
-            locked = _wait_for_lock(file, patience_seconds)
+            locked = wait_for_lock(file, patience_seconds)
             if locked is False:
                 raise _taken(folder, key, file)
             if locked is None:
@@ -127,14 +130,14 @@ def holder_of(folders: Mapping[str, Path], *, patience_seconds: float = _PATIENC
     for key, folder in folders.items():
         try:
             with (folder / LOCK_FILE).open("rb+", buffering=0) as file:
-                if _wait_for_lock(file, patience_seconds) is False:
+                if wait_for_lock(file, patience_seconds) is False:
                     return _taken(folder, key, file)
         except OSError:  # the job will report it
             continue
     return None
 
 
-def _wait_for_lock(file: IO[bytes], patience_seconds: float) -> bool | None:
+def wait_for_lock(file: IO[bytes], patience_seconds: float) -> bool | None:
     """Wait for the lock, and return whether this process has it; None: the file system has no locks."""
     deadline = time.monotonic() + patience_seconds
     while True:

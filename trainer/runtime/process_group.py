@@ -1,6 +1,5 @@
 """One process of the job: rank, device, and the start, time-outs, flight record and end of its process group."""
 
-import logging
 import os
 import pickle
 import tempfile
@@ -16,8 +15,7 @@ from torch.distributed.distributed_c10d import _world  # no public name as of to
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
-
-logger = logging.getLogger("trainer")
+from trainer.runtime.console import logger
 
 LOST_PEERS = 3
 """Exit code of a rank that ended because another rank failed: the launcher looks for the cause elsewhere."""

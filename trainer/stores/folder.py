@@ -13,7 +13,6 @@ Other names, and folders step-N without a state.json, belong to somebody else: n
 """
 
 import json
-import logging
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -24,14 +23,13 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.families.args import ModelArgs
+from trainer.runtime.console import logger
 from trainer.stores.remote import store_of
 from trainer.stores.store import STATE_FILE, Place, Store, reason_of
 
 BEST_FILE = "best.json"
 FORMAT = 1
 LATEST = -1
-
-logger = logging.getLogger("trainer")
 
 
 @dataclass(frozen=True)

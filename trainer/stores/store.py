@@ -5,7 +5,6 @@ Both have the same names. A file appears whole or not at all, and so does a step
 
 import errno
 import io
-import logging
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from typing import IO, TYPE_CHECKING, ClassVar, Union
 
 from trainer.config.errors import ConfigError
 from trainer.config.writable import sync
+from trainer.runtime.console import logger
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -28,8 +28,6 @@ Place = Union[Path, "UPath"]
 STATE_FILE = "state.json"
 _SAVED = re.compile(r"step-([1-9]\d*)")
 _UNFINISHED = re.compile(r"step-[1-9]\d*\.tmp")
-
-logger = logging.getLogger("trainer")
 
 
 class Store(ABC):

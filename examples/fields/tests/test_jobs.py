@@ -149,6 +149,7 @@ WITHOUT_TOKENS = {
     "training.packing": "pad",
     "mixture.names": "web",
     "training.loss_chunk_tokens": "64",
+    "training.sequence_chunks": "2",
 }
 
 

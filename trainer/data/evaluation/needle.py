@@ -8,8 +8,6 @@ The text is made by a generator from a seed, and is no text of a data set. After
 and the retrieval tasks of RULER (arXiv 2404.06654). Torch-free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +16,7 @@ from random import Random
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence
+from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, together
 from trainer.data.tokenizers.tokenizer import Tokenizer
 
 _CITIES = (
@@ -80,7 +78,10 @@ def _of_one_text(tokenizer: Tokenizer, length: int, depths: Sequence[float], ran
     for depth in depths:
         place = round(depth / 100 * len(text))
         parts = (begin, *text[:place], needle, *text[place:], question, answer)
-        yield NeedlePrompt(depth, _sequence(np.fromiter(chain(*parts), np.int64), len(answer)), len(answer))
+        ids = np.fromiter(chain(*parts), np.int64)
+        labels = np.full(length, IGNORE_INDEX)
+        labels[-len(answer) :] = answer
+        yield NeedlePrompt(depth, together([Sample(ids[:-1], labels)], length), len(answer))
 
 
 def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]]:
@@ -101,10 +102,3 @@ def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]
 def _sentence(random: Random) -> str:
     words = (random.choice(of) for of in (_KINDS, _PEOPLE, _DEEDS, _KINDS, _THINGS, _PLACES, _TIMES))
     return " The {} {} {} the {} {} near the {} {}.".format(*words)
-
-
-def _sequence(ids: np.ndarray, answer_tokens: int) -> PackedSequence:
-    """Return all ids but the last one as a sequence, of which the answer has labels."""
-    labels = np.full(len(ids) - 1, IGNORE_INDEX, dtype=np.int64)
-    labels[-answer_tokens:] = ids[-answer_tokens:]
-    return PackedSequence(ids[:-1].copy(), labels, np.arange(len(labels)), np.zeros(len(labels), dtype=np.int64))

@@ -7,8 +7,6 @@ can be undone, so each place has an item of its own. A place that falls behind t
 once more (cycle walking); such places are fewer than a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isqrt
 
@@ -49,14 +47,14 @@ class Permutation(Sequence[int]):
 class EveryNth(Sequence[int]):
     """Every `step`-th item of an order, from the place `start` on."""
 
-    def __init__(self, order: Permutation, start: int, step: int) -> None:
+    def __init__(self, order: np.ndarray | Permutation, start: int, step: int) -> None:
         self._order, self._places = order, range(start, len(order), step)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, place: int) -> int:
-        return self._order[self._places[place]]
+        return int(self._order[self._places[place]])
 
 
 def shuffled(n: int, seed: int, *purpose: int) -> np.ndarray | Permutation:

@@ -16,19 +16,16 @@ The state is one small entry per stream, as it is when all ranks have read equal
 merge into one dict, from which any number of ranks can resume.
 """
 
-from __future__ import annotations
-
-import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
 from typing import Any, Generic, Protocol, TypeVar
 
 from trainer.config.errors import ConfigError
-from trainer.data.order.permutation import ORDER, SORTED, EveryNth, Permutation, shuffled
+from trainer.data.order.permutation import ORDER, SORTED, EveryNth, shuffled
+from trainer.runtime.console import logger
 
 StreamState = dict[str, Any]
-logger = logging.getLogger("trainer")
 DEFAULT_STREAMS, ITEMS_PER_STREAM = 64, 8
 _ASSIGN, _EPOCH = 0, 1  # what a shuffle is for
 IDENTITY = {
@@ -55,8 +52,7 @@ def assigned(n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int)
     """Yield the number of each stream that a data-parallel rank reads, and its share of n items in shuffled order."""
     items = shuffled(n, seed, _ASSIGN)
     for stream in streams_of_rank(data_streams, dp_rank, dp_degree):
-        is_large = isinstance(items, Permutation)
-        yield stream, EveryNth(items, stream, data_streams) if is_large else items[stream::data_streams].copy()
+        yield stream, EveryNth(items, stream, data_streams)
 
 
 def streams_of_rank(data_streams: int, dp_rank: int, dp_degree: int) -> range:

@@ -1,7 +1,5 @@
 """Documents one after another; one that does not fit continues in the next sequence. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from trainer.config.errors import ConfigError

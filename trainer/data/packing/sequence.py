@@ -7,8 +7,6 @@ positions    0 1 2 3 | 0 1 2 ...         from 0 in each document, and where a se
 document_ids 0 0 0 0 | 0 0 0 1 ...       numbered within the sequence
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

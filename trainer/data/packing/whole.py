@@ -13,8 +13,6 @@ Those that wait are of one epoch, at most WINDOW places of its order, and about 
 which ones wait, so that a resumed run continues with the same sequences.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 

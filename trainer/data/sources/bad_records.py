@@ -1,12 +1,7 @@
 """Records that cannot be used: the run stops, or leaves them out. Torch-free."""
 
-from __future__ import annotations
-
-import logging
-
 from trainer.config.errors import ConfigError
-
-logger = logging.getLogger("trainer")
+from trainer.runtime.console import logger
 
 
 class BadRecord(ConfigError):

@@ -3,8 +3,6 @@
 Torch-free.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

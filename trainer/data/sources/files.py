@@ -1,10 +1,7 @@
 """The files of a data set: found by a path, and hashed. Torch-free."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
-import logging
 import os
 import sysconfig
 import time
@@ -17,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.config.errors import ConfigError, MissingFile
-
-logger = logging.getLogger("trainer")
+from trainer.runtime.console import logger
 
 BLOCK = 1 << 24  # bytes that are read at once
 _HASHING_THREADS = 8

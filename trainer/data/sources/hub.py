@@ -1,7 +1,5 @@
 """Data sets of the Hugging Face hub, streamed file by file by the package `datasets`. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +25,7 @@ class HubData:
     revision: str | None = None
 
     @classmethod
-    def of(cls, path: str) -> HubData:
+    def of(cls, path: str) -> "HubData":
         """Return the data set that NAME[:CONFIGURATION[:SPLIT]][@REVISION] names.
 
         Raises:
@@ -49,7 +47,7 @@ class HubData:
         revision = f"@{self.revision}" if self.revision else ""
         return f"{self.name}:{self.config or ''}:{self.split}{revision}"
 
-    def found(self) -> HubData:
+    def found(self) -> "HubData":
         """Return the data set with its revision, by its hash.
 
         Raises:

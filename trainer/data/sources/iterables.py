@@ -1,7 +1,5 @@
 """The documents of an iterable of a package, through torchdata's StatefulDataLoader, which keeps the position in it."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -31,23 +29,18 @@ class _ByNumber(Protocol):
 
 
 class _Iterable(IterableDataset):
-    """An iterable as a data set of PyTorch; it resumes by iterating again, up to the position."""
+    """An iterable as a data set of PyTorch.
+
+    It resumes by torchdata's protocol `Stateful` if it has that, else by iterating again, up to the position.
+    """
 
     def __init__(self, iterable: Any) -> None:
         self.iterable = iterable
+        if isinstance(iterable, Stateful):
+            self.state_dict, self.load_state_dict = iterable.state_dict, iterable.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.iterable)
-
-
-class _StatefulIterable(_Iterable):
-    """One with torchdata's protocol `Stateful`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.iterable.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.iterable.load_state_dict(state)
 
 
 def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
@@ -55,7 +48,7 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
     if hasattr(iterable, "set_epoch"):
         iterable.set_epoch(epoch)
     if not isinstance(iterable, _ByNumber):
-        iterable = (_StatefulIterable if isinstance(iterable, Stateful) else _Iterable)(iterable)
+        iterable = _Iterable(iterable)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by PyTorch, in torchdata
         return StatefulDataLoader(iterable, batch_size=None, collate_fn=_unchanged)

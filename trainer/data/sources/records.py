@@ -4,8 +4,6 @@ A reader yields each document, or a `BadRecord` in its place. The package `datas
 cannot name or skip a bad line, and does not compare the check sums of Parquet's pages.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -3,8 +3,6 @@
 `check_source` checks a data set at once, before the job starts. `token_files` makes token ids of its parts.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,16 +16,10 @@ from trainer.data.sources.bad_records import BadRecord, Tally
 from trainer.data.sources.conversations import conversation
 from trainer.data.sources.files import DataKeys, find_files, stdlib_files
 from trainer.data.sources.hub import HubData
-from trainer.data.sources.records import (
-    COMPRESSED,
-    STREAMED,
-    lines_of,
-    rows_of,
-    text_of_file,
-    text_of_line,
-)
+from trainer.data.sources.records import COMPRESSED, STREAMED, lines_of, rows_of, text_of_file, text_of_line
 from trainer.data.tokenizers.encoders import ConversationEncoder, Encoder, TextEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.hugging_face.files import grouped
 
 _MODEL, _TRAINING = Model(), Training()
 _WHOLE = 1 << 62  # bytes of a part that is a whole file
@@ -52,7 +44,7 @@ class DataSettings:
     @classmethod
     def of(
         cls, dataset: str, path: str | None, model: Model = _MODEL, training: Training = _TRAINING, **keys: DataKeys
-    ) -> DataSettings:
+    ) -> "DataSettings":
         """Return what the tables [model] and [training] say. keys: as the field, if it is given."""
         tokenizer, field, skips = model.tokenizer_file, training.dataset_text_field, training.on_bad_record == "skip"
         return cls(dataset, path, tokenizer, model.chat_template, field, skips, **keys)
@@ -215,16 +207,8 @@ def check_streams(where: str, items: int, data_streams: int | None, *, item: str
 
 def _groups_of_files(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
     """Return parts of whole files, one after another."""
-    groups: list[list[str]] = []
-    sizes: list[int] = []
-    for file in files:
-        bytes_here = os.path.getsize(file)
-        if not groups or sizes[-1] + bytes_here > size:
-            groups.append([])
-            sizes.append(0)
-        groups[-1].append(file)
-        sizes[-1] += bytes_here
-    return [Part(tuple(group), total) for group, total in zip(groups, sizes, strict=True)]
+    sizes = {file: os.path.getsize(file) for file in files}
+    return [Part(tuple(group), sum(map(sizes.__getitem__, group))) for group in grouped(sizes, size)]
 
 
 def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:

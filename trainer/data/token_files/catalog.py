@@ -4,8 +4,6 @@ It lists and hashes the files, makes token files if there are none, reads and ch
 into the cache. The other ranks open the catalog, and of the token files those that they read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -13,13 +13,11 @@ An .idx is, little-endian: b"MMIDIDX\\0\\0", version 1 (u64), data type (u8), se
 lengths (n int32), places in the .bin in bytes (n int64), the first sequence of each document and the end (m int64).
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import struct
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,8 +131,7 @@ class ByteRanges:
     """
 
     def __init__(self) -> None:
-        self._open = OrderedDict[str, int]()
-        self._most = _open_files_allowed()
+        self._opened = lru_cache(maxsize=_open_files_allowed())(partial(open, mode="rb", buffering=0))
 
     def read(self, file: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file.
@@ -144,8 +141,8 @@ class ByteRanges:
         """
         parts, here = [], start
         try:
-            descriptor = self._descriptor(file)
-            while here < stop and (part := os.pread(descriptor, min(stop - here, 1 << 30), here)):
+            opened = self._opened(file)
+            while here < stop and (part := os.pread(opened.fileno(), min(stop - here, 1 << 30), here)):
                 parts.append(part)
                 here += len(part)
         except OSError as error:
@@ -155,18 +152,6 @@ class ByteRanges:
                 f"{file} is shorter than when the run began to read it (byte {stop} is missing); restore it"
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _descriptor(self, file: str) -> int:
-        if file not in self._open:
-            if len(self._open) >= self._most:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[file] = os.open(file, os.O_RDONLY)
-        self._open.move_to_end(file)
-        return self._open[file]
-
-    def __del__(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
 
 
 def _open_files_allowed() -> int:

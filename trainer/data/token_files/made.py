@@ -5,12 +5,8 @@ field, the chat template. Shards are made by several processes. One that is whol
 next job makes the others; a job that finds another one at work waits for it.
 """
 
-from __future__ import annotations
-
-import fcntl
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import time
@@ -33,9 +29,10 @@ from trainer.data.token_files.format import MANIFEST, UNFINISHED
 from trainer.data.token_files.writer import entry_of, write_shard
 from trainer.data.tokenizers.encoders import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
+from trainer.runtime.console import logger
+from trainer.runtime.dump_folder import wait_for_lock
 from trainer.runtime.launcher_watch import end_with
 
-logger = logging.getLogger("trainer")
 _FORMAT = 2
 _SHARD_BYTES = 1 << 20, 1 << 28  # fewest and most bytes of input for a shard, of which small data have 64
 _ALONE_BYTES = 1 << 24  # input of about a second, in which other processes would only start
@@ -57,7 +54,7 @@ class Inputs:
     made_by: Mapping[str, int]
 
     @classmethod
-    def of(cls, settings: DataSettings) -> Inputs:
+    def of(cls, settings: DataSettings) -> "Inputs":
         """Return the inputs of a data set; that of the hub has a revision.
 
         Raises:
@@ -244,17 +241,9 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
 def _held(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Hold the folder inside; log every now and then that another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as stream:
-        logged = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() - logged > _LOG_SECONDS:
-                    logged = time.monotonic()
-                    log(f"waiting for another process, which makes {folder}")
-                time.sleep(0.1)
+    with (folder / "lock").open("wb") as file:
+        while wait_for_lock(file, _LOG_SECONDS) is False:
+            log(f"waiting for another process, which makes {folder}")
         yield
 
 

@@ -1,7 +1,5 @@
 """Documents of token files by number, as a catalog lists them. Torch-free."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -30,7 +28,7 @@ class Catalog(NamedTuple):
     remedy: str
 
     @classmethod
-    def read(cls, file: str | Path) -> Catalog:
+    def read(cls, file: str | Path) -> "Catalog":
         """Return the catalog in a file."""
         pairs, *others = json.loads(Path(file).read_text(encoding="utf-8"))
         return cls([Pair(*pair) for pair in pairs], *others)

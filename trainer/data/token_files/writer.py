@@ -4,8 +4,6 @@ The number of a part is that of its shard, so that documents keep the order that
 documents keep their place, without tokens. Torch-free.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

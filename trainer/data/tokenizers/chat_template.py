@@ -4,8 +4,6 @@ Texts equal those of transformers' `apply_chat_template`, with one exception: a 
 (`strftime_now`), because data must not depend on the day. Templates have a date of their own for that case.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -85,7 +83,7 @@ class ChatTemplate:
 
     def _text(
         self,
-        template: jinja2.Template,
+        template: "jinja2.Template",
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: object,
@@ -190,7 +188,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _environment(marks: tuple[str, str]) -> jinja2.Environment:
+def _environment(marks: tuple[str, str]) -> "jinja2.Environment":
     """Return the sandbox in which templates run; marks: what stands around an answer that a template marks."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension

@@ -1,7 +1,5 @@
 """Check that a chat template has written every answer, tool call and tool message: many leave out what they lack."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ rendered   <|user|>\n2 + 2?<|end|>\n<|assistant|>\n4<|end|>\n     the template w
 answers                                           ------          with the token that ends them
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -50,7 +48,7 @@ class ConversationEncoder:
         self._tokenizer, self._template = tokenizer, template
 
     @classmethod
-    def of(cls, tokenizer_path: str, chat_template: str | None) -> ConversationEncoder:
+    def of(cls, tokenizer_path: str, chat_template: str | None) -> "ConversationEncoder":
         """Return the encoder for the template of a tokenizer, or for the file `chat_template`.
 
         Raises:

@@ -3,8 +3,6 @@
 A rank file has one token a line, `base64-of-its-bytes rank`, as Meta publishes it (`original/tokenizer.model`).
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

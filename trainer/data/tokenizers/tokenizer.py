@@ -7,8 +7,6 @@
 The first one that a folder has is taken. All other modules know tokenizers by `Tokenizer` alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Tokenizers of Hugging Face: `tokenizer.json`, and the files beside it that say what begins and ends a text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -28,8 +28,6 @@ __all__ = ["Axis", "Domain", "balanced", "gathered", "sized"]
 
 def gathered(rows: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> AxisLayout:
     """Return the layout in which each rank owns the next `rows` rows, its own number; a collective."""
-    if group.size() == 1:
-        return sized([rows])
     return sized(all_gather(torch.tensor([rows], device=device), group).view(-1).tolist())
 
 

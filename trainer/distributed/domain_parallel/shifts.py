@@ -1,6 +1,6 @@
 """Rules of functions that move rows along a sharded axis, flips, rolls and padding, and of cumulative sums."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -33,7 +33,8 @@ def roll(function, x, shifts, dims=None) -> DomainTensor:
     """The layouts stay. A dimension may be named twice."""
     refuse_unless(dims is not None, function, x, "a roll of the flattened tensor; name the dimensions")
     local = x.local
-    for shift, dim in [(shifts, dims)] if isinstance(dims, int) else zip(_each(shifts), dims, strict=True):
+    both = (given if isinstance(given, Sequence) else (given,) for given in (shifts, dims))
+    for shift, dim in zip(*both, strict=True):
         dim %= x.ndim
         if (axis := x.domain.axes.get(dim)) is None:
             local = local.roll(shift, dim)
@@ -41,10 +42,6 @@ def roll(function, x, shifts, dims=None) -> DomainTensor:
             wanted = tuple(tuple((a - shift, b - shift) for a, b in own) for own in axis.layout.ranges)
             local = fetch(local, axis, wanted, dim, periodic=True)
     return DomainTensor(local.clone() if local is x.local else local, x.domain)  # compiled code needs it
-
-
-def _each(value: int | Sequence[int]) -> Sequence[int]:
-    return (value,) if isinstance(value, int) else value
 
 
 @rule("pad")
@@ -61,9 +58,10 @@ def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
         axis, length = x.domain.axes.get(dim), x.shape[dim]
         layout, wanted = _padded(axis.layout if axis else sized([length]), before, length + before + after, mode)
         local, layouts[dim] = fetch(local, axis, wanted, dim), layout
-        for start, stop in _beyond(wanted[axis.rank if axis else 0], length) if value else ():
-            filled = torch.full_like(local.narrow(dim, start, stop - start), value)
-            local = local.slice_scatter(filled, dim, start, stop)
+        if value:
+            rows = torch.tensor([row for part in wanted[axis.rank if axis else 0] for row in range(*part)])
+            beyond = to_device((rows < 0) | (rows >= length), local.device)
+            local = local.masked_fill(beyond.view(-1, *[1] * (x.ndim - 1 - dim)), value)
     return DomainTensor(local if any(n > 0 for n in pad) else local.clone(), x.domain.layouts(layouts))
 
 
@@ -97,17 +95,6 @@ def _as_ranges(rows: Iterable[int]) -> tuple[Range, ...]:
         else:
             ranges.append((row, row + 1))
     return tuple(ranges)
-
-
-def _beyond(parts: Sequence[Range], length: int) -> Iterator[Range]:
-    """Yield the places of rows outside [0, length) in the rows of `parts`."""
-    place = 0
-    for start, stop in parts:
-        if start < 0:
-            yield place, place + min(stop, 0) - start
-        if stop > length:
-            yield place + max(length - start, 0), place + stop - start
-        place += stop - start
 
 
 @rule("cumsum")

@@ -81,12 +81,7 @@ def _results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, .
             found = [x for x in flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
         except NotImplementedError:  # it depends on data, or on a device
             return None
-    return tuple(Seen(tuple(x.shape), any(is_alias(x, tensor) for tensor in tensors)) for x in found)
-
-
-def is_alias(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors share memory."""
-    return torch._C._is_alias_of(a, b)
+    return tuple(Seen(tuple(x.shape), any(torch._C._is_alias_of(x, tensor) for tensor in tensors)) for x in found)
 
 
 def flat(value: Any) -> Iterator[Any]:

@@ -28,14 +28,15 @@ class Method:
 
     schedule: how K/V are sent between ranks, or between head groups. divides_heads: whether ranks divide the heads.
     two_level: whether only the ranks of a head group do, so that the mesh is 2-D, (ring, heads). passes: whether
-    key/value heads can be sent a few at a time. overlaps: whether messages are sent while tiles are computed; for
-    shards too short for that, `auto` takes the method `when_short`.
+    key/value heads can be sent a few at a time; query_passes: and query heads of one of them. overlaps: whether
+    messages are sent while tiles are computed; for shards too short for that, `auto` takes the method `when_short`.
     """
 
     schedule: Callable[[Needs, int], Schedule]
     divides_heads: bool = False
     two_level: bool = False
     passes: bool = True
+    query_passes: bool = False
     overlaps: bool = False
     when_short: str = ""
 
@@ -62,7 +63,7 @@ class Method:
 METHODS: dict[str, Method] = {
     "ring": Method(ring, passes=False, overlaps=True, when_short="all_gather"),
     "all_gather": Method(all_gather),
-    "all_to_all": Method(ring, divides_heads=True),
+    "all_to_all": Method(ring, divides_heads=True, query_passes=True),
     "hybrid": Method(ring, divides_heads=True, two_level=True),
 }
 

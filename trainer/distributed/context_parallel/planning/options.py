@@ -71,7 +71,7 @@ class ContextParallelOptions:
                 f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = {self.method!r}, where "
                 "all heads are sent together; use 'all_gather' or 'all_to_all' with it"
             )
-        if self.query_heads_per_pass and (self.method != "all_to_all" or self.heads_per_pass or self.keep_exchanged):
+        if self.query_heads_per_pass and (not self.spread.query_passes or self.heads_per_pass or self.keep_exchanged):
             raise ContextParallelError(
                 f"query_heads_per_pass = {self.query_heads_per_pass} is for method = 'all_to_all', and sends one "
                 "key/value head at a time; use it without heads_per_pass and keep_exchanged"

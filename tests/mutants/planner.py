@@ -1,0 +1,106 @@
+"""Mistakes planted in the planner."""
+
+from tests.mutants.mutant import Mutant
+
+_UNIT, _RANKS = "tests/unit/test_planner.py", "tests/distributed/test_planner.py"
+PLANNER = (
+    Mutant(
+        "an operator that has a kernel is traced as the operators that it could be made of",
+        "trainer/planner/device.py",
+        'return func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")',
+        "return func._can_decompose()",
+        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[one]",
+    ),
+    Mutant(
+        "the parts of sharded tensors are in real memory",
+        "trainer/planner/device.py",
+        "            if any(issubclass(x, DTensor) for x in types):  # its parts come by themselves\n"
+        "                return NotImplemented\n",
+        "",
+        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[fsdp2+cp2]",
+    ),
+    Mutant(
+        "what is offloaded counts as memory of the device",
+        "trainer/planner/tracing.py",
+        "            self._changed(block, 0)\n        return pinned(buffer)",
+        "            pass\n        return pinned(buffer)",
+        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[offloaded]",
+    ),
+    Mutant(
+        "memory that FSDP frees without an operator stays",
+        "trainer/planner/tracing.py",
+        "                self._changed(self._blocks[storage], size)",
+        "                pass",
+        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[fsdp2+cp2]",
+    ),
+    Mutant(
+        "attention of one rank counts as if every query saw every key",
+        "trainer/planner/tracing.py",
+        'return (5 if "backward" in name else 2) * q.numel()',
+        'return (10 if "backward" in name else 4) * q.numel()',
+        f"{_UNIT}::test_flops_are_those_of_the_model",
+    ),
+    Mutant(
+        "a deep model is as its shallow ones",
+        "trainer/planner/profile.py",
+        "return max(a + (b - a) * share, 0.0)",
+        "return b",
+        f"{_UNIT}::test_a_deep_model_is_a_straight_line_over_shallow_ones",
+    ),
+    Mutant(
+        "shallow models have other shares of checkpointed layers",
+        "trainer/planner/worker.py",
+        "period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1)",
+        "period = next(turns, model.n_layers)",
+        f"{_UNIT}::test_depths_have_as_many_layers_of_each_kind",
+    ),
+    Mutant(
+        "freed neighbours in memory stay two blocks",
+        "trainer/planner/profiling.py",
+        "            size += free.pop(number)[1]",
+        "            pass",
+        f"{_UNIT}::test_freed_neighbours_are_one_block_again",
+    ),
+    Mutant(
+        "replicas are summed with each micro-batch",
+        "trainer/planner/profile.py",
+        ' and "dp_replicate" not in part else 1.0',
+        " else 1.0",
+        f"{_UNIT}::test_more_micro_batches_repeat_forward_and_backward_alone",
+    ),
+    Mutant(
+        "exchanges of heads hide behind kernels",
+        "trainer/planner/timing.py",
+        'if mesh == "fsdp" or collective == "send":',
+        "if mesh:",
+        f"{_UNIT}::test_messages_of_fsdp_hide_and_exchanges_of_heads_wait",
+    ),
+    Mutant(
+        "messages over nodes are as fast as inside one",
+        "trainer/planner/timing.py",
+        'inside = message["span"] <= on.node',
+        "inside = True",
+        f"{_UNIT}::test_messages_of_fsdp_hide_and_exchanges_of_heads_wait",
+    ),
+    Mutant(
+        "the search for the longest sequence leaps to what no machine holds",
+        "trainer/planner/search.py",
+        "min(failing, 2 * fitting)",
+        "failing",
+        f"{_UNIT}::test_the_longest_sequence_fits_and_a_longer_one_does_not",
+    ),
+    Mutant(
+        "suggestions take host memory that is not there",
+        "trainer/planner/search.py",
+        'if answer.fits and answer.profile.totals["host"] <= host_memory:',
+        "if answer.fits:",
+        f"{_UNIT}::test_suggestions_are_what_fits_the_fastest_first",
+    ),
+    Mutant(
+        "a check does not trace",
+        "trainer/commands/check.py",
+        "if code == 0 and not command.print_config:",
+        "if False:",
+        "tests/unit/test_start.py",
+    ),
+)

@@ -1,0 +1,124 @@
+"""Measure a record of this machine's device: a few short runs of a job, whose times its quantities explain. Torch-free.
+
+Each run is `lct train` on one rank. Their step times are sums of (quantity of the traced step) x (seconds a unit);
+non-negative seconds are found by least squares of relative errors.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.planner.profile import Profile
+from trainer.planner.worker import Worker
+
+_STEPS, _SKIPPED = 8, 2
+QUANTITIES = ("products", "attention_forward", "attention_backward", "launches", "memory")
+
+
+def calibrate(arguments: Sequence[str], path: Path, *, device_type: str, name: str, memory: int) -> str:
+    """Run the job at several lengths on one rank, write the record, and return what was found in words.
+
+    Raises:
+        ConfigError: a run failed.
+    """
+    length = parse_command_line(list(arguments)).config.training.seq_len
+    full = "--activation_checkpoint.mode=full"
+    runs = [[f"--training.seq_len={n}"] for n in (length // 2, length, 2 * length, 4 * length)]
+    runs += [[f"--training.seq_len={length}", full], [f"--training.seq_len={2 * length}", full]]
+    rows, seconds = [], []
+    with Worker(has_shim=device_type == "cuda") as worker:
+        gpu = {"name": name, "capability": (9, 0), "memory": memory} if device_type == "cuda" else None
+        for run in runs:
+            job = [*arguments, *run, "--training.local_batch_size=1", "--training.global_batch_size=-1"]
+            (profile,) = worker.ask(job, 1, gpu, whole=True)["profiles"].values()
+            rows.append(quantities(Profile(**profile)))
+            seconds.append(step_seconds(job))
+    costs = np.zeros(len(QUANTITIES))
+    costs[-1] = 1 / bandwidth()  # which the length changes as it changes products: it is measured apart
+    of_memory = np.array(rows) @ costs
+    costs[:-1] = non_negative(np.array(rows)[:, :-1], np.array(seconds), of_memory)
+    path.write_text(record(name, device_type, memory, dict(zip(QUANTITIES, costs, strict=True))), encoding="utf-8")
+    errors = np.abs(np.array(rows) @ costs / seconds - 1)
+    return f"{path}: {len(runs)} runs, explained to {median(errors):.1%} (median), {errors.max():.1%} (largest)"
+
+
+def quantities(profile: Profile) -> list[float]:
+    """Return what a step takes of each quantity."""
+    sums = dict.fromkeys(QUANTITIES, 0.0)
+    for amounts in profile.work.values():
+        for key, amount in amounts.items():
+            key = "memory" if key in ("moved", "optimizer") else key
+            sums[key] = sums.get(key, 0.0) + amount
+    return [sums[key] for key in QUANTITIES]
+
+
+def step_seconds(job: Sequence[str]) -> float:
+    """Return the time of a step of a job on one rank of this machine, the median of a few.
+
+    Raises:
+        ConfigError: the run failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"--training.steps={_STEPS}", "--metrics.log_freq=1", f"--job.dump_folder={folder}"]
+        command = [sys.executable, "-m", "trainer", "train", *job[1:], "--ngpu=1", *settings, "--checkpoint.no-enable"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"a run to calibrate failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+        lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    times = [metrics["seconds_per_step"] for metrics in map(json.loads, lines) if "seconds_per_step" in metrics]
+    return median(times[_SKIPPED:])
+
+
+def bandwidth() -> float:
+    """Return the bytes a second that one core reads and writes in memory."""
+    source = np.ones(1 << 25)
+    target = np.empty_like(source)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - started)
+    return 2 * source.nbytes / median(times)
+
+
+def non_negative(rows: np.ndarray, seconds: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """Return the non-negative x that makes `rows @ x + rest` near to `seconds`, by relative errors."""
+    scaled, wanted = rows / seconds[:, None], 1 - rest / seconds
+    kept = [i for i in range(rows.shape[1]) if scaled[:, i].any()]
+    costs = np.zeros(rows.shape[1])
+    while kept:
+        found, *_ = np.linalg.lstsq(scaled[:, kept], wanted, rcond=None)
+        if (found >= 0).all():
+            costs[kept] = found
+            break
+        kept.remove(kept[int(np.argmin(found))])
+    return costs
+
+
+def record(name: str, device_type: str, memory: int, costs: dict[str, float]) -> str:
+    """Return the record as TOML. Peaks are what was reached; attention's share is beside that of products."""
+    moved = 1 / costs["memory"]
+    lines = {
+        "name": json.dumps(name),
+        "type": json.dumps(device_type),
+        "memory": float(memory),
+        "flops": 1 / costs["products"],
+        "bandwidth": moved,
+        "link": moved / 4,
+        "network": moved / 4,
+        "host": moved / 2,
+        "launch": costs["launches"],
+    }
+    directions = ("attention_forward", "attention_backward")
+    shares = {key: costs["products"] / (costs[key] or costs["products"]) for key in directions}
+    tables = ("\n".join(f"{key} = {value}" for key, value in table.items()) for table in (lines, shares))
+    return "[this_machine]\n{}\n[this_machine.efficiency]\n{}\n".format(*tables)
