@@ -30,6 +30,8 @@ class Observed:
     """Norm of the gradient that the optimizer got in the first step."""
     optimizer: tuple[bool, bool] = (False, False)
     """Whether it works by lists of parameters, and whether it is fused."""
+    moments: set[str] = field(default_factory=set)
+    """Data types of the moments, at the end."""
     inputs: list[list[list[int]]] = field(default_factory=list)
     """Tokens that the embedding was given in the first step, each time."""
     compute: str = ""
@@ -206,6 +208,14 @@ EFFECTS: dict[str, str | Seen] = {
     "optimizer.beta2": Seen("--optimizer.beta2=0.5", _other("final")),
     "optimizer.eps": Seen("--optimizer.eps=1e-2", _other("final")),
     "optimizer.weight_decay": Seen("--optimizer.weight_decay=10", lambda off, on: on.final < off.final),
+    "optimizer.state_dtype": Seen(
+        "--optimizer.state_dtype=bfloat16", lambda off, on: (off.moments, on.moments) == ({"float32"}, {"bfloat16"})
+    ),
+    "optimizer.rounding": Seen(
+        "--optimizer.state_dtype=bfloat16 --optimizer.rounding=nearest",
+        lambda off, on: off.losses[:2] == on.losses[:2] and off.final != on.final,
+        "--optimizer.state_dtype=bfloat16",
+    ),
     "optimizer.implementation": Seen(_MANY, _becomes("optimizer", (True, False), (False, True))),
     # ---- lr_scheduler
     "lr_scheduler.warmup_steps": Seen("--lr_scheduler.warmup_steps=3", lambda off, on: on.lrs[0] < off.lrs[0]),
@@ -275,7 +285,11 @@ EFFECTS: dict[str, str | Seen] = {
         ranks=2,
     ),
     "training.enable_cpu_offload": Seen(
-        "--training.enable_cpu_offload", lambda off, on: not off.policies and set(on.policies) == {"CPUOffloadPolicy"}
+        "--training.enable_cpu_offload",
+        lambda off, on: (
+            (off.policies, off.optimizer) == ([], (True, False))
+            and (set(on.policies), on.optimizer) == ({"CPUOffloadPolicy"}, (False, True))
+        ),
     ),
     "training.gc_freq": Seen(_MANY, _becomes("collected", 0, 3)),
     "training.seed": Seen("--training.seed=1", _other("initial")),

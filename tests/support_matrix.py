@@ -174,6 +174,7 @@ FEATURES: dict[str, Feature] = {
     "gpt-oss: experts, windows, sinks, documents": Feature(
         ("--model.name=gpt_oss", "--training.attention_mask=document"), of_model=True
     ),
+    "moments in bfloat16": Feature(("--optimizer.state_dtype=bfloat16",), of_model=True),
     "fused AdamW": Feature(("--optimizer.implementation=fused",)),
     "Adam, parameter by parameter": Feature(
         ("--optimizer.name=Adam", "--optimizer.implementation=for-loop"), of_model=True

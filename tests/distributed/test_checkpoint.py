@@ -99,6 +99,7 @@ VARIANTS = {
     "cpu offload": ["--training.enable_cpu_offload"],
     "fused": ["--optimizer.implementation=fused"],
     "bfloat16": ["--training.dtype=bfloat16"],
+    "moments in bfloat16": ["--optimizer.state_dtype=bfloat16"],
     "accumulation": ["--training.local_batch_size=1"],
 }
 

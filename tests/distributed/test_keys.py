@@ -129,6 +129,8 @@ def watch(trainer: Trainer, seen: Observed) -> None:
     def train_and_look() -> None:
         steps()
         seen.final = size_of(trainer)
+        states = trainer.optimizer.state.values()
+        seen.moments = {str(state["exp_avg_sq"].dtype).removeprefix("torch.") for state in states}
         seen.timeouts.append(timeout_of(torch.distributed.group.WORLD))
 
     trainer.train = train_and_look

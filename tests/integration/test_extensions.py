@@ -121,10 +121,11 @@ def test_settings_without_their_optimizer_are_noted(folder: Path) -> None:
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert "sgd.momentum = 0.5 has no effect with optimizer.name = 'AdamW'" in result.stdout + result.stderr
     command[-1:] = ["--optimizer.name=sgd", "--optimizer.beta1=0.5", "--optimizer.beta2=0.5", "--optimizer.eps=1"]
-    command += ["--optimizer.implementation=foreach"]
+    command += ["--optimizer.implementation=foreach", "--optimizer.state_dtype=bfloat16"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     (note,) = (line for line in (result.stdout + result.stderr).splitlines() if "settings of its own" in line)
-    assert [key for key in ("beta1", "beta2", "eps", "implementation") if f"optimizer.{key} = " not in note] == []
+    keys = ("beta1", "beta2", "eps", "implementation", "state_dtype")
+    assert [key for key in keys if f"optimizer.{key} = " not in note] == []
     command[6:] = ["--optimizer.name=sgdd"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert "must be one of 'AdamW', 'Adam', 'sgd'; did you mean 'sgd'?" in result.stderr

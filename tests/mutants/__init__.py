@@ -38,6 +38,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *planner.PLANNER,
     *memory.SEQUENCE_CHUNKS,
     *step.ADAPTERS,
+    *step.ROUNDING,
     *step.EVALUATION,
     *job.PROCESSES,
 )

@@ -57,6 +57,18 @@ def test_the_degrees_of_the_configuration_are_resolved():
     assert degrees == Degrees(dp_replicate=2, dp_shard=2, cp=1, tp=2, pp=1, world_size=8)
 
 
+def test_replicas_with_offload_are_refused_on_gpus_alone():
+    given = ["--training.enable_cpu_offload", "--parallelism.data_parallel_replicate_degree=2"]
+    assert "pytorch issue 180665" in refused(*given, world_size=4)
+    assert resolve(parse_command_line(given).config, 4, "cpu").degrees.dp_replicate == 2
+
+
+def test_the_update_on_the_host_is_fused_whatever_the_device():
+    for device in ("cuda", "cpu"):
+        job = resolve(parse_command_line(["--training.enable_cpu_offload"]).config, 1, device)
+        assert job.config.optimizer.implementation == "fused"
+
+
 def test_the_degrees_of_a_hybrid_are_resolved():
     hybrid = ["--parallelism.context_parallel_degree=8", "--parallelism.context_parallel_method=hybrid"]
     for a2a, ring in ((2, 4), (4, 2)):

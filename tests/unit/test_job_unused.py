@@ -74,6 +74,7 @@ TOLD = [
     ("model.sliding_window", ["2048"], 1, ["--training.seq_len=2049"], "training.seq_len = 2048 tokens"),
     ("lr_scheduler.decay_type", ["cosine"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
     ("lr_scheduler.min_lr_factor", ["0.1"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
+    ("optimizer.rounding", ["nearest"], 1, ["--optimizer.state_dtype=bfloat16"], "where nothing is stored in bfloat16"),
     ("training.balance", ["step"], 1, 2, "on one data-parallel rank"),
     ("training.mixed_precision_reduce", ["bfloat16"], 1, 2, "where gradients are not reduced"),
     (f"{CP[2:]}method", ["all_gather"], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
@@ -357,7 +358,7 @@ def test_every_rule_is_tried():
     tried |= {*WITHOUT_TOKENS}
     tried |= {f"parallelism.domain_parallel_{key}" for key in ("degrees", "rows")}  # in examples/fields
     tried |= {
-        f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "implementation")
+        f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "implementation", "state_dtype")
     }  # integration/test_extensions.py
     tried |= {"mixture.paths", "mixture.weights"}  # in test_mixture.py
     assert tried == CONDITIONAL

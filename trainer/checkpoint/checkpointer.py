@@ -35,6 +35,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.lora import adapter_sizes
 from trainer.job.record import ResolvedJob
+from trainer.job.sizes import ITEMSIZE
 from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.full_disk import full_disk
@@ -352,7 +353,8 @@ class Checkpointer:
         """Return the bytes of a checkpoint, without the small files: each trained parameter, and its two moments."""
         sizes = adapter_sizes(self._config, self._model)
         trained = sum(sizes.values()) if sizes else self._model.n_params()
-        return 3 * trained * getattr(torch, self._config.training.dtype).itemsize
+        weight, moment = (ITEMSIZE[name] for name in (self._config.training.dtype, self._config.state_dtype))
+        return trained * (weight + 2 * moment)
 
     def __enter__(self) -> "Checkpointer":
         return self

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainer.components.rounded_adam import RoundedAdam, initial_state
 from trainer.config.registry import OPTIMIZERS
 from trainer.config.schema import JobConfig
 from trainer.models.experts import Experts
@@ -27,12 +28,8 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
-                device = parameter.device if group["fused"] else "cpu"
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                    "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-                }
+                dtype, fused = getattr(optimizer, "state_dtype", None), bool(group["fused"])
+                optimizer.state[parameter] = initial_state(parameter, dtype=dtype, fused=fused)
 
 
 def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
@@ -57,8 +54,13 @@ def build_optimizer(model_parts: Sequence[nn.Module], config: JobConfig) -> torc
         return getattr(import_module(module), name)(model_parts, config)
     whole = nn.ModuleList(model_parts)
     implementation = settings.implementation_on(next(whole.parameters()).device.type)
+    groups = parameter_groups(whole, settings.weight_decay)
+    stored = {str(group["params"][0].dtype).removeprefix("torch.") for group in groups}
+    if "bfloat16" in stored or settings.state_dtype not in (None, *stored):
+        names = {parameter: name for part in model_parts for name, parameter in part.named_parameters()}
+        return RoundedAdam(groups, config, implementation, names)
     return getattr(torch.optim, settings.name)(
-        parameter_groups(whole, settings.weight_decay),
+        groups,
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,

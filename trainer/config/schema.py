@@ -83,6 +83,10 @@ _ADAM = Condition(
     "with optimizer.name = {0.optimizer.name!r}, which has settings of its own",
     general="unless optimizer.name is AdamW or Adam",
 )
+_HALF = Condition(
+    lambda config, _: "bfloat16" in (config.training.dtype, config.state_dtype),
+    "where nothing is stored in bfloat16 (training.dtype, optimizer.state_dtype)",
+)
 _VALIDATING = needs("validation.enable")
 WITHOUT_GATHERED_LOGITS = Condition(
     lambda config, degrees: degrees.tp == 1 or not config.parallelism.disable_loss_parallel,
@@ -221,6 +225,10 @@ class Optimizer:
     """Weight decay of the matrices (not of norms and embeddings)."""
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)
     """One kernel per parameter, per list, or for all; auto: fused on CUDA and with offload to CPU, else foreach."""
+    state_dtype: Literal["float32", "bfloat16"] | None = key(None, when=_ADAM)
+    """Data type in which both moments are stored; the update is computed in float32. None: training.dtype."""
+    rounding: Literal["stochastic", "nearest"] = key("stochastic", when=(_ADAM, _HALF))
+    """How updated values are rounded to bfloat16; nearest: an update below half a unit in the last place is lost."""
 
     def implementation_on(self, device_type: str) -> str:
         """Return the implementation on a device of this type."""
@@ -301,7 +309,7 @@ class Training:
     steps: int = key(10000, STEPS, "steps")
     """Optimizer steps of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Data type in which parameters and optimizer state are stored."""
+    """Data type in which parameters are stored, and moments unless optimizer.state_dtype is set."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type in which the model computes; auto: bfloat16 on CUDA (but for float64 runs), training.dtype on CPU."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = key("float32", when=(_NOT_FLOAT64, _REDUCED))
@@ -376,6 +384,11 @@ class JobConfig:
     def task(self) -> str:
         """What the data are of: "tokens", or the name of a task that a package has added."""
         return TASK_OF_DATASET.get(self.training.dataset, "tokens")
+
+    @property
+    def state_dtype(self) -> str:
+        """Data type in which the optimizer's moments are stored."""
+        return self.optimizer.state_dtype or self.training.dtype
 
     @property
     def masks_documents(self) -> bool:

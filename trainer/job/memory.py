@@ -64,7 +64,7 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     return RankMemory(
         weights=(local + (trained if adapters else 0)) * stored,
         gradients=trained * stored,
-        optimizer=2 * trained * stored,
+        optimizer=2 * trained * ITEMSIZE[job.config.state_dtype],
         tables=rows * (model.head_dim * max(stored, 4) + of_batch),
     )
 

@@ -130,7 +130,14 @@ def _precision(job: ResolvedJob) -> str:
     why = "as set"
     if job.given.training.mixed_precision_param == "auto":
         why = "auto: bfloat16 on GPUs" if job.device_type == "cuda" else "auto: the stored type on CPUs"
-    text = f"parameters and optimizer in {training.dtype}, computing in {job.compute_dtype} ({why})"
+    stored, moments = training.dtype, job.config.state_dtype
+    text = (
+        f"parameters and optimizer in {stored}"
+        if stored == moments
+        else f"parameters in {stored}, moments in {moments}"
+    )
+    text += f", rounded {job.config.optimizer.rounding}" * ("bfloat16" in (stored, moments))
+    text += ", on the host" * training.enable_cpu_offload + f", computing in {job.compute_dtype} ({why})"
     if degrees.dp * degrees.cp > 1:
         text += f", gradients summed in {'float64' if training.dtype == 'float64' else training.mixed_precision_reduce}"
     return text + (f"; float8 products, {job.config.float8.recipe_name}" if job.config.float8.enable else "")

@@ -1,0 +1,57 @@
+"""Stochastic rounding to bfloat16: E[round(x)] = x, so that changes of less than a unit in the last place add up.
+
+The random bits of an element are a hash of a key and of its index in the whole parameter. They do not depend on how
+ranks shard the parameter, replicas round alike, and a resumed run has the bits of a run that was not interrupted.
+"""
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def random_bits(indices: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
+    """Return 64 random bits for each index: (n,) int64, in the memory of `indices`, which must be int64.
+
+    This is SplitMix64 (Steele, Lea and Flood, 2014) with the state key + index * constant. Products wrap around.
+    """
+    bits = indices.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        shifted = (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # `>>` repeats the sign
+        bits.bitwise_xor_(shifted).mul_(_signed(factor))
+    return bits
+
+
+def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Return x in bfloat16: one of its two neighbours, the nearer one with the higher probability.
+
+    x: (n,) float32 or float64; bits: (n,) int64, of which the lowest 16 are used. Values of bfloat16, infinities and
+    NaN stay.
+    """
+    x = x.float()
+    sums = (x.view(torch.int32) + (bits & 0xFFFF).int()).bitwise_and_(-0x10000).view(torch.float32)
+    return torch.where(x.isnan(), x, sums).bfloat16()
+
+
+def global_indices(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return where elements of this rank's shard are in the whole parameter, flattened: (stop - start,) int64.
+
+    start, stop: range of elements of the flattened shard.
+    """
+    if not isinstance(parameter, DTensor):
+        return torch.arange(start, stop, device=parameter.device)
+    local, shape = parameter.to_local(), parameter.shape
+    (chunk,) = parameter.__create_chunk_list__()  # what checkpoints read: one block of the whole tensor
+    position = torch.arange(start, stop, device=local.device)
+    if local.shape[1:] == shape[1:]:  # whole rows
+        return position.add_(chunk.offsets[0] * math.prod(shape[1:]) if shape else 0)
+    indices, stride = torch.zeros_like(position), 1
+    for size, whole, offset in zip(reversed(local.shape), reversed(shape), reversed(chunk.offsets), strict=True):
+        indices.add_(position % size + offset, alpha=stride)
+        position, stride = position // size, stride * whole
+    return indices
+
+
+def _signed(number: int) -> int:
+    """Return the signed integer of the same 64 bits."""
+    return number - (1 << 64) if number >> 63 else number
