@@ -171,6 +171,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "experts": Feature(("--model.name=qwen3_moe",), of_model=True),
     "experts divided over ranks": Feature(_DIVIDED, of_model=True),
+    "experts divided over ranks, in parts": Feature(
+        (*_DIVIDED, "--activation_checkpoint.mlp_chunk_tokens=5"), of_model=True
+    ),
     "gpt-oss: experts, windows, sinks, documents": Feature(
         ("--model.name=gpt_oss", "--training.attention_mask=document"), of_model=True
     ),

@@ -77,7 +77,21 @@ LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
     "fsdp2+pp2+ep2": (4, [*degrees(dp_shard=2, pp=2), ep(2)], []),
     "tp2+pp2+ep2, offloaded": (4, [*degrees(tp=2, pp=2), ep(2), "--training.enable_cpu_offload"], []),
 }
-QUICK = {"cp2+tp2+ep4", "fsdp4+ep2", "fsdp2+pp2+ep2"}
+PARTS = "--activation_checkpoint.mlp_chunk_tokens=5"
+OFFLOADED = [ac("full"), "--activation_checkpoint.offload=inputs", "--activation_checkpoint.offload_keep_last=1"]
+LAYOUTS |= {
+    "one, in parts": (1, [PARTS], []),
+    "fsdp2, in parts, whole layers": (2, [*degrees(dp_shard=2), PARTS, ac("full")], []),
+    "fsdp4+ep2, in parts, whole layers": (4, [*degrees(dp_shard=4), ep(2), PARTS, ac("full")], []),
+    "cp2+tp2+ep4, in parts": (4, [*degrees(cp=2, tp=2), ep(4), PARTS], [GPT_OSS, DOCUMENTS]),
+    "cp2+tp2+ep4, in parts, offloaded": (
+        4,
+        [*degrees(cp=2, tp=2), ep(4), PARTS, *OFFLOADED],
+        [GPT_OSS, DOCUMENTS],
+    ),
+    "fsdp2+pp2+ep2, in parts": (4, [*degrees(dp_shard=2, pp=2), ep(2), PARTS], []),
+}
+QUICK = {"cp2+tp2+ep4", "fsdp4+ep2", "fsdp2+pp2+ep2", "fsdp4+ep2, in parts, whole layers"}
 
 
 @pytest.mark.parametrize(

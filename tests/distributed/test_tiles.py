@@ -1,12 +1,13 @@
 """Laws of a feed-forward network in parts of the sequence: the same results, and one part's activations at a time."""
 
+import copy
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
-from scripts.benchmarks.activation_checkpointing import measure
+from scripts.benchmarks.activation_checkpointing import Meter, measure
 from tests.distributed import harness
 from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
@@ -15,10 +16,12 @@ from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ActivationCheckpoint
+from trainer.families.args import ExpertArgs
 from trainer.models.decoder import Transformer
+from trainer.models.experts import Experts
 from trainer.models.feed_forward import FeedForward
 from trainer.models.initialization import initialize
-from trainer.models.tiles import compute_in_tiles, in_tiles
+from trainer.models.tiles import compute_in_tiles, experts_in_tiles, in_tiles
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 
 TILES = "--activation_checkpoint.mlp_chunk_tokens=5"
@@ -56,7 +59,7 @@ def test_a_network_in_parts_equals_the_whole(tiles: int) -> None:
     results = []
     for parts in (1, tiles):
         leaf = x.clone().requires_grad_()
-        out = in_tiles(network, leaf, parts, [network])
+        out = in_tiles(network, [leaf], parts, [network])
         out.backward(cotangent)
         results.append([out, leaf.grad, network.w1.weight.grad, network.w2.weight.grad])
         network.zero_grad()
@@ -64,10 +67,51 @@ def test_a_network_in_parts_equals_the_whole(tiles: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("tiles", [3, 9])  # of 14 rows
+def test_experts_in_parts_equal_the_whole(tiles: int) -> None:
+    torch.manual_seed(0)
+    experts = Experts(6, ExpertArgs(number=4, per_token=2, hidden_dim=5, biases=True)).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x, cotangent = torch.randn(14, 6, dtype=torch.float64), torch.randn(14, 6, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in x])  # the last expert is never chosen
+    weights = torch.rand(14, 2)  # in float32
+    results = []
+    for parts in (1, tiles):
+        if parts > 1:
+            experts_in_tiles(experts, parts)
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        out = experts(leaves[0], chosen, leaves[1])
+        out.backward(cotangent)
+        results.append([out, *(leaf.grad for leaf in leaves), *(p.grad for p in experts.parameters())])
+        experts.zero_grad()
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6 if one.dtype == torch.float32 else 1e-12, atol=1e-12)
+
+
+def test_the_pairs_of_experts_do_not_grow_with_the_sequence() -> None:
+    """Rows and inner activations of (token, expert) pairs exist for one part at a time."""
+    experts = Experts(4, ExpertArgs(number=2, per_token=1, hidden_dim=2048))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    peaks = {}
+    for tokens, tiles in ((64, 2), (256, 8), (256, 1)):
+        of_parts = copy.deepcopy(experts)
+        experts_in_tiles(of_parts, tiles)
+        x = torch.randn(tokens, 4, requires_grad=True)
+        chosen, weights = (torch.arange(tokens) % 2).unsqueeze(1), torch.ones(tokens, 1)
+        with Meter(*of_parts.parameters(), x) as meter:
+            of_parts(x, chosen, weights).sum().backward()
+        peaks[tokens, tiles] = meter.peak
+    inner = 2048 * 4  # bytes a token of the narrower inner tensor
+    assert peaks[256, 8] - peaks[64, 2] < 192 * inner / 2
+    assert peaks[256, 1] - peaks[256, 8] > 3 * 224 * inner
+
+
 def test_gradients_of_weights_are_summed_in_float32() -> None:
     """In bfloat16 a sum of many parts would lose the last of them."""
     network = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    in_tiles(network, torch.ones(1, 1024, 1, dtype=torch.bfloat16), 1024, [network]).sum().backward()
+    in_tiles(network, [torch.ones(1, 1024, 1, dtype=torch.bfloat16)], 1024, [network]).sum().backward()
     assert network.weight.grad.item() == 1024
 
 
@@ -103,20 +147,31 @@ def test_inner_activations_do_not_grow_with_the_sequence(mode: str) -> None:
 
 
 def parts_case(arguments: list[str]) -> list[int]:
+    """Return how many rows each call of a network, or of experts, has computed in a step."""
     calls: list[int] = []
+    sums = Experts.sums
+
+    def counted_sums(self: Experts, parameters: dict, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(len(x))
+        return sums(self, parameters, x, *args, **kwargs)
+
     with (
         trainer_of(arguments) as trainer,
         mock.patch.object(FeedForward, "forward", counted(calls, FeedForward.forward)),
+        mock.patch.object(Experts, "sums", counted_sums),
     ):
         trainer.train_step(1)
     return calls
 
 
-def test_a_job_computes_in_parts(pool: WorkerPool) -> None:
-    """32 tokens, of which 10 a part are asked for."""
-    arguments = ["--training.local_batch_size=2", "--training.global_batch_size=-1", "--training.seq_len=16"]
-    (calls,) = pool.run(1, parts_case, [*arguments, "--activation_checkpoint.mlp_chunk_tokens=10"])
-    assert calls == 2 * harness.TINY.n_layers * [4, 4, 4, 4]
+@pytest.mark.parametrize(("more", "parts"), [([], [4, 4, 4, 4]), (["--model.name=qwen3_moe"], [8, 8, 8, 8])])
+@pytest.mark.parametrize("mode", ["none", *slow("full")])
+def test_a_job_computes_in_parts(pool: WorkerPool, more: list[str], parts: list[int], mode: str) -> None:
+    """Of 32 tokens 10 a part are asked for; two sequences are beside each other, and those of experts in one row."""
+    sizes = ["--training.local_batch_size=2", "--training.global_batch_size=-1", "--training.seq_len=16"]
+    arguments = [*sizes, *more, f"--activation_checkpoint.mode={mode}", "--activation_checkpoint.mlp_chunk_tokens=10"]
+    (calls,) = pool.run(1, parts_case, arguments)
+    assert calls == 2 * harness.TINY.n_layers * parts
 
 
 def test_a_block_without_parts_is_refused() -> None:

@@ -227,12 +227,9 @@ TILES = (
     Mutant(
         "the input of parts is saved after the network, which is then computed three times",
         "trainer/models/tiles.py",
-        "    x = _Save.apply(x, torch.empty(0, requires_grad=True), saved)\n"
-        "    return _Tiles.apply(compute, tiles, modules, saved.pop(), x, *_trained(modules))",
-        "    given = torch.empty(0, requires_grad=True)\n"
-        "    out = _Tiles.apply(compute, tiles, modules, saved, x, *_trained(modules))\n"
-        "    _Save.apply(x, given, saved)\n"
-        "    return out",
+        "ctx.compute, ctx.split, ctx.modules, ctx.saved = compute, split, modules, saved\n",
+        "ctx.compute, ctx.split, ctx.modules, ctx.saved = compute, split, modules, ctx\n"
+        "        ctx.save_for_backward(*tensors[:count])\n",
         f"{_TILES}::test_inner_activations_do_not_grow_with_the_sequence",
     ),
     Mutant(
@@ -241,6 +238,20 @@ TILES = (
         "for p in module.parameters() if p.requires_grad]",
         "for p in module.parameters()]",
         f"{_TILES}::test_a_network_in_parts_equals_the_whole",
+    ),
+    Mutant(
+        "experts in parts forget the gradient of the weights of choices",
+        "trainer/models/tiles.py",
+        "            for target, g in zip(of_parts, found, strict=False):",
+        "            for target, g in zip(of_parts[:1], found, strict=False):",
+        f"{_TILES}::test_experts_in_parts_equal_the_whole",
+    ),
+    Mutant(
+        "experts compute all rows at a time",
+        "trainer/models/parallelize.py",
+        "experts_in_tiles(experts[block], job.mlp_tiles)",
+        "experts_in_tiles(experts[block], 1)",
+        f"{_TILES}::test_a_job_computes_in_parts",
     ),
     Mutant(
         "a network is never computed in parts",

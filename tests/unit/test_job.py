@@ -340,7 +340,6 @@ RULES = [
     ([*PARTS, "--compile.enable"], 1, ["mlp_chunk_tokens = 64 with compile.enable", "compile.components = ['loss']"]),
     ([*PARTS, "--float8.enable", "--float8.emulate"], 1, ["mlp_chunk_tokens = 64 with float8.enable"]),
     ([*PARTS, "--activation_checkpoint.mode=selective"], 1, ["mlp_chunk_tokens = 64", "by operator keeps some"]),
-    ([*PARTS, "--model.name=qwen3_moe"], 1, ["mlp_chunk_tokens = 64", "'qwen3_moe' lacks"]),
     (["--activation_checkpoint.selective_ac_option", "ops"], 1, ["selective_ac_option = 'ops'", "'op'"]),
     (
         ["--profiling.enable_profiling", "--profiling.profile_freq", "3"],

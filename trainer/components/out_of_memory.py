@@ -66,7 +66,7 @@ def memory_savers(job: ResolvedJob) -> list[str]:
         stages = layers_of_stages(job.pipeline, job.model.n_layers)
         if activations.offload == "none" and least_offloadable(activations, stages) is None:
             savers.append('activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory')
-        if not activations.mlp_chunk_tokens and why_no_parts(config, job.model, job.compilation) is None:
+        if not activations.mlp_chunk_tokens and why_no_parts(config, job.compilation) is None:
             savers.append(
                 "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on so many tokens at a time"
             )

@@ -74,8 +74,8 @@ class ActivationCheckpoint:
         1.0, Bounds(lambda x: 0 < x <= 1, "in (0, 1]"), when=unless("activation_checkpoint.offload", "none")
     )
     """Share of the layers with kept inputs, from the first one on, for which offload holds."""
-    mlp_chunk_tokens: int = key(0, NOT_NEGATIVE, when=TOKENS)
-    """Tokens of a rank at a time that pass the feed-forward network, whose backward computes them again; 0: all."""
+    mlp_chunk_tokens: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), when=TOKENS)
+    """Tokens of a rank at a time that pass the feed-forward network or experts, whose backward computes them again."""
 
     @property
     def every(self) -> int | None:

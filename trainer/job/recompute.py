@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ActivationCheckpoint, JobConfig
-from trainer.families.args import ModelArgs, experts_of
+from trainer.families.args import ModelArgs
 from trainer.job.compilation import CompileOptions
 from trainer.job.pipeline_stages import PipelinePlan, layers_of_stages
 
@@ -50,7 +50,7 @@ def check_activation_checkpoint(
                 "activation_checkpoint.offload = 'inputs+attention' needs activation_checkpoint.mode = 'selective' by "
                 "operator, which keeps attention's results, and a model that is not compiled; use 'inputs' instead"
             )
-        if settings.mlp_chunk_tokens and (why := why_no_parts(config, model, compilation)):
+        if settings.mlp_chunk_tokens and (why := why_no_parts(config, compilation)):
             raise ConfigError(f"activation_checkpoint.mlp_chunk_tokens = {settings.mlp_chunk_tokens} {why}")
     if not compilation.splits_backward or settings.mode == "none" or compilation.chooses_recomputation:
         return ()
@@ -72,11 +72,9 @@ def least_offloadable(settings: ActivationCheckpoint, stages: Iterable[list[int]
     return min((number for number in numbers if number <= settings.offload_keep_last), default=None)
 
 
-def why_no_parts(config: JobConfig, model: ModelArgs, compilation: CompileOptions) -> str | None:
+def why_no_parts(config: JobConfig, compilation: CompileOptions) -> str | None:
     """Return why feed-forward networks cannot be computed in parts, and what works; None if they can."""
     settings = config.activation_checkpoint
-    if experts_of(model) is not None:
-        return f"is for feed-forward networks, which model.name = {config.model.name!r} lacks; leave it out"
     if compilation.model:
         return (
             "with compile.enable is not handled for the model; leave one of them out, or compile the loss alone with "

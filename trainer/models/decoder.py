@@ -67,7 +67,7 @@ class TransformerBlock(nn.Module):
         x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan, positions=positions)
         if self.has_experts:
             return x + self.feed_forward(self.ffn_norm(x), positions)  # routers count no padding
-        return in_tiles(self._with_feed_forward, x, self.tiles, (self.ffn_norm, self.feed_forward))
+        return in_tiles(self._with_feed_forward, [x], self.tiles, (self.ffn_norm, self.feed_forward))
 
     def _with_feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.feed_forward(self.ffn_norm(x))

@@ -32,7 +32,7 @@ from trainer.distributed.tensor_parallel import (
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
 from trainer.models.moe import MoE
-from trainer.models.tiles import compute_in_tiles
+from trainer.models.tiles import compute_in_tiles, experts_in_tiles
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.compile import apply_compile, share_memory
 from trainer.transforms.float8 import apply_float8
@@ -64,7 +64,10 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
         apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, in_forward=job.pipeline is None)
     if job.mlp_tiles > 1:
         for block in blocks:
-            compute_in_tiles(block, job.mlp_tiles)
+            if block in experts:
+                experts_in_tiles(experts[block], job.mlp_tiles)
+            else:
+                compute_in_tiles(block, job.mlp_tiles)
     if not job.compilation.recomputes_every:
         apply_activation_checkpoint(model.layers, config.activation_checkpoint)
     eager = {block.feed_forward: "run_experts" for block in experts}

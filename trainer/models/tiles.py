@@ -15,23 +15,39 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from trainer.config.errors import ConfigError
+from trainer.distributed.sharding.forward import replace_forward
 
-Compute = Callable[[torch.Tensor], torch.Tensor]
+Compute = Callable[..., torch.Tensor]
 
 
-def in_tiles(compute: Compute, x: torch.Tensor, tiles: int, modules: Sequence[nn.Module]) -> torch.Tensor:
-    """Return `compute(x)` for x of (B, S, dim), computed in `tiles` parts of the sequence.
+def in_tiles(
+    compute: Compute, inputs: Sequence[torch.Tensor], tiles: int, modules: Sequence[nn.Module], *, dim: int = 1
+) -> torch.Tensor:
+    """Return `compute(*inputs)`, a tensor shaped as the first input, computed in `tiles` parts of a dimension.
 
-    modules: those that `compute` uses. A DTensor is split within each rank, which must have equally many positions, so
-    that collectives of the modules have the parts of all ranks. Gradients of weights are summed over the parts in at
-    least float32.
+    inputs: such as x of (B, S, dim); dim: that of the positions in each. modules: those that `compute` uses. A DTensor
+    is split within each rank, which must have equally many positions, so that collectives of the modules have the parts
+    of all ranks. Gradients of weights are summed over the parts in at least float32.
     """
     if tiles == 1:
-        return compute(x)
-    x = x.to_local() if isinstance(x, DTensor) else x
+        return compute(*inputs)
+    inputs = [x.to_local() if isinstance(x, DTensor) else x for x in inputs]
     saved: list[Any] = []
-    x = _Save.apply(x, torch.empty(0, requires_grad=True), saved)
-    return _Tiles.apply(compute, tiles, modules, saved.pop(), x, *_trained(modules))
+    inputs = _Save.apply(saved, torch.empty(0, requires_grad=True), *inputs)
+    return _Tiles.apply(compute, (tiles, dim), modules, saved.pop(), len(inputs), *inputs, *_trained(modules))
+
+
+def experts_in_tiles(experts: nn.Module, tiles: int) -> None:
+    """Let experts compute a part of the rows at a time; in place. Their forward is (x, chosen, weights), see `Experts`.
+
+    Below FSDP's hooks, so that the experts' weights are gathered once for all parts.
+    """
+    forward = experts.forward
+    replace_forward(
+        experts,
+        "experts in parts",
+        lambda *inputs: in_tiles(forward, inputs, tiles, [experts], dim=0),
+    )
 
 
 def compute_in_tiles(block: nn.Module, tiles: int) -> None:
@@ -49,65 +65,72 @@ def compute_in_tiles(block: nn.Module, tiles: int) -> None:
 
 
 class _Save(torch.autograd.Function):
-    """Save a tensor for a later operation, which takes it from this one's context.
+    """Save tensors for a later operation, which takes them from this one's context.
 
     Its second input is a tensor that needs a gradient, because autograd saves nothing where no input does.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, _needs_gradient: torch.Tensor, saved: list[Any]) -> torch.Tensor:
-        ctx.save_for_backward(x)
+    def forward(
+        ctx: Any, saved: list[Any], _needs_gradient: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*inputs)
         saved.append(ctx)
-        return x.view_as(x)
+        views = tuple(x.view_as(x) for x in inputs)
+        ctx.mark_non_differentiable(*(x for x in views if not x.is_floating_point()))
+        return views
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *grads
 
 
 class _Tiles(torch.autograd.Function):
+    """split: number of parts, dimension; count: how many of the tensors are inputs, the others being weights."""
+
     @staticmethod
     def forward(
-        ctx: Any, compute: Compute, tiles: int, modules: Sequence[nn.Module], saved: Any, x: torch.Tensor, *_: Any
+        ctx: Any,
+        compute: Compute,
+        split: tuple[int, int],
+        modules: Sequence[nn.Module],
+        saved: Any,
+        count: int,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.compute, ctx.tiles, ctx.modules, ctx.saved = compute, tiles, modules, saved
-        return _joined(compute, x.tensor_split(tiles, dim=1), x.shape)
+        ctx.compute, ctx.split, ctx.modules, ctx.saved = compute, split, modules, saved
+        whole = tensors[0].new_empty(tensors[0].shape)
+        for out, *parts in zip(*(x.tensor_split(*split) for x in (whole, *tensors[:count])), strict=True):
+            out.copy_(compute(*parts))
+        return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved.saved_tensors
-        trained = _trained(ctx.modules)
+        inputs, trained = ctx.saved.saved_tensors, _trained(ctx.modules)
+        of_inputs = [torch.empty_like(x) if x.is_floating_point() else None for x in inputs]
+        given = [x for x in of_inputs if x is not None]
         sums: list[torch.Tensor] = []
 
-        def gradient(part: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        def add(grad: torch.Tensor, parts: Sequence[torch.Tensor], of_parts: Sequence[torch.Tensor]) -> None:
+            parts = [x.detach().requires_grad_(x.is_floating_point()) for x in parts]
             with torch.enable_grad():
-                part = part.detach().requires_grad_()
-                out = ctx.compute(part)
-            of_part, *of_trained = torch.autograd.grad(out, [part, *trained], grad)
+                out = ctx.compute(*parts)
+            found = torch.autograd.grad(out, [*(x for x in parts if x.requires_grad), *trained], grad)
+            for target, g in zip(of_parts, found, strict=False):
+                target.copy_(g)
+            of_trained = found[len(of_parts) :]
             if not sums:
                 sums.extend(g.to(torch.promote_types(g.dtype, torch.float32), copy=True) for g in of_trained)
             else:
                 for total, g in zip(sums, of_trained, strict=True):
                     total.add_(g)
-            return of_part
 
-        parts = zip(x.tensor_split(ctx.tiles, dim=1), grad.tensor_split(ctx.tiles, dim=1), strict=True)
-        of_x = _joined(lambda pair: gradient(*pair), parts, x.shape)
-        return None, None, None, None, of_x, *(total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
+        for part, *parts in zip(*(x.tensor_split(*ctx.split) for x in (grad, *inputs, *given)), strict=True):
+            add(part, parts[: len(inputs)], parts[len(inputs) :])
+        gradients = (total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
+        return None, None, None, None, None, *of_inputs, *gradients
 
 
 def _trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [p for module in modules for p in module.parameters() if p.requires_grad]
-
-
-def _joined(compute: Callable[[Any], torch.Tensor], parts: Any, shape: torch.Size) -> torch.Tensor:
-    """Return what is computed of each part, in one tensor; no two parts are alive beside it."""
-    whole, begin = None, 0
-    for part in parts:
-        out = compute(part)
-        if whole is None:
-            whole = out.new_empty(shape)
-        whole[:, begin : begin + out.shape[1]] = out
-        begin += out.shape[1]
-    return whole

@@ -3,6 +3,7 @@
     adapters                 a linear module also multiplies by low-rank adapters
     context parallelism      attention of a module becomes attention over ranks
     expert parallelism       tokens are sent to the ranks of their experts
+    experts in parts         experts compute a part of the rows at a time
     loss in chunks           the projection to logits also returns losses
     activation checkpointing the block's forward is recomputed in the backward
     compile                  the block's forward of that moment becomes one graph
@@ -21,6 +22,7 @@ ORDER = (
     "adapters",
     "context parallelism",
     "expert parallelism",
+    "experts in parts",
     "loss in chunks",
     "activation checkpointing",
     "compile",
