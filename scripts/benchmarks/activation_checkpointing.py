@@ -62,7 +62,7 @@ class Meter(TorchDispatchMode):
         elif func._overloadpacket in flop_registry:
             self.flops += flop_registry[func._overloadpacket](*args, out_val=out)
         for x in tree_leaves(out):
-            if not isinstance(x, torch.Tensor):
+            if not isinstance(x, torch.Tensor) or x.is_meta:
                 continue
             storage = x.untyped_storage()
             if storage._cdata not in self._existing and storage.resizable():

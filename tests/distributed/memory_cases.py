@@ -3,33 +3,68 @@
 import gc
 import json
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.distributed.harness import BASE, Record, RecordingTrainer, resolved
 from trainer.config.loader import parse_command_line
+from trainer.job.record import ResolvedJob
 from trainer.planner.tracing import trace
 from trainer.runtime.process_group import Process, process_group
 
-_STEP, _STEPS = "a measured step", 6
+_STEP, _STEPS = "a measured step", 4
 
 
 def arguments_of(arguments: list[str], folder: str) -> list[str]:
     return [*BASE, f"--training.steps={_STEPS}", f"--job.dump_folder={folder}", *arguments]
 
 
+def job_of(arguments: list[str], folder: str, process: Process) -> ResolvedJob:
+    """Resolve a job, whose adapters may be of weights that no file has."""
+    without = [x for x in arguments if not x.startswith("--lora")]
+    config, asked = (parse_command_line(arguments_of(x, folder)).config for x in (without, arguments))
+    job = resolved(config, process)
+    return replace(job, config=replace(job.config, lora=asked.lora))
+
+
+def choose_evenly(scores: torch.Tensor, k: int, **_: Any) -> SimpleNamespace:
+    """Stand in for `topk` of a router: the same number of tokens for each expert and rank, as the planner assumes."""
+    experts = scores.shape[-1]
+    first = torch.arange(len(scores)).unsqueeze(1)
+    return SimpleNamespace(indices=(first + torch.arange(k) * (experts // k)) % experts)
+
+
+_wait = torch._C._distributed_c10d.Work.wait
+
+
+def wait_for_threads(work: torch._C._distributed_c10d.Work, *args: Any) -> bool:
+    """Wait for a message, and until the thread of gloo lets go of it, whose frees the profiler does not see."""
+    done = _wait(work, *args)
+    time.sleep(0.003)
+    return done
+
+
 def measured_case(arguments: list[str]) -> int:
     """On each rank: return the most bytes that PyTorch's allocator has given in a step after the first.
 
-    The least of several steps: gloo's threads free what a message took some time after it.
+    The least of several steps: a thread of gloo may still be late.
     """
     process = Process.from_environment()
-    with tempfile.TemporaryDirectory() as folder:
-        config = parse_command_line(arguments_of(arguments, folder)).config
+    evenly = mock.patch.object(torch.Tensor, "topk", choose_evenly)
+    waiting = mock.patch.object(torch._C._distributed_c10d.Work, "wait", wait_for_threads)
+    with tempfile.TemporaryDirectory() as folder, evenly, waiting:
+        job = job_of(arguments, folder, process)
+        config = job.config
         with process_group(process, config.comm, cpu_tensors=config.training.enable_cpu_offload):
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-                trainer = RecordingTrainer(resolved(config, process), process.device, record=Record())
+                trainer = RecordingTrainer(job, process.device, record=Record())
                 trainer.optimizer_step = super(RecordingTrainer, trainer).optimizer_step  # which copies no gradients
                 gc.collect()
                 gc.disable()
@@ -43,7 +78,7 @@ def measured_case(arguments: list[str]) -> int:
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == _STEP]
-    # The profiler's own total counts what gloo's threads free for ever, so that it is added up again by address.
+    # What a thread of gloo has freed is counted until its address is given again, not for ever as the profiler does.
     live: dict[int, int] = {}
     peaks, total = dict.fromkeys(steps, 0), 0
     for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
@@ -59,8 +94,7 @@ def measured_case(arguments: list[str]) -> int:
 def predicted(arguments: list[str], world_size: int, rank: int) -> int:
     """Return what the planner says of the same step, in a process without a process group."""
     with tempfile.TemporaryDirectory() as folder:
-        config = parse_command_line(arguments_of(arguments, folder)).config
-        job = resolved(config, Process(rank, rank, world_size, "cpu"))
+        job = job_of(arguments, folder, Process(rank, rank, world_size, "cpu"))
         return trace(job, rank, None, steps=2).peak(2)[0]
 
 

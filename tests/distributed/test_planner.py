@@ -12,6 +12,7 @@ _FULL = [f"{_AC}mode=full"]
 _OP = [f"{_AC}mode=selective"]
 _OFFLOAD = [*_FULL, f"{_AC}offload=inputs", f"{_AC}offload_keep_last=1"]
 _BF16 = ["--training.mixed_precision_param=bfloat16"]
+_DOCUMENTS = "--training.attention_mask=document"
 _FOUR_ROWS = ["--training.local_batch_size=4"]
 SIZES = ["--training.seq_len=512", "--training.local_batch_size=2", "--training.global_batch_size=-1"]
 
@@ -53,12 +54,26 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "accumulated": (1, ["--training.global_batch_size=8"]),
     "fused optimizer": (1, ["--optimizer.implementation=fused"]),
     "parameters on the host": (2, ["--training.enable_cpu_offload=true"]),
+    "ring of 4, documents": (4, cp(4, "ring", _DOCUMENTS)),
+    "ring of 4, full, documents, windows": (4, cp(4, "ring", *_FULL, _DOCUMENTS, "--model.sliding_window=64")),
+    "all_to_all, query heads in passes": (2, cp(2, "all_to_all", f"{_CP}query_heads_per_pass=1")),
+    "in groups": (1, [*_FULL, f"{_AC}group=2"]),
+    "inputs and attention offloaded": (2, [*_OP, f"{_AC}offload=inputs+attention", f"{_AC}offload_keep_last=1"]),
+    "moments in bfloat16": (2, ["--optimizer.state_dtype=bfloat16"]),
+    "sequence in chunks": (1, ["--training.sequence_chunks=4"]),
+    "sequence in chunks, offloaded": (1, ["--training.sequence_chunks=4", "--training.sequence_chunks_offload=true"]),
+    "adapters": (2, ["--lora.rank=8"]),
+    "experts": (1, family("qwen3_moe")),
+    "experts_in_parts": (1, family("qwen3_moe", *_FULL, f"{_AC}mlp_chunk_tokens=64")),
+    "experts divided over ranks": (2, family("qwen3_moe", f"{_P}expert_parallel_degree=2")),
+    "gpt-oss": (1, family("gpt_oss")),
+    "hsdp2x2": (4, [f"{_P}data_parallel_replicate_degree=2", f"{_P}data_parallel_shard_degree=2"]),
     "1F1B": (
         2,
         [f"{_P}pipeline_parallel_degree=2", f"{_P}pipeline_parallel_schedule=1F1B", "--training.local_batch_size=4"],
     ),
 }
-QUICK = ("one", "fsdp2+cp2", "tp2", "offloaded", "all_to_all")
+QUICK = ("one", "fsdp2+cp2", "tp2", "offloaded", "all_to_all", "experts_in_parts")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])

@@ -154,6 +154,13 @@ HOST_BATCHES = (
 _BLOCK = "tests/unit/test_block_memory.py"
 BLOCKS = (
     Mutant(
+        "a gradient is compared with a tensor as large as itself",
+        "trainer/distributed/context_parallel/execution/stages.py",
+        'torch.empty_like(like, dtype=dtype, device="meta")',
+        "torch.empty_like(like, dtype=dtype)",
+        f"{_BLOCK}::test_a_gradient_in_the_memory_order_of_its_input_is_returned_itself",
+    ),
+    Mutant(
         "a gradient is rotated forward",
         "trainer/models/rotary.py",
         ".conj().resolve_conj()",

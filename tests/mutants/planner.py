@@ -20,6 +20,13 @@ PLANNER = (
         f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[fsdp2+cp2]",
     ),
     Mutant(
+        "all pairs of a forward belong to the first expert",
+        "trainer/planner/traced_trainer.py",
+        "    ends = [len(owner) * i // number for i in range(number + 1)]\n",
+        "    ends = [0, *[len(owner)] * number]\n",
+        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[experts_in_parts]",
+    ),
+    Mutant(
         "what is offloaded counts as memory of the device",
         "trainer/planner/tracing.py",
         "            self._changed(block, 0)\n        return pinned(buffer)",

@@ -15,6 +15,7 @@ from tests.thread_attention import SCALE
 from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.execution import ulysses
+from trainer.distributed.context_parallel.execution.stages import restore_shape
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
@@ -107,3 +108,14 @@ def test_passes_of_query_heads_take_less_memory() -> None:
     """Two key/value heads on two ranks: four query heads share the one of a rank."""
     whole, passes = (of_messages("backward", kv_heads=2, query_heads=queries)["most"] for queries in (0, 1))
     assert max(passes) < 0.85 * min(whole)
+
+
+def test_a_gradient_in_the_memory_order_of_its_input_is_returned_itself() -> None:
+    like = torch.randn(1, 6, 4, 2).transpose(1, 2)
+    gradient = torch.randn(1, 6, 4, 2).transpose(1, 2)
+    with Meter(like, gradient) as meter:
+        assert restore_shape(gradient, like).data_ptr() == gradient.data_ptr()
+        assert meter.peak == 0
+        copied = restore_shape(gradient.contiguous(), like)
+    assert copied.stride() == like.stride()
+    assert copied.equal(gradient)

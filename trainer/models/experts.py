@@ -95,11 +95,16 @@ def expert_sums(
         rows = _grouped(rows, owner, experts, clamped=clamped)
     else:
         if sizes is None:
-            sizes = owner.bincount(minlength=len(experts.w13)).tolist()
+            sizes = count_pairs(owner, len(experts.w13))
         rows = _one_by_one(rows, sizes, experts, clamped=clamped)
     rows = rows * weights.flatten()[order].unsqueeze(1)
     total = rows.new_zeros(x.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
     return total.index_add(0, token, rows.to(total.dtype)).to(x.dtype)
+
+
+def count_pairs(owner: torch.Tensor, experts: int) -> list[int]:
+    """Return how many pairs each expert has, which the host waits for. owner: (pairs,), the expert of each."""
+    return owner.bincount(minlength=experts).tolist()
 
 
 def _has_grouped_product(rows: torch.Tensor, experts: ExpertWeights) -> bool:

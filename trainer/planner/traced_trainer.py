@@ -1,5 +1,6 @@
 """The trainer without data, and what the host asks of the device before the first step and once a step."""
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from trainer.distributed.context_parallel.execution.kernels import choose, cuda
 from trainer.distributed.domain_parallel import modules
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding import placement
+from trainer.models import experts
 from trainer.planner import stand_ins
 from trainer.planner.device import Gpu
 from trainer.runtime.agreement import raise_on_all_ranks
@@ -84,6 +86,7 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
     yield patch(MetricsLogger, "due", lambda _self, _step: False)
     yield patch(StepTotals, "read", _read)
     yield patch(expert_parallel, "plan_dispatch", _even_dispatch)
+    yield patch(experts, "count_pairs", _even_pairs)
     for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):  # of an earlier job
         cache.cache_clear()
     if hasattr(schedules, "InferenceMode"):  # since torch 2.12 stages vote, and read the votes
@@ -104,6 +107,11 @@ def _shapes_are_known(_schedule: object, stages: Sequence[Any], *_: Any) -> None
 def _read(totals: StepTotals) -> tuple[float, float, list[float]]:
     """Return a step without news: the host's one reading of a step."""
     return 1.0, 1.0, [0.0] * (totals._sums.numel() - 2)
+
+
+def _even_pairs(owner: torch.Tensor, number: int) -> list[int]:
+    ends = [len(owner) * i // number for i in range(number + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def _even_dispatch(chosen: torch.Tensor, experts: int, group: Any) -> expert_parallel.DispatchPlan:

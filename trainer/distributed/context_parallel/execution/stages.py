@@ -138,12 +138,12 @@ def restore_shape(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None
 
     `x` is returned itself if it has them already and shares its memory with no other tensor, else copied.
     """
-    x, result = unfold_batch(x, like), torch.empty_like(like, dtype=dtype)
+    x, form = unfold_batch(x, like), torch.empty_like(like, dtype=dtype, device="meta")
     # For an empty tensor, 0 == 0 bytes does not exclude sharing, and operators must not return views of one storage.
     owns_memory = x.numel() > 0 and x.untyped_storage().nbytes() == x.nbytes
-    if owns_memory and (x.dtype, x.stride()) == (result.dtype, result.stride()):
+    if owns_memory and (x.dtype, x.stride()) == (form.dtype, form.stride()):
         return x
-    return result.copy_(x)
+    return torch.empty_like(like, dtype=dtype).copy_(x)
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None) -> torch.Tensor:
