@@ -20,10 +20,10 @@ PLANNER = (
         f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[fsdp2+cp2]",
     ),
     Mutant(
-        "all pairs of a forward belong to the first expert",
+        "the host reads a routing that is not there",
         "trainer/planner/traced_trainer.py",
-        "    ends = [len(owner) * i // number for i in range(number + 1)]\n",
-        "    ends = [0, *[len(owner)] * number]\n",
+        '    yield patch(experts, "count_pairs", _even_pairs)\n',
+        "",
         f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[experts_in_parts]",
     ),
     Mutant(
