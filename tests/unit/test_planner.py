@@ -204,6 +204,7 @@ SIZES = (
     lambda n: 90e9,
     lambda n: 20e9 + 1.2e6 * n,  # a unit is more than the search resolves
     lambda n: max(40e9, 30e3 * n) + 1e9 * (n > 32768),
+    lambda n: 40e9 if n <= 2048 else 90e9,
 )
 
 

@@ -53,7 +53,7 @@ def longest_sequence(
         wanted = min(max(wanted, fitting + _NEAR / 2 * fitting), failing - _NEAR / 2 * fitting, 8 * m)
         guess = min(max(int(wanted) // unit, 1) * unit, most)
         if guess in tried:
-            guess = (fitting + min(failing, 2 * fitting)) // 2 // unit * unit
+            guess = (fitting + (min(failing, 2 * fitting) or failing)) // 2 // unit * unit
         at(guess)
     fits = [found for found in tried.values() if found.fits]
     longest = max(fits, key=lambda found: found.job.positions, default=None)
