@@ -64,22 +64,24 @@ def settings(run: dict[str, str], folder: Path) -> list[str]:
         f"--training.seq_len={run['seq_len']}",
         f"--training.global_batch_size={run['global_batch']}",
         f"--training.local_batch_size={run['micro_batch']}",
-        "--training.loss_chunk_tokens=0",
+        *([] if _is_of_megatron(run) else ["--training.loss_chunk_tokens=0"]),  # its loss is one kernel
         f"{p}data_parallel_shard_degree=-1",
         f"{p}context_parallel_degree={cp}",
         f"{p}tensor_parallel_degree={run['tp']}",
         f"{p}pipeline_parallel_degree={pp}",
         "--compile.enable" if run["compile"] == "1" else "--compile.no-enable",
     ]
-    arguments += [f"{p}context_parallel_method=ring", f"{p}context_parallel_load_balancer=head_tail"] if cp > 1 else []
+    heads = [f"{p}context_parallel_method=all_to_all"]
+    rows = [f"{p}context_parallel_method=ring", f"{p}context_parallel_load_balancer=head_tail"]
+    arguments += (heads if _is_of_megatron(run) else rows) if cp > 1 else []
     if pp > 1:
         stages = [f"{p}pipeline_parallel_stages_per_rank=2"] if run["schedule"] == "Interleaved1F1B" else []
-        arguments += [
-            f"{p}pipeline_parallel_schedule={run['schedule']}",
-            f"{p}pipeline_parallel_microbatches={pp}",
-            *stages,
-        ]
-    mode = "full" if run["ac"] == "full" else "selective"
+        arguments += [f"{p}pipeline_parallel_schedule={run['schedule']}", *stages]
+        if _is_of_megatron(run):  # one sequence in each of four
+            arguments += ["--training.local_batch_size=4", f"{p}pipeline_parallel_microbatches=4"]
+        else:
+            arguments += [f"{p}pipeline_parallel_microbatches={pp}"]
+    mode = {"full": "full", "none": "none"}.get(run["ac"], "selective")
     arguments += [f"--activation_checkpoint.mode={mode}"]
     arguments += ["--activation_checkpoint.selective_ac_option=op"] if mode == "selective" else []
     if "Kempner" in run["source"]:  # which stores weights and the optimizer's state in bfloat16
@@ -88,9 +90,13 @@ def settings(run: dict[str, str], folder: Path) -> list[str]:
     return arguments
 
 
+def _is_of_megatron(run: dict[str, str]) -> bool:
+    return "SimuMax" in run["source"]
+
+
 def record_of(run: dict[str, str]) -> Device:
     """Return the record of a run's GPU."""
-    found = device("h200" if "H200" in run["gpu"] else "h100")
+    found = device(next(name for name in ("h200", "b200", "h100") if name.upper() in run["gpu"]))
     found = replace(found, bandwidth=2.0e12) if "HBM2e" in run["gpu"] else found
     return replace(found, node=4 if "Kempner" in run["source"] else 8)
 
@@ -120,6 +126,7 @@ def of_run(answer: Estimate) -> dict[str, Any]:
     return {
         "allocated": answer.profile.peak,
         "reserved": answer.reserved,
+        "purposes": answer.profile.live[answer.profile.peak_place],
         "profile": plain,
         "bubble": bubble(answer.job),
         "tokens": tokens,
@@ -184,7 +191,7 @@ def tables(runs: list[dict[str, str]], found: list[dict[str, Any]]) -> None:
     head = ["model", "GPUs", "tokens", "parallel", "recomputed", "compiled", "precision"]
     head += ["published memory", "predicted", "", "published tok/s", "predicted", ""]
     print("\n| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    errors = []
+    errors: dict[str, list[float]] = {"reserved": [], "allocated": []}
     for run, answer in zip(runs, found, strict=True):
         degrees = ", ".join(f"{key} {run[key]}" for key in ("tp", "cp", "pp") if run[key] not in ("", "1"))
         head = [*(run[key] for key in ("model", "gpus", "seq_len")), degrees]
@@ -193,20 +200,36 @@ def tables(runs: list[dict[str, str]], found: list[dict[str, Any]]) -> None:
             print("| " + " | ".join([*head, answer["error"], *[""] * 5]) + " |")
             continue
         unit = 1e9 if run["unit"] == "GB" else 2**30
-        memory = ["", f"{answer['reserved'] / unit:.1f}", ""]
+        kind, size = "reserved", answer["reserved"]
+        if _is_of_megatron(run):
+            kind, size = "allocated", with_states_of_megatron(run, answer)
+        memory = ["", f"{size / unit:.1f}", ""]
         if run["memory"]:
-            error = answer["reserved"] / unit / float(run["memory"]) - 1
-            errors.append(abs(error))
+            error = size / unit / float(run["memory"]) - 1
+            errors[kind].append(abs(error))
             memory[0], memory[2] = run["memory"], f"{error:+.0%}"
-        gpu = "H200" if "H200" in run["gpu"] else "H100"
-        error = error_of_time(run, answer, efficiency[gpu])
-        speed = [
-            run["tokens_per_s_per_gpu"],
-            f"{float(run['tokens_per_s_per_gpu']) * (1 + error):,.0f}",
-            f"{error:+.0%}",
-        ]
+        speed = ["", "", ""]
+        gpu = next((name for name in efficiency if name in run["gpu"]), None)
+        if gpu is not None:
+            error = error_of_time(run, answer, efficiency[gpu])
+            published = float(run["tokens_per_s_per_gpu"])
+            speed = [run["tokens_per_s_per_gpu"], f"{published * (1 + error):,.0f}", f"{error:+.0%}"]
         print("| " + " | ".join([*head, *memory, *speed]) + " |")
-    print(f"\nmemory: {len(errors)} runs, median error {statistics.median(errors):.1%}")
+    print()
+    for kind, sizes in errors.items():
+        print(f"{kind} memory: {len(sizes)} runs, median error {statistics.median(sizes):.1%}")
+
+
+def with_states_of_megatron(run: dict[str, str], answer: dict[str, Any]) -> float:
+    """Return the bytes alive at the peak, with the states of Megatron in the place of FSDP's.
+
+    Megatron keeps whole weights in bfloat16 and their gradients in float32 on each rank, and divides the 12 bytes a weight
+    of the optimizer; here all is divided, and the weights of a layer or two are gathered.
+    """
+    purposes, ranks = answer["purposes"], int(run["dp_shard"]) * int(run["cp"])
+    ours = sum(purposes.get(name, 0.0) for name in ("parameters", "gradients", "optimizer", "gathered", "reduced"))
+    weights = purposes["parameters"] / 4 * ranks
+    return answer["allocated"] - ours + weights * (2 + 4 + 12 / ranks)
 
 
 def error_of_time(run: dict[str, str], answer: dict[str, Any], efficiency: dict[str, float]) -> float:

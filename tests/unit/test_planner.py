@@ -25,7 +25,7 @@ from trainer.planner.profiling import _Allocator, added_up
 from trainer.planner.search import longest_sequence, suggestions
 from trainer.planner.timing import RECORDS, Device, device, step_time
 from trainer.planner.tracing import trace
-from trainer.planner.worker import shallow_depths
+from trainer.planner.worker import _traceable, shallow_depths
 from trainer.runtime.devices import Machine
 
 _MIB = 1 << 20
@@ -126,6 +126,14 @@ def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
     of_attention = 12 * job.model.n_layers * job.model.n_heads * job.model.head_dim * 64
     assert products == tokens * (whole - of_attention)
     assert attention == pytest.approx(tokens * of_attention / 2 * 7 / 6, rel=1e-6)  # the backward computes scores again
+
+
+@pytest.mark.parametrize("more", [(), ("--parallelism.pipeline_parallel_microbatches=8",)])
+def test_a_pipeline_is_traced_with_as_many_micro_batches_as_are_alive(more: Sequence[str], tmp_path: Path) -> None:
+    p = "--parallelism.pipeline_parallel_"
+    job = job_of(f"{p}degree=2", f"{p}schedule=1F1B", "--training.local_batch_size=8", *more, ranks=2)
+    traced = _traceable(job, str(tmp_path))
+    assert (traced.pipeline.micro_batches, traced.config.training.local_batch_size) == (2, 2)
 
 
 def test_more_micro_batches_repeat_forward_and_backward_alone() -> None:

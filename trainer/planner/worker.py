@@ -158,13 +158,20 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
     Of a pipeline no more are alive than twice its ranks, but for schedules that run all forwards first.
     """
     config, batch, plan = job.config, job.config.training.local_batch_size, job.pipeline
+    parallelism = config.parallelism
     if plan is not None and plan.schedule not in ("GPipe", "LoopedBFS") and not plan.csv:
         passes = min(plan.micro_batches, job.degrees.pp * (1 if plan.schedule == "1F1B" else 2))
         batch = batch // plan.micro_batches * passes
+        parallelism = replace(
+            parallelism,
+            pipeline_parallel_microbatches=passes,
+            pipeline_parallel_microbatch_size=Parallelism.pipeline_parallel_microbatch_size,
+        )
     rows = min(job.micro_batches, 2) * batch * job.degrees.dp
     nothing = replace(
         config,
         training=replace(config.training, local_batch_size=batch, global_batch_size=rows),
+        parallelism=parallelism,
         job=replace(config.job, dump_folder=folder),
         checkpoint=Checkpoint(),
         validation=replace(config.validation, enable=False),
