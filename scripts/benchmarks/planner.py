@@ -223,8 +223,8 @@ def tables(runs: list[dict[str, str]], found: list[dict[str, Any]]) -> None:
 def with_states_of_megatron(run: dict[str, str], answer: dict[str, Any]) -> float:
     """Return the bytes alive at the peak, with the states of Megatron in the place of FSDP's.
 
-    Megatron keeps whole weights in bfloat16 and their gradients in float32 on each rank, and divides the 12 bytes a weight
-    of the optimizer; here all is divided, and the weights of a layer or two are gathered.
+    Megatron keeps whole weights in bfloat16 and their gradients in float32 on each rank, and divides the 12 bytes a
+    weight of the optimizer; here all is divided, and the weights of a layer or two are gathered.
     """
     purposes, ranks = answer["purposes"], int(run["dp_shard"]) * int(run["cp"])
     ours = sum(purposes.get(name, 0.0) for name in ("parameters", "gradients", "optimizer", "gathered", "reduced"))

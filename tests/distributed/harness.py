@@ -51,6 +51,17 @@ TEST_FLAVORS = {
     "tiny4": replace(TINY, n_layers=4),
 }
 TINY_EXPERTS = replace(TINY, experts=ExpertArgs(4, 2, 48), router_aux_loss_coef=0.5, qk_norm=True)
+TINY_GPT_OSS = replace(
+    TINY_EXPERTS,
+    experts=ExpertArgs(4, 2, 48, biases=True, clamped=True),
+    attention_bias=True,
+    output_bias=True,
+    qk_norm=False,
+    attention_sinks=True,
+    sliding_window=5,
+    sliding_window_every=2,
+    rope_scaling=RopeScaling(32.0, original_max_seq_len=4, kind="yarn", truncate=False),
+)
 # The same of other families.
 FAMILY_FLAVORS = {
     "qwen3": {
@@ -59,19 +70,7 @@ FAMILY_FLAVORS = {
     },
     "mistral": {"tiny": replace(TINY, sliding_window=5)},
     "qwen3_moe": {"tiny": TINY_EXPERTS, "tiny4": replace(TINY_EXPERTS, n_layers=4)},
-    "gpt_oss": {
-        "tiny": replace(
-            TINY_EXPERTS,
-            experts=ExpertArgs(4, 2, 48, biases=True, clamped=True),
-            attention_bias=True,
-            output_bias=True,
-            qk_norm=False,
-            attention_sinks=True,
-            sliding_window=5,
-            sliding_window_every=2,
-            rope_scaling=RopeScaling(32.0, original_max_seq_len=4, kind="yarn", truncate=False),
-        ),
-    },
+    "gpt_oss": {"tiny": TINY_GPT_OSS, "tiny4": replace(TINY_GPT_OSS, n_layers=4)},
 }
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.
