@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from trainer.config.schema import Model
+from trainer.config.toml import load_toml
 from trainer.families.args import ExpertArgs
 
 
@@ -237,3 +239,19 @@ class TransformerArgs:
         """Return the mean number of keys that a query of this layer sees."""
         window = min(self.window_of_layer(layer) or seq_len, seq_len)
         return window - window * (window - 1) / 2 / seq_len
+
+
+def sizes(family: str) -> dict[str, TransformerArgs]:
+    """Return the sizes of a family by flavor, from `sizes.toml`."""
+    tables = load_toml(Path(__file__).with_name("sizes.toml"))[family]
+
+    def fields_of(flavor: str) -> dict[str, Any]:
+        own = dict(tables[flavor])
+        return (fields_of(own.pop("like")) if "like" in own else {}) | own
+
+    kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs}
+    found = {flavor: fields_of(flavor) for flavor in tables}
+    return {
+        flavor: TransformerArgs(**{key: kinds[key](**x) if key in kinds else x for key, x in fields.items()})
+        for flavor, fields in found.items()
+    }

@@ -1,50 +1,14 @@
-"""Sizes of gpt-oss, and what transformers calls them. Torch-free.
+"""What transformers calls gpt-oss; sizes.toml has the sizes and their sources. Torch-free."""
 
-Source: "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), and the configurations of the models.
-"""
-
-from dataclasses import replace
 from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import HFDecoder, read_balance, read_windows, write_windows
 from trainer.hugging_face.config_json import Entries
 
-
-def _experts(number: int, per_token: int, hidden_dim: int) -> ExpertArgs:
-    return ExpertArgs(number, per_token, hidden_dim, biases=True, clamped=True)
-
-
-_120B = TransformerArgs(
-    dim=2880,
-    n_layers=36,
-    n_heads=64,
-    n_kv_heads=8,
-    head_size=64,
-    ffn_hidden_dim=2880,
-    vocab_size=201088,
-    max_seq_len=131072,
-    rope_theta=150000.0,
-    rope_scaling=RopeScaling(32.0, original_max_seq_len=4096, kind="yarn", truncate=False),
-    sliding_window=128,
-    sliding_window_every=2,
-    attention_sinks=True,
-    attention_bias=True,
-    output_bias=True,
-    experts=_experts(128, 4, 2880),
-    router_aux_loss_coef=0.001,
-)
-FLAVORS: dict[str, TransformerArgs] = {
-    "debugmodel": replace(
-        _120B, dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden_dim=256, experts=_experts(8, 2, 256)
-    ),
-    "20b": replace(_120B, n_layers=24, experts=_experts(32, 4, 2880)),
-    "120b": _120B,
-}
-
-
+FLAVORS = sizes("gpt_oss")
 _DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -81,8 +45,12 @@ def _read(config: Entries) -> dict[str, Any]:
         "attention_sinks": True,
         "attention_bias": True,
         "output_bias": True,
-        "experts": _experts(
-            config.whole("num_local_experts"), config.whole("num_experts_per_tok"), config.whole("intermediate_size")
+        "experts": ExpertArgs(
+            config.whole("num_local_experts"),
+            config.whole("num_experts_per_tok"),
+            config.whole("intermediate_size"),
+            biases=True,
+            clamped=True,
         ),
         "router_aux_loss_coef": read_balance(config),
         **read_windows(Entries(config.file, {**config.content, **windows})),

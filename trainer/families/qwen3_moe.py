@@ -1,39 +1,14 @@
-"""Sizes of Qwen3's mixtures of experts, and what transformers calls them. Torch-free.
+"""What transformers calls Qwen3's mixtures of experts; sizes.toml has the sizes and their sources. Torch-free."""
 
-Source: "Qwen3 Technical Report" (arXiv 2505.09388) and the model cards.
-"""
-
-from dataclasses import replace
 from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import TransformerArgs
+from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import HFDecoder, read_balance
 from trainer.hugging_face.config_json import Entries
 
-_30B = TransformerArgs(
-    dim=2048,
-    n_layers=48,
-    n_heads=32,
-    n_kv_heads=4,
-    head_size=128,
-    ffn_hidden_dim=6144,
-    vocab_size=151936,
-    norm_eps=1e-6,
-    rope_theta=1e6,
-    qk_norm=True,
-    experts=ExpertArgs(128, 8, 768),
-    router_aux_loss_coef=0.001,
-)
-_SMALL = replace(_30B, dim=256, n_layers=4, n_heads=8, head_size=None, experts=ExpertArgs(8, 2, 256))
-FLAVORS: dict[str, TransformerArgs] = {
-    "debugmodel": replace(_SMALL, ffn_hidden_dim=14336, vocab_size=128256),
-    "30B-A3B": _30B,
-    "235B-A22B": replace(
-        _30B, dim=4096, n_layers=94, n_heads=64, ffn_hidden_dim=12288, experts=ExpertArgs(128, 8, 1536)
-    ),
-}
+FLAVORS = sizes("qwen3_moe")
 
 
 def _read(config: Entries) -> dict[str, Any]:
