@@ -9,6 +9,9 @@ from trainer.config.schema import Model
 from trainer.config.toml import load_toml
 from trainer.families.args import ExpertArgs
 
+TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
+"""Sizes of families, and what their architectures assume."""
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -243,7 +246,7 @@ class TransformerArgs:
 
 def sizes(family: str) -> dict[str, TransformerArgs]:
     """Return the sizes of a family by flavor, from `sizes.toml`."""
-    tables = load_toml(Path(__file__).with_name("sizes.toml"))[family]
+    tables = TABLES[family]
 
     def fields_of(flavor: str) -> dict[str, Any]:
         own = dict(tables[flavor])

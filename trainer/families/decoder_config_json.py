@@ -5,12 +5,12 @@ Since transformers 5 the rotary table is `rope_parameters`; before, `rope_theta`
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TABLES, RopeScaling, TransformerArgs
 from trainer.hugging_face.config_json import Entries, HFConfig
 
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -28,8 +28,11 @@ class HFDecoder:
     value, for what cannot be computed here."""
     write: Callable[[TransformerArgs], dict[str, Any]]
     """The entries of these fields."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Entries that the architecture's class assumes where the file lacks them, if they are not those of Llama's."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Entries that the architecture's class assumes where the file lacks them, if they are not those of Llama's."""
+        return TABLES["assumed"].get(self.model_type, {})
 
     def config(self) -> HFConfig:
         return HFConfig(self.model_type, self._read, self._write, self.check_start)

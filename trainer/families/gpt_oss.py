@@ -9,22 +9,6 @@ from trainer.families.decoder_config_json import HFDecoder, read_balance, read_w
 from trainer.hugging_face.config_json import Entries
 
 FLAVORS = sizes("gpt_oss")
-_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "sliding_window": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-}
 
 
 def _read(config: Entries) -> dict[str, Any]:
@@ -68,9 +52,9 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
         "router_aux_loss_coef": args.router_aux_loss_coef,
         "attention_bias": True,
         # transformers makes a mask of the window also where no layer has it.
-        "sliding_window": windows["sliding_window"] or _DEFAULTS["sliding_window"],
+        "sliding_window": windows["sliding_window"] or HF.defaults["sliding_window"],
         "layer_types": windows["layer_types"],
     }
 
 
-HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write, _DEFAULTS)
+HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write)

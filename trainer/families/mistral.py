@@ -20,10 +20,4 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
     return {"sliding_window": args.sliding_window}
 
 
-HF = HFDecoder(
-    "mistral",
-    "MistralForCausalLM",
-    _read,
-    _write,
-    {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-)
+HF = HFDecoder("mistral", "MistralForCausalLM", _read, _write)

@@ -14,10 +14,4 @@ def _read(config: Entries) -> dict[str, Any]:
     return {"attention_bias": True, **read_windows(config)}
 
 
-HF = HFDecoder(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    _read,
-    write_windows,
-    {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-)
+HF = HFDecoder("qwen2", "Qwen2ForCausalLM", _read, write_windows)

@@ -19,10 +19,4 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
     return {"attention_bias": args.attention_bias, **write_windows(args)}
 
 
-HF = HFDecoder(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    _read,
-    _write,
-    {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32768},
-)
+HF = HFDecoder("qwen3", "Qwen3ForCausalLM", _read, _write)

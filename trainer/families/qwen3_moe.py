@@ -39,10 +39,4 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
-HF = HFDecoder(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    _read,
-    _write,
-    {"num_key_value_heads": 4, "max_position_embeddings": 32768},
-)
+HF = HFDecoder("qwen3_moe", "Qwen3MoeForCausalLM", _read, _write)

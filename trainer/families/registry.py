@@ -23,16 +23,10 @@ class Family:
     """None: transformers does not have the family."""
 
 
+_FAMILIES = (llama3, qwen3, qwen2, qwen3_moe, gpt_oss, mistral)
 MODELS: Registry[Family] = Registry(
     "model",
-    {
-        "llama3": Family(llama3.FLAVORS, hugging_face=llama3.HF.config()),
-        "qwen3": Family(qwen3.FLAVORS, hugging_face=qwen3.HF.config()),
-        "qwen2": Family(qwen2.FLAVORS, hugging_face=qwen2.HF.config()),
-        "qwen3_moe": Family(qwen3_moe.FLAVORS, hugging_face=qwen3_moe.HF.config()),
-        "gpt_oss": Family(gpt_oss.FLAVORS, hugging_face=gpt_oss.HF.config()),
-        "mistral": Family(mistral.FLAVORS, hugging_face=mistral.HF.config()),
-    },
+    {m.__name__.rpartition(".")[2]: Family(m.FLAVORS, hugging_face=m.HF.config()) for m in _FAMILIES},
 )
 
 
