@@ -21,10 +21,10 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.checkpoint import files as checkpoint_files
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
-from trainer.checkpoint.host_copies import _local
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.sharding import exchange
+from trainer.distributed.sharding.tensors import local_part
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
 from trainer.stores.store import LocalStore
@@ -203,10 +203,10 @@ def kept_memory_case(folder: str) -> list[tuple[int, bool]]:
             trainer.train_step(step)
             trainer.checkpoint.save(step, tokens_seen=0)
             state = tensors_of(trainer.model_parts, trainer.optimizer)
-            held, theirs = ({_local(x).data_ptr() for x in tensors.values()} for tensors in (copies.tensors, state))
+            held, theirs = ({local_part(x).data_ptr() for x in tensors.values()} for tensors in (copies.tensors, state))
             assert held & theirs <= {0}, "a copy has memory of its own"
             is_it = copies.tensors.keys() == state.keys() and all(
-                same(_local(copies.tensors[name]), _local(x)) for name, x in state.items()
+                same(local_part(copies.tensors[name]), local_part(x)) for name, x in state.items()
             )
             found.append((len(held - known), is_it))
             known |= held

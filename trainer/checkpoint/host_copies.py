@@ -11,7 +11,8 @@ backward, and the next update of the optimizer waits for it on the device:
 from collections.abc import Collection, Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from trainer.distributed.sharding.tensors import local_part
 
 
 class HostCopies:
@@ -51,7 +52,7 @@ class HostCopies:
 
     def _copy(self, state: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
         for name in names:
-            _local(self.tensors[name]).copy_(_local(state[name]), non_blocking=True)
+            local_part(self.tensors[name]).copy_(local_part(state[name]), non_blocking=True)
 
     def _update_waits(self) -> None:
         if self._copied is not None:
@@ -60,7 +61,3 @@ class HostCopies:
 
 def _buffer(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda, requires_grad=False)
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import (
-    TOKENIZER_FILES,
-    ActivationCheckpoint,
-    Checkpoint,
-    Compile,
-    Job,
-    JobConfig,
-    Model,
-    Parallelism,
-    Training,
-    Validation,
-)
+from trainer.config.schema import TOKENIZER_FILES, Checkpoint, Job, JobConfig, Model, Training
 from trainer.families.registry import hf_config, hf_family
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob
@@ -40,6 +29,7 @@ _KEPT = (
     *("seq_len", "steps", "seed", "data_streams", "dataset_text_field", "on_bad_record"),
     *("loss_chunk_tokens", "dtype", "mixed_precision_param", "enable_cpu_offload"),
 )
+_RESET = ("parallelism", "validation", "activation_checkpoint", "compile")  # tables that whole weights need not
 _TEXT_COMMANDS = ("lct generate", "lct evaluate")
 
 
@@ -65,11 +55,8 @@ def configuration(folder: Path, step: int, *, command: str, task: str = "tokens"
     one_row = {"local_batch_size": 1, "global_batch_size": -1}
     config = replace(
         config,
-        parallelism=Parallelism(),
         training=replace(config.training, **one_row, sequence_chunks=1, attention_mask="causal", **data),
-        validation=Validation(),
-        activation_checkpoint=ActivationCheckpoint(),
-        compile=Compile(),
+        **{table: getattr(JobConfig(), table) for table in _RESET},
     )
     _saved_weights(config)
     return config

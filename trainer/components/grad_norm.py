@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.tensors import to_device
+from trainer.distributed.sharding.tensors import local_part, to_device
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -49,7 +49,7 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torc
     ranks_of_stage = dims.size("world") // dims.size("pp")
     for parameter in parameters:
         if parameter.grad is not None:
-            held[ranks_of_stage // _shards(parameter.grad)].append(_local(parameter.grad))
+            held[ranks_of_stage // _shards(parameter.grad)].append(local_part(parameter.grad))
     device = dims["world"].device_type
     total = torch.zeros((), dtype=torch.float64, device=device)
     for replicas, grads in held.items():
@@ -68,7 +68,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float | torch.Tenso
     norm: of all gradients; as a tensor on their device, () float64, it is not read: all gradients are multiplied, by
     one if they are not to be scaled.
     """
-    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not isinstance(norm, torch.Tensor):
         if norm > max_norm:
             torch._foreach_mul_(grads, max_norm / norm)
@@ -76,10 +76,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float | torch.Tenso
     factor = (max_norm / norm).clamp(max=1)
     for dtype in {grad.dtype for grad in grads}:
         torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _shards(x: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.sharding.exchange import all_gather
+from trainer.distributed.sharding.tensors import local_part
 from trainer.models.model_spec import Decoder
 
 
@@ -18,8 +19,7 @@ def row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     logits: (rows, V), plain or cut over V under `loss_parallel`; labels: (rows,) -> (rows,).
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    return losses.to_local() if isinstance(losses, DTensor) else losses
+    return local_part(F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none"))
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, rows: Callable = row_losses) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.optim.adam import adam
 
 from trainer.components.rounding import global_indices, random_bits, round_stochastically
 from trainer.config.schema import JobConfig
+from trainer.distributed.sharding.tensors import local_part
 from trainer.models.initialization import parameter_seed
 
 PIECE, PIECE_ON_CPU = 2**22, 2**18  # which the caches of a CPU hold
@@ -65,8 +66,8 @@ class RoundedAdam(torch.optim.Adam):
                     self._update(parameter, group)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        state, gradient = self.state[parameter], _flat(parameter.grad)
-        stored = [_flat(x) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        state, gradient = self.state[parameter], local_part(parameter.grad).view(-1)
+        stored = [local_part(x).view(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         wide = torch.promote_types(parameter.dtype, torch.float32)
         key, size = self._keys[parameter] + state["step"].long() * _STEP, len(gradient)
         piece = PIECE_ON_CPU if gradient.device.type == "cpu" else PIECE
@@ -101,7 +102,3 @@ def _store(pieces: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bits:
         if value is not piece:
             rounds = bits is not None and piece.dtype == torch.bfloat16
             piece.copy_(round_stochastically(value, bits >> 16 * number) if rounds else value)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return (x.to_local() if isinstance(x, DTensor) else x).view(-1)

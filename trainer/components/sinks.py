@@ -6,7 +6,7 @@ Each has `write`, which takes the metrics of a step by name, and `close`.
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -59,23 +59,16 @@ class JsonLines:
 
 
 def _keep_up_to(path: Path, step: int) -> None:
-    """Remove the lines of later steps from the file."""
-    kept = path.with_suffix(".tmp")
+    """Remove the lines of later steps from the file, and a line that a killed run left incomplete."""
+    lines, kept = [], path.with_suffix(".tmp")
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError):
+            lines += [line + "\n"] if json.loads(line)["step"] <= step else []
     try:
-        kept.write_text("".join(_lines_up_to(path, step)), encoding="utf-8")
+        kept.write_text("".join(lines), encoding="utf-8")
         kept.replace(path)
     finally:
         kept.unlink(missing_ok=True)
-
-
-def _lines_up_to(path: Path, step: int) -> Iterator[str]:
-    """Yield the lines of the steps up to `step`, without a line that a killed run left incomplete."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                yield line + "\n"
-        except (ValueError, KeyError, TypeError):
-            continue
 
 
 class TensorBoard:

@@ -21,20 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations import inspection
 from trainer.integrations.calls import Call, outside_of_graphs
-from trainer.integrations.inspection import (
-    Allowed,
-    checked_modules,
-    is_model,
-    is_tokenwise,
-    layer_kinds,
-    mixes_if_called,
-    moves_tokens,
-    reads_text,
-    refusal_of_model,
-    refusal_of_module,
-    takes_positions,
-)
+from trainer.integrations.inspection import Allowed
 from trainer.integrations.positions import Positions, depends_on_length, lengthened, shortened
 
 _POSITIONS = re.compile("rotary|rope|position", re.IGNORECASE)
@@ -96,7 +85,7 @@ class ModelWatch:
         Its refusal waits for the next attention call, where ranks may still compare, or for the end of the forward.
         """
         length = self._live.layout.local_length(self._live.mesh.get_local_rank())
-        if not self._inside["allowed"] and moves_tokens(name, x, shifted, args, kwargs, length):
+        if not self._inside["allowed"] and inspection.moves_tokens(name, x, shifted, args, kwargs, length):
             self._shift = self._shift or (
                 f"the model calls {name} along the {length} tokens of this rank, which mixes tokens outside of "
                 "attention; use a model in which attention alone mixes tokens, or, if it is right for a part of a "
@@ -131,16 +120,17 @@ class ModelWatch:
 
     def _adopt(self, root: nn.Module) -> None:
         self._known.update(root.modules())
-        if refusal := refusal_of_model(root, self._live.layout.length, self._allowed):
+        if refusal := inspection.refusal_of_model(root, self._live.layout.length, self._allowed):
             raise ContextParallelError(refusal)
         self.has_news = True
-        found = dict(checked_modules(root, self._allowed))
+        found = dict(inspection.checked_modules(root, self._allowed))
         for name, module in found.items():
             self._hook(module, root)
-            if mixes_if_called(module):
-                self._before(module, partial(_refuse, refusal_of_module(name, module, self._live.layout.length)))
+            if inspection.mixes_if_called(module):
+                refusal = inspection.refusal_of_module(name, module, self._live.layout.length)
+                self._before(module, partial(_refuse, refusal))
         for name, module in root.named_modules():
-            if module is not root and is_model(module) and not reads_text(module):
+            if module is not root and inspection.is_model(module) and not inspection.reads_text(module):
                 refusal = (
                     f"{type(module).__name__} reads {module.main_input_name!r}, not the sequence that was cut; call "
                     "it outside of the context, and give the model `inputs_embeds`, cut as a buffer"
@@ -153,7 +143,7 @@ class ModelWatch:
         self._after(root, self._after_root)
 
     def _hook(self, module: nn.Module, root: nn.Module) -> None:
-        if is_model(module):
+        if inspection.is_model(module):
             self._before(module, _check_inputs)
             with suppress(NotImplementedError, AttributeError):
                 self._count(module.get_input_embeddings(), "tokens")
@@ -180,7 +170,7 @@ class ModelWatch:
         self._after(module, partial(add, -1))
 
     def _after_root(self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
-        if is_model(root):
+        if inspection.is_model(root):
             _check_inputs(root, args, kwargs)  # a model found by its call had no hook before that call
             _check_logits(root, getattr(result, "logits", None), self._live)
         elif _POSITIONS.search(type(root).__name__):
@@ -199,7 +189,7 @@ class ModelWatch:
         kinds: list[str] = []
         stacks, layers = {}, set()
         for name, module in modules.items():
-            kinds = layer_kinds(getattr(module, "config", None)) or kinds
+            kinds = inspection.layer_kinds(getattr(module, "config", None)) or kinds
             if isinstance(module, nn.ModuleList):
                 stacks[name] = kinds, len(module)
                 layers.update(f"{name}.{i}" for i in range(len(module)))
@@ -241,7 +231,7 @@ class ModelWatch:
                 )
         for name, (kinds, number) in self._stacks[root].items():
             ran = {i: attended[f"{name}.{i}"] for i in range(number) if f"{name}.{i}" in attended}
-            without = [i for i, did in ran.items() if not did and not is_tokenwise(kinds, i, number)]
+            without = [i for i, did in ran.items() if not did and not inspection.is_tokenwise(kinds, i, number)]
             if without and any(ran.values()):
                 return (
                     f"layers {without} of {name} ran no context-parallel attention, and other layers there did; if "
@@ -266,7 +256,7 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
     given |= given.get("kwargs", {})
     name = type(model).__name__
     has_text = any(given.get(key) is not None for key in ("input_ids", "inputs_embeds"))
-    if takes_positions(model) and given.get("position_ids") is None and has_text:
+    if inspection.takes_positions(model) and given.get("position_ids") is None and has_text:
         raise ContextParallelError(
             f"{name} got no `position_ids`, and would count positions from 0 on every rank; give it global "
             "`position_ids`, cut as a buffer of `context_parallel`"

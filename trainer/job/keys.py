@@ -29,21 +29,16 @@ def check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:
         ConfigError: a key that has no effect although the run needs it, with what would work.
     """
     notes = []
-    for missing, names in _without_effect(config, degrees).items():
-        if missing.remedy:
-            raise ConfigError(f"{_told(missing, names[:1], config)}; {missing.remedy}")
-        notes.append(_told(missing, names, config))
-    return tuple(notes)
-
-
-def _without_effect(config: JobConfig, degrees: Degrees) -> dict[Condition, list[str]]:
-    """Return the keys that are set without effect, by the first of their conditions that does not hold."""
-    found: dict[Condition, list[str]] = {}
+    found: dict[Condition, list[str]] = {}  # the first condition of a key that does not hold -> the keys
     for name, key in keys_of(type(config)).items():
         missing = next((condition for condition in key.when if not condition.holds(config, degrees)), None)
         if missing is not None and attrgetter(name)(config) != key.default:
             found.setdefault(missing, []).append(name)
-    return found
+    for missing, names in found.items():
+        if missing.remedy:
+            raise ConfigError(f"{_told(missing, names[:1], config)}; {missing.remedy}")
+        notes.append(_told(missing, names, config))
+    return tuple(notes)
 
 
 def _told(missing: Condition, names: list[str], config: JobConfig) -> str:

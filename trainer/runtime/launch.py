@@ -75,6 +75,9 @@ def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[Laun
         nodes = replace(nodes, address="127.0.0.1")
         _keep_gloo_on_this_machine()
     store, port = open_store(nodes, ranks, timeout_seconds)
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    # The agent leaves SIGTERM and SIGINT to this process, where this torch has the setting.
+    signals = {"signals_to_handle": "SIGHUP,SIGQUIT"} if "signals_to_handle" in known else {}
     yield LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
@@ -86,7 +89,7 @@ def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[Laun
         rdzv_backend="static",
         rdzv_endpoint=replace(nodes, port=port).place,
         rdzv_configs={"rank": nodes.rank, "timeout": timeout_seconds},
-        **_signals_left_to_us(),
+        **signals,
     )
     del store  # the job has ended
 
@@ -254,12 +257,6 @@ def _rank_processes() -> list[int]:
                     if b"--launched-by" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                         ranks.append(int(pid))
     return ranks
-
-
-def _signals_left_to_us() -> dict[str, str]:
-    """Return the setting that keeps the agent from handling SIGTERM and SIGINT, where this torch has it."""
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    return {"signals_to_handle": "SIGHUP,SIGQUIT"} if "signals_to_handle" in known else {}
 
 
 def _parser() -> argparse.ArgumentParser:

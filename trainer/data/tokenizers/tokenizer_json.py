@@ -67,10 +67,13 @@ class JsonTokenizer(Tokenizer):
 
     def _end(self, folder: Path, given: str) -> int:
         settings = read_settings(folder / "tokenizer_config.json")
-        end = self._named(settings.get("eos_token"))
+        name = settings.get("eos_token")
+        name = name.get("content") if isinstance(name, Mapping) else name  # which older files write as an object
+        end = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
         for name in ("generation_config.json", "config.json"):
             if end is None and "eos_token" not in settings:
-                end = _first(read_settings(folder / name).get("eos_token_id"))
+                ids = read_settings(folder / name).get("eos_token_id")
+                end = next(iter(ids), None) if isinstance(ids, list) else ids
         if end is None:
             raise ConfigError(
                 f"model.tokenizer_path = {given!r}: no file beside tokenizer.json names a token that ends a text; copy "
@@ -82,15 +85,6 @@ class JsonTokenizer(Tokenizer):
                 f"{self.vocab_size}; copy all files from one model"
             )
         return end
-
-    def _named(self, token: str | Mapping[str, Any] | None) -> int | None:
-        """Return the id of a token, which older files write as an object."""
-        name = token.get("content") if isinstance(token, Mapping) else token
-        return self._tokenizer.token_to_id(name) if isinstance(name, str) else None
-
-
-def _first(ids: int | list[int] | None) -> int | None:
-    return ids if not isinstance(ids, list) else ids[0] if ids else None
 
 
 def read_settings(file: Path) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.distributed.sharding.tensors import local_part
 
 _BUCKET = 2**24
 """Elements that are reduced at once."""
@@ -83,22 +84,18 @@ def _check_divisor(name: str, module: FSDPModule) -> None:
 def _average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average gradients over a group, in at least float32; a rank that has none where others do has zeros."""
     parameters = list(parameters)
-    device = _local(parameters[0]).device
+    device = local_part(parameters[0]).device
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
     gradients = []
     for p, is_there in zip(parameters, all_reduce(has, group, "max").tolist(), strict=True):
         if is_there:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            gradients.append(_local(p.grad))
+            gradients.append(local_part(p.grad).detach())
     for bucket in _buckets(gradients):
         dtype = torch.promote_types(bucket[0].dtype, torch.float32)
         flat = all_reduce(torch.cat([g.reshape(-1).to(dtype) for g in bucket]), group).div_(group.size())
         for g, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             g.copy_(mean.view(g.shape))
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return (x.to_local() if isinstance(x, DTensor) else x).detach()
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 F = TypeVar("F", bound=Callable)
 
@@ -46,6 +47,11 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    """Return the shard of this rank, of a plain tensor the tensor itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def version_of(x: torch.Tensor) -> int:
