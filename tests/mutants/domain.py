@@ -99,8 +99,8 @@ DOMAIN = (
     Mutant(
         "ranks at the edges fetch a centred halo",
         f"{_DOMAIN}/neighborhood.py",
-        "return union(segment.keys for segment in segments(ranges, length, hood))",
-        "return union((max(a - hood.kernel // 2, 0), min(b + hood.kernel // 2, length)) for a, b in ranges)",
+        "seen[segment.rows(segment.keys, fields.dilation) + 1] = 1",
+        "seen[max(segment.queries[0] - fields.kernel // 2, 0) + 1 : segment.queries[1] + fields.kernel // 2 + 1] = 1",
         _NEIGHBORHOOD,
     ),
     Mutant(
@@ -169,8 +169,8 @@ DOMAIN = (
     Mutant(
         "a model is prepared with its data",
         f"{_DOMAIN}/modules.py",
-        'map_tensors(lambda x: x.to("meta"),',
-        "map_tensors(lambda x: x,",
+        'lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, (args, kwargs, everything)',
+        "lambda x: x, (args, kwargs, everything)",
         f"{_MODELS}::test_what_parallelize_says_before_any_data",
     ),
     Mutant(

@@ -89,6 +89,11 @@ class StepRecord:
     ended: float | None
 
 
+def perplexity(loss: float) -> float:
+    """Return exp(loss); inf where that is too large for a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 @dataclass(frozen=True)
 class ValidationResult:
     """loss: mean cross entropy of the tokens that have a label; tokens: how many these are; seconds: of the run."""
@@ -99,8 +104,7 @@ class ValidationResult:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); inf where that is too large for a float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -55,18 +55,13 @@ def build_optimizer(model_parts: Sequence[nn.Module], config: JobConfig) -> torc
     whole = nn.ModuleList(model_parts)
     implementation = settings.implementation_on(next(whole.parameters()).device.type)
     groups = parameter_groups(whole, settings.weight_decay)
+    how = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    how |= {name: implementation == name for name in ("foreach", "fused")}
     stored = {str(group["params"][0].dtype).removeprefix("torch.") for group in groups}
     if "bfloat16" in stored or settings.state_dtype not in (None, *stored):
         names = {parameter: name for part in model_parts for name, parameter in part.named_parameters()}
-        return RoundedAdam(groups, config, implementation, names)
-    return getattr(torch.optim, settings.name)(
-        groups,
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        foreach=implementation == "foreach",
-        fused=implementation == "fused",
-    )
+        return RoundedAdam(groups, config, names, **how)
+    return getattr(torch.optim, settings.name)(groups, **how)
 
 
 def parameter_groups(whole: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

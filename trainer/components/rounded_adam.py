@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from trainer.components.rounding import global_indices, random_bits, round_stochastically
@@ -38,18 +37,11 @@ class RoundedAdam(torch.optim.Adam):
     """See the module. `mask_update` works as with PyTorch's own: a value of bfloat16 is rounded to itself."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], config: JobConfig, implementation: str, names: dict[nn.Parameter, str]
+        self, groups: list[dict[str, Any]], config: JobConfig, names: dict[nn.Parameter, str], **how: Any
     ) -> None:
+        """how: arguments of `torch.optim.Adam`."""
         settings = config.optimizer
-        super().__init__(
-            groups,
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            foreach=implementation == "foreach",
-            fused=implementation == "fused",
-            decoupled_weight_decay=settings.name == "AdamW",
-        )
+        super().__init__(groups, decoupled_weight_decay=settings.name == "AdamW", **how)
         self.state_dtype: torch.dtype = getattr(torch, config.state_dtype)
         self._stochastic = settings.rounding == "stochastic"
         self._keys = {p: parameter_seed(config.training.seed, f"{name}/rounding") for p, name in names.items()}

@@ -41,7 +41,15 @@ def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems
     notes: list[str] = []
     for table, settings in content.items():
         with problems.collected():
-            _check_table(table, settings, where, schema)
+            known = any(name.startswith(f"{table}.") for name in accepted_keys(schema))
+            if not known and isinstance(settings, dict):
+                raise unknown_table(table, where, schema)
+            if not known:
+                raise unknown_key(table, f"{table} = {shown(settings)}", where, schema)
+            if not isinstance(settings, dict):
+                raise ConfigError(
+                    f"{table} = {shown(settings)} ({where}) must be a table; write [{table}] and keys below it"
+                )
             for name, value in _flat(table, settings, accepted_keys(schema)):
                 with problems.collected():
                     typed, renamed = _typed_value(name, value, where, schema)
@@ -49,16 +57,6 @@ def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems
                     if typed is not None:
                         values[name] = typed
     return Settings(notes=tuple(notes)).over(rewrite(values, where))
-
-
-def _check_table(table: str, settings: object, where: str, schema: type) -> None:
-    known = any(name.startswith(f"{table}.") for name in accepted_keys(schema))
-    if not known and isinstance(settings, dict):
-        raise unknown_table(table, where, schema)
-    if not known:
-        raise unknown_key(table, f"{table} = {shown(settings)}", where, schema)
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{table} = {shown(settings)} ({where}) must be a table; write [{table}] and keys below it")
 
 
 def _typed_value(name: str, value: object, where: str, schema: type) -> tuple[object, tuple[str, ...]]:

@@ -93,7 +93,12 @@ def _gather(store: TCPStore, nodes: Nodes, me: dict[str, Any], waiting: "_Waitin
     try:
         while unchecked:
             for rank in unchecked - {*waiting.missing(store)}:
-                _check_numbers(json.loads(store.get(f"node/{rank}")), me)
+                node = json.loads(store.get(f"node/{rank}"))
+                if other := next((name for name in ("NNODES", "NGPU") if node[name] != me[name]), None):
+                    raise ConfigError(
+                        f"{other} on {node['name']} is {node[other]}, but {other} on {me['name']} is {me[other]}; give "
+                        f"{other} the same value on all nodes of a job"
+                    )
                 unchecked.remove(rank)
             if unchecked:
                 waiting.pause(store)
@@ -102,16 +107,6 @@ def _gather(store: TCPStore, nodes: Nodes, me: dict[str, Any], waiting: "_Waitin
         time.sleep(5 * _PAUSE_SECONDS)  # the store ends with this process
         raise
     store.set("verdict", "")
-
-
-def _check_numbers(node: dict[str, Any], me: dict[str, Any]) -> None:
-    """Check that a node has the same NNODES and NGPU as this one."""
-    for variable in ("NNODES", "NGPU"):
-        if node[variable] != me[variable]:
-            raise ConfigError(
-                f"{variable} on {node['name']} is {node[variable]}, but {variable} on {me['name']} is "
-                f"{me[variable]}; give {variable} the same value on all nodes of a job"
-            )
 
 
 def _reach(nodes: Nodes, waiting: "_Waiting") -> TCPStore:

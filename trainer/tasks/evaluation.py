@@ -3,7 +3,6 @@
 Ranks share sequences and forwards as in validation, so that the numbers do not depend on the layout.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.components.loss import token_losses, whole_logits, whole_sequence
+from trainer.components.metrics import perplexity
 from trainer.data.batch import TextBatch
 from trainer.data.evaluation.needle import NeedlePrompt
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence
@@ -34,8 +34,7 @@ class Bucket:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); inf where that is too large for a float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ class Source:
     """A kind of data set.
 
     endings: of the files in a folder; empty: the data set has no path.
-    parts: (settings, files, bytes) -> parts of about so many bytes, which processes tokenize one by one.
+    parts: (settings, files, bytes) -> parts of about so many bytes, which processes tokenize one by one; None, as
+    `documents`, if there is no text.
     documents: (settings, part) -> the documents of a part in their order, a `BadRecord` in the place of a bad one.
     encoder: settings -> what makes token ids of a document.
     own_files: files of a data set without a path.
@@ -78,8 +79,8 @@ class Source:
     """
 
     endings: tuple[str, ...]
-    parts: Callable[[DataSettings, Sequence[str], int], list[Part]]
-    documents: Callable[[DataSettings, Part], Iterator[Any]]
+    parts: Callable[[DataSettings, Sequence[str], int], list[Part]] | None = None
+    documents: Callable[[DataSettings, Part], Iterator[Any]] | None = None
     encoder: Callable[[DataSettings], Encoder] = lambda settings: TextEncoder(open_tokenizer(settings.tokenizer))
     own_files: Callable[[], list[str]] | None = None
     check: Callable[[DataSettings], object] | None = None
@@ -242,10 +243,6 @@ def _chats(_: DataSettings, part: Part) -> Iterator[Any]:
     return starmap(conversation, lines_of(part.files[0], part.start, part.stop))
 
 
-def _none(*_: object) -> Any:
-    raise AssertionError("token files have no text")
-
-
 DATASETS: Registry[Source] = Registry(
     "data set",
     {
@@ -264,6 +261,6 @@ DATASETS: Registry[Source] = Registry(
             lambda settings, part: HubData.of(settings.path).texts(part.start, settings.text_field),
             check=lambda settings: HubData.of(settings.path),
         ),
-        "tokens": Source((".idx",), _none, _none, token_files=True),
+        "tokens": Source((".idx",), token_files=True),
     },
 )

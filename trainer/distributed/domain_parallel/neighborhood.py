@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.windows import per_axis
-from trainer.distributed.sharding.ranges import Range, Ranges, union
+from trainer.distributed.sharding.ranges import Range, Ranges
 from trainer.distributed.sharding.rows import connected, fetch
 from trainer.distributed.sharding.tensors import planned, to_device
 
@@ -93,17 +93,14 @@ def segments(ranges: Sequence[Range], length: int, hood: Neighborhood) -> Iterat
 @planned
 def _wanted(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ranges, ...]:
     """Return for each rank the rows that its queries see; owned: by each rank, of an axis of `length` rows."""
-    return tuple(_seen(ranges, length, Neighborhood(*hood)) for ranges in owned)
-
-
-def _seen(ranges: Ranges, length: int, hood: Neighborhood) -> Ranges:
-    if hood.dilation == 1:
-        return union(segment.keys for segment in segments(ranges, length, hood))
-    seen = np.zeros(length + 2, dtype=np.int8)
-    for segment in segments(ranges, length, hood):
-        seen[segment.rows(segment.keys, hood.dilation) + 1] = 1
-    ends = np.flatnonzero(np.diff(seen)).tolist()
-    return tuple(zip(ends[::2], ends[1::2], strict=True))
+    found, fields = [], Neighborhood(*hood)
+    for ranges in owned:
+        seen = np.zeros(length + 2, dtype=np.int8)
+        for segment in segments(ranges, length, fields):
+            seen[segment.rows(segment.keys, fields.dilation) + 1] = 1
+        ends = np.flatnonzero(np.diff(seen)).tolist()
+        found.append(tuple(zip(ends[::2], ends[1::2], strict=True)))
+    return tuple(found)
 
 
 class Tiles(NamedTuple):
