@@ -169,8 +169,8 @@ DOMAIN = (
     Mutant(
         "a model is prepared with its data",
         f"{_DOMAIN}/modules.py",
-        'lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, (args, kwargs, everything)',
-        "lambda x: x, (args, kwargs, everything)",
+        'map_tensors(lambda x: x.to("meta"),',
+        "map_tensors(lambda x: x,",
         f"{_MODELS}::test_what_parallelize_says_before_any_data",
     ),
     Mutant(

@@ -166,6 +166,11 @@ def _in_autograd_function() -> bool:
     )
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Return nested arguments in which the function is applied to each tensor, and to the shard of domain tensors."""
+    return pytree.tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
+
+
 def is_sharded(x: object) -> bool:
     """Return whether x is a tensor of which this rank has a part only."""
     return isinstance(x, DomainTensor) and bool(x.domain.axes)

@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules import module as torch_modules
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, is_sharded
+from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, is_sharded, map_tensors
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.domain_parallel.whole import flat
@@ -102,9 +101,7 @@ def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _dry_run(model: nn.Module, args: tuple, kwargs: dict) -> tuple[Any, dict[str, nn.Module]]:
     """Return the output, and the modules that get domain tensors."""
     everything = dict([*model.named_parameters(), *model.named_buffers()])
-    args, kwargs, state = pytree.tree_map(
-        lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, (args, kwargs, everything)
-    )  # shards of domain tensors too
+    args, kwargs, state = map_tensors(lambda x: x.to("meta"), (args, kwargs, everything))
     with torch.no_grad(), torch.device("meta"), _names_in_errors(model) as reached:
         return functional_call(model, state, args, kwargs), reached
 
