@@ -56,8 +56,8 @@ OFFLOADED_INPUTS = (
     Mutant(
         "the input of every layer stays on the device",
         "trainer/transforms/offload.py",
-        "to_host=number in offloaded)",
-        "to_host=False)",
+        '"to_host": number in offloaded}',
+        '"to_host": False}',
         f"{_OFFLOAD}::test_memory_of_the_device_does_not_grow_with_the_layers",
     ),
     Mutant(
