@@ -75,8 +75,7 @@ def settings(run: dict[str, str], folder: Path) -> list[str]:
     rows = [f"{p}context_parallel_method=ring", f"{p}context_parallel_load_balancer=head_tail"]
     arguments += (heads if _is_of_megatron(run) else rows) if cp > 1 else []
     if pp > 1:
-        stages = [f"{p}pipeline_parallel_stages_per_rank=2"] if run["schedule"] == "Interleaved1F1B" else []
-        arguments += [f"{p}pipeline_parallel_schedule={run['schedule']}", *stages]
+        arguments += [f"{p}pipeline_parallel_schedule={run['schedule']}"]
         if _is_of_megatron(run):  # one sequence in each of four
             arguments += ["--training.local_batch_size=4", f"{p}pipeline_parallel_microbatches=4"]
         else:
