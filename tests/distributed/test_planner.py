@@ -64,7 +64,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "sequence in chunks, offloaded": (1, ["--training.sequence_chunks=4", "--training.sequence_chunks_offload=true"]),
     "adapters": (2, ["--lora.rank=8"]),
     "experts": (1, family("qwen3_moe")),
-    "experts_in_parts": (1, family("qwen3_moe", *_FULL, f"{_AC}mlp_chunk_tokens=64")),
+    "experts_in_parts": (1, family("qwen3_moe", *_FULL, f"{_AC}mlp_chunk_tokens=256", "--model.flavor=tiny")),
     "experts divided over ranks": (2, family("qwen3_moe", f"{_P}expert_parallel_degree=2")),
     "gpt-oss": (1, family("gpt_oss")),
     "hsdp2x2": (4, [f"{_P}data_parallel_replicate_degree=2", f"{_P}data_parallel_shard_degree=2"]),
