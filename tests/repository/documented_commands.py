@@ -162,6 +162,12 @@ RULES = [
         first="cp tests/unit/torchtitan_configs/2026_02_llama3_8b.toml my_torchtitan.toml",
         slow=False,
     ),
+    Rule(
+        r"lct check examples/fields/.*",
+        first="python -m examples.fields.make_fields --output fields.zarr",
+        says="at its peak a step of a rank needs",
+        slow=False,
+    ),
     Rule(r"lct check .*", says="at its peak a step of a rank needs", slow=False),
     Rule(
         r"lct estimate debug_model --calibrate (\S+)",

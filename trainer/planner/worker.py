@@ -58,7 +58,9 @@ def _of_depth(job: ResolvedJob, layers: int) -> ResolvedJob:
 
 
 def _layers(job: ResolvedJob, pp_rank: int) -> list[int]:
-    """Return the numbers of the layers of a pipeline rank."""
+    """Return the numbers of the layers of a pipeline rank; none for a model of fields."""
+    if job.config.task != "tokens":
+        return []
     stages = layers_of_stages(job.pipeline, job.model.n_layers)
     own = [0] if job.pipeline is None else job.pipeline.stages_of(pp_rank)
     return [layer for stage in own for layer in stages[stage]]
@@ -111,8 +113,10 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     """Return two numbers of layers from which the model's depth follows; None if it is not much deeper.
 
     They have as many layers of each kind, over a period: windows, checkpointed and offloaded layers come in turns. Each
-    stage of a pipeline has as many.
+    stage of a pipeline has as many. A model of fields is traced whole.
     """
+    if job.config.task != "tokens":
+        return None
     settings, model = job.config.activation_checkpoint, job.model
     windows = [model.window_of_layer(layer) for layer in range(model.n_layers)]
     turns = (n for n in range(1, model.n_layers) if windows[n:] == windows[:-n])
@@ -192,7 +196,7 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
             recomputes_every=0,
             overlaps_tensor_parallel=False,
         )
-    plan = resolve_pipeline(nothing, job.model)
+    plan = None if plan is None else resolve_pipeline(nothing, job.model)
     return replace(job, config=nothing, compilation=compilation, pipeline=plan)
 
 
