@@ -54,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--record", type=Path, help="a record that is there already")
+    parser.add_argument("--only", default="", help="a part of the names of runs")
     args = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as folder, Worker(has_shim=False) as worker:
@@ -61,7 +62,7 @@ def main() -> None:
         if args.record is None:
             print(calibrate(BASE, path, memory=this_machine().memory("cpu")), file=sys.stderr, flush=True)
         on = device(str(path))
-        for name, more in RUNS.items():
+        for name, more in ((name, more) for name, more in RUNS.items() if args.only in name):
             job = [*BASE, *more]
             predicted = estimate(worker, job, 1, on, whole=True).time.seconds
             measured = median(step_seconds(job) for _ in range(3))

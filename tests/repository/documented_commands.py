@@ -164,7 +164,8 @@ RULES = [
     ),
     Rule(
         r"lct check examples/fields/.*",
-        first="python -m examples.fields.make_fields --output fields.zarr",
+        SMALL_FIELDS + r" && \g<0>",
+        "it reads the fields",
         says="at its peak a step of a rank needs",
         slow=False,
     ),
@@ -453,6 +454,7 @@ RULES = [
     # ---- measurements
     Rule(rf"{BENCHMARK}planner\.py --read .*", says="tested: 13 runs"),
     Rule(r"python -m pytest tests/distributed/test_planner\.py", r"\g<0> --collect-only -q", why=SLOW, slow=False),
+    Rule(rf"{BENCHMARK}calibrated\.py", r"\g<0> --only 768", SLOW, says="median error"),
     Rule(rf"{BENCHMARK}memory\.py .*", r"\g<0> --only nothing", SLOW),
     Rule(rf"{BENCHMARK}block_memory\.py .*", r"\g<0>", says="KiB  attention, backward"),
     Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --json data.json", SLOW),
