@@ -22,7 +22,7 @@ from trainer.planner.timing import device
 from trainer.planner.worker import Worker
 from trainer.runtime.devices import this_machine
 
-BASE = ("--job.config_file=debug_model", "--training.global_batch_size=-1")
+BASE = ("--job.config_file", "debug_model", "--training.global_batch_size=-1")
 _AC = "--activation_checkpoint.mode="
 RUNS = {
     "768 tokens": ("--training.seq_len=768", "--training.local_batch_size=1"),

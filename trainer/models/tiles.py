@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from trainer.config.errors import ConfigError
 from trainer.distributed.sharding.forward import replace_forward
+from trainer.distributed.sharding.tensors import local_part
 
 Compute = Callable[..., torch.Tensor]
 
@@ -31,7 +31,7 @@ def in_tiles(
     """
     if tiles == 1:
         return compute(*inputs)
-    inputs = [x.to_local() if isinstance(x, DTensor) else x for x in inputs]
+    inputs = [local_part(x) for x in inputs]
     saved: list[Any] = []
     inputs = _Save.apply(saved, torch.empty(0, requires_grad=True), *inputs)
     return _Tiles.apply(compute, (tiles, dim), modules, saved.pop(), len(inputs), *inputs, *_trained(modules))

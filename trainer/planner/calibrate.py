@@ -63,6 +63,8 @@ def quantities(profile: Profile) -> list[float]:
 def step_seconds(job: Sequence[str]) -> float:
     """Return the time of a step of a job on one rank of this machine, the median of a few.
 
+    job: a command line that begins with --job.config_file and, as a word of its own, the file.
+
     Raises:
         ConfigError: the run failed.
     """

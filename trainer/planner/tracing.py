@@ -31,6 +31,7 @@ from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.live import resolve as resolve_plan
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
 from trainer.distributed.sharding import exchange
+from trainer.distributed.sharding.tensors import local_part
 from trainer.job.record import ResolvedJob
 from trainer.planner import stack
 from trainer.planner.device import GPU, FakeDevice, Gpu, is_pinned, machine, pinned
@@ -225,7 +226,7 @@ class Recorder:
 
     def _mark(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         for x in tensors:
-            storage = (x.to_local() if isinstance(x, DTensor) else x).untyped_storage()
+            storage = local_part(x).untyped_storage()
             if storage in self._blocks:
                 self._blocks[storage].kind = kind
 
