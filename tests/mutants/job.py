@@ -425,6 +425,13 @@ PROCESSES = (
         "tests/unit/test_rank.py::test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported",
     ),
     Mutant(
+        "a rank takes the interpreter down while threads use tensors",
+        "trainer/commands/rank.py",
+        "            _end(code)\n",
+        "            pass\n",
+        "tests/unit/test_rank.py::test_a_rank_ends_while_threads_still_use_tensors",
+    ),
+    Mutant(
         "ranks outlive their launcher",
         "trainer/commands/rank.py",
         "        end_with(launcher)\n",

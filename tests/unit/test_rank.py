@@ -48,3 +48,29 @@ def test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported(
     )
     assert done.stdout.strip().startswith(str(wanted))
     assert settings is None or done.stdout.strip() == f"{wanted} {settings}".strip()
+
+
+# A thread of Python in PyTorch's code ends the interpreter as one of gloo's does that drops a tensor, but each time.
+BUSY = """
+import atexit, sys
+from train import command_line
+
+def program(arguments, launched):
+    import threading, torch
+
+    def add():
+        tensor = torch.randn(100)
+        while True:
+            tensor + tensor
+
+    threading.Thread(target=add, daemon=True).start()
+    atexit.register(print, "exit functions have run")
+    return 0
+
+sys.exit(command_line(program))
+"""
+
+
+def test_a_rank_ends_while_threads_still_use_tensors() -> None:
+    done = subprocess.run([sys.executable, "-c", BUSY], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "exit functions have run\n", "")

@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 the run failed; 2 a setting or an input is wrong (one sent
 rank failed. SIGUSR1 prints the stack of every thread of this process on stderr.
 """
 
+import atexit
 import faulthandler
 import os
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
@@ -190,15 +191,27 @@ def command_line(program: Callable[..., int] = main) -> int:
             code = program(arguments, launched=sys.argv[1:2] == ["--launched-by"])
         finally:
             sys.stdout.flush()
-        if code not in (0, 2):
-            sys.stderr.flush()
-            os._exit(code)  # threads that save, and NCCL, could wait for ever for a peer
+        if "torch" in sys.modules:
+            _end(code)
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the output goes there
         return 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _end(code: int) -> NoReturn:
+    """End this process without taking the interpreter down.
+
+    Gloo's threads outlive their process group, and one that drops a tensor while Python ends aborts the process
+    (pytorch#190489). After a failure, threads that save, and NCCL, could wait for ever for a peer.
+    """
+    if code in (0, 2):
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
