@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
@@ -61,7 +62,7 @@ WORDS = [
 ]
 
 
-def chat_folder(folder: Path, template: str | None, *, file: bool = False) -> Path:
+def chat_folder(folder: Path, template: str | None, *, file: bool = False, specials: Sequence[str] = SPECIALS) -> Path:
     """Write a byte-level BPE of 314 tokens, with its template in the configuration or in a file of its own."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -71,7 +72,7 @@ def chat_folder(folder: Path, template: str | None, *, file: bool = False) -> Pa
     fast.train_from_iterator(
         [" the quick fox " + " ".join(WORDS) + "\n\n"] * 9, trainers.BpeTrainer(vocab_size=308, **settings)
     )
-    fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
+    fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
     folder.mkdir(parents=True, exist_ok=True)
     fast.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<|begin|>", "eos_token": "<|eos|>", "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -14,8 +14,7 @@ import tests.numbered
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader
 from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
-from trainer.data.packing.whole import WINDOW, WholeStream
-from trainer.data.sources.bad_records import Tally
+from trainer.data.packing.whole import WINDOW, TooLong, WholeStream
 from trainer.data.text_data import TextData
 from trainer.data.tokenizers.encoders import Encoded
 
@@ -38,13 +37,21 @@ def log_normal(n: int, seed: int = 0, *, longest: int = 64) -> list[int]:
 def loader(lengths, *, n=4, r=0, d=1, seq_len=64, b=1, seed=0):
     settings = {"data_streams": n, "seed": seed, "dp_rank": r, "dp_degree": d}
     return BatchLoader(
-        TextData(Numbers(lengths), "best_fit", conversations=True), seq_len=seq_len, local_batch_size=b, **settings
+        TextData(Numbers(lengths), "best_fit", conversations=TooLong()), seq_len=seq_len, local_batch_size=b, **settings
     )
 
 
-def stream_of(lengths, seq_len=64) -> WholeStream:
-    everything, tally = np.arange(len(lengths)), Tally("ends of conversations")
-    return WholeStream(Numbers(lengths), everything, stream=0, seq_len=seq_len, seed=0, left_out=tally)
+class Turns(tests.numbered.Numbers):
+    """Conversations in turns of 10 tokens: 6 of a user, 4 of an answer."""
+
+    def __getitem__(self, i: int) -> Encoded:
+        ids = super().__getitem__(i).ids
+        return Encoded(ids, np.arange(len(ids)) % 10 >= 6)
+
+
+def stream_of(lengths, seq_len=64, *, kind=Numbers, drops=False) -> WholeStream:
+    everything, long = np.arange(len(lengths)), TooLong(drops=drops)
+    return WholeStream(kind(lengths), everything, stream=0, seq_len=seq_len, seed=0, conversations=long)
 
 
 def documents(sequence) -> list[tuple[int, ...]]:
@@ -176,18 +183,28 @@ def test_states_of_the_other_packing_are_refused():
 # --- too long, or without labels
 
 
-def test_a_long_conversation_loses_its_end_and_is_counted(caplog):
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_long_conversation_is_cut_behind_an_answer_or_left_out_and_counted(drops, caplog):
     caplog.set_level(logging.WARNING, logger="trainer")
-    stream = stream_of([30, 8, 25, 5, 90], seq_len=20)
+    stream = stream_of([40, 10, 24, 7, 29], seq_len=23, kind=Turns, drops=drops)
     with caplog.at_level(logging.WARNING, logger="trainer"):
         logging.getLogger("trainer").addHandler(caplog.handler)
         sequences = an_epoch(stream)
         logging.getLogger("trainer").removeHandler(caplog.handler)
     numbers = Counter(int(token) // 1000 for sequence in sequences for token in sequence.tokens if token)
-    assert numbers == {0: 20, 1: 8, 2: 20, 3: 5}  # the labels of 4 begin after 45 tokens
+    # The last token of an answer is a label alone: nothing behind it is learned.
+    assert numbers == {1: 10, 3: 7} | ({} if drops else {0: 19, 2: 19, 4: 19})
+    for sequence in sequences:
+        for number in (0, 2, 4):
+            inside = (sequence.tokens // 1000 == number) & (sequence.tokens > 0)
+            labels = sequence.labels[inside]
+            learned = sorted(labels[labels != IGNORE_INDEX] % 1000)
+            assert not inside.any() or learned == [*range(7, 11), *range(17, 21)]
     (first,) = {record.getMessage() for record in caplog.records}
-    assert first.startswith("ends of conversations left out so far: 1; this one: ")
-    assert stream._left_out.number == 3
+    what, used = ("conversations", 0) if drops else ("ends of conversations", 19)
+    assert first.startswith(f"{what} left out so far: 1; this one: ")
+    assert first.endswith(f" tokens, and a sequence has 23; {used} are used")
+    assert stream._conversations.left_out.number == 3
 
 
 def test_a_stream_without_an_answer_is_refused_instead_of_turning_for_ever():

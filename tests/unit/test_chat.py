@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.chat_files import CALLS, CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations
+from trainer.config.data import Chat
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.data.packing.sequence import IGNORE_INDEX, Sample, sample_of
 from trainer.data.sources.bad_records import BadRecord
@@ -109,6 +110,13 @@ def test_labels_are_the_answers_and_their_ends(name, wanted, folders):
     assert (sample.labels[:-1][has] == sample.tokens[1:][has]).all()
 
 
+def test_a_header_that_is_not_asked_for_is_no_answer(tmp_path):
+    """The template has no generation prompt, and writes the header of an answer with it."""
+    folder = chat_folder(tmp_path / "headers", HEADERS)
+    sample = sampled(encoder(folder), read({"messages": TURNS}))
+    assert learnt(sample, open_tokenizer(str(folder))) == "five<|end|>yes, the quick fox\n<|end|>"
+
+
 def test_both_ways_to_find_answers_agree(folders):
     both = [encoder(folders[name]) for name in ("chatml", "marked")]
     for line in conversations(30, seed=1):
@@ -185,7 +193,7 @@ def test_llama_3_in_both_formats(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}")
     tokenizer = open_tokenizer()
     ends = {"bos_token": "<|begin_of_text|>"}
-    template = find_template(default_tokenizer_path(), str(tmp_path / "t.jinja"), ends)
+    template = find_template(default_tokenizer_path(), str(tmp_path / "t.jinja"), ends=ends)
     sample = sampled(ConversationEncoder(tokenizer, template), (read({"messages": TURNS[:2]})))
     assert tokenizer.decode(sample.tokens.tolist()) == "<|begin_of_text|>two and three?<|eot_id|>five<|eot_id|>"
     assert learnt(sample, tokenizer) == "five<|eot_id|>"
@@ -311,7 +319,6 @@ CLOCK = "{{ strftime_now('%Y') }}" + CHATML
     ("template", "part"),
     [
         (REWRITES, "writes message 2 otherwise when others follow"),
-        (HEADERS, "has no generation prompt before message 2"),
         (CLOCK, "refuses it ('strftime_now' is undefined)"),
         ("{{ raise_exception('no!') }}", "refuses it (no!)"),
         ("{{ messages.__class__ }}{{ messages.__class__.mro() }}", "refuses it (access to attribute"),
@@ -337,7 +344,7 @@ BAD = [
     ({"prompt": "a", "answer": " \n"}, '"answer" is empty'),
     ({"messages": []}, '"messages" must be a list'),
     ({"messages": ["a"]}, '"messages" must be a list'),
-    ({"messages": TURNS[:1]}, "no message is of the role 'assistant'"),
+    ({"messages": TURNS[:1]}, "no message is of the role 'assistant' with"),
     ({"messages": [*TURNS, {"role": "bot", "content": "a"}]}, "message 5: \"role\" = 'bot' must be one of 'system'"),
     ({"messages": [{"content": "a"}]}, 'message 1: "role" = None must be'),
     ({"messages": [{"role": "user", "content": None}]}, 'message 1: "content" must be a string'),
@@ -366,3 +373,66 @@ def test_messages_without_a_template_say_what_to_do(folders):
 def test_a_lone_surrogate_in_a_conversation_becomes_the_replacement_character() -> None:
     found = read(b'{"prompt": "a\\ud800b", "answer": "\\uD83D\\uDE00"}')
     assert (found["prompt"], found["answer"]) == ("a\ufffdb", "\U0001f600")
+
+
+# --- other formats, and which answers are learnt
+
+
+def test_lines_of_other_programs_are_the_same_conversation():
+    wanted = [{"role": message["role"], "content": message["content"]} for message in TURNS]
+    names = {"user": "human", "assistant": "gpt"}
+    share = [{"from": names[message["role"]], "value": message["content"]} for message in TURNS]
+    assert read({"conversations": share})["messages"] == wanted
+    system = {"role": "system", "content": "Be brief."}
+    assert read({"conversations": share, "system": "Be brief."})["messages"] == [system, *wanted]
+    assert read({"conversations": TURNS})["messages"] == wanted
+    assert "must be one of" in refusal(read, {"conversations": [{"from": "robot", "value": "a"}]})
+
+
+def test_prompt_and_completion_as_messages_teach_the_completion(folders):
+    sample = sampled(encoder(folders["chatml"]), read({"prompt": TURNS[:3], "completion": TURNS[3:]}))
+    assert learnt(sample, open_tokenizer(str(folders["chatml"]))) == "yes, the quick fox\n<|end|>"
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_some_answers_alone_are_learnt(name, folders):
+    """By the weight of a message, or the last one of each conversation; the tokens stay the same."""
+    folder, tokenizer = folders[name], open_tokenizer(str(folders[name]))
+    light = [TURNS[0], TURNS[1] | {"weight": 0}, *TURNS[2:]]
+    last = ConversationEncoder(tokenizer, find_template(str(folder), None, Chat(answers="last")))
+    both = sampled(encoder(folder), read({"messages": TURNS}))
+    for sample in (sampled(encoder(folder), read({"messages": light})), sampled(last, read({"messages": TURNS}))):
+        assert learnt(sample, tokenizer) == "yes, the quick fox\n<|end|>"
+        assert (sample.tokens == both.tokens).all()
+    assert "with a weight above 0" in refusal(read, {"messages": light[:2]})
+    assert '"weight" = 0.5 must be 0' in refusal(read, {"messages": [TURNS[0], TURNS[1] | {"weight": 0.5}]})
+
+
+def test_arguments_of_the_template_come_from_the_configuration_and_the_line():
+    source = "{{ who | default('nobody') }} {{ strftime_now('%d.%m.%Y') }} " + CHATML
+    chat = Chat(arguments=("who=Ann", "n = [1, 2]"), date="2026-02-01")
+    template = ChatTemplate(source, "my.jinja", SPECIAL, chat)
+    assert chat.values == {"who": "Ann", "n": [1, 2]}
+    assert template.render(read({"messages": TURNS}))[0].startswith("Ann 01.02.2026 <|head|>user")
+    own = {"messages": TURNS, "chat_template_kwargs": {"who": "Bob"}}
+    assert template.render(read(own))[0].startswith("Bob 01.02.2026")
+    assert template.identity != ChatTemplate(source, "my.jinja", SPECIAL).identity
+    assert "'a b' is not name=value" in refusal(lambda: Chat(arguments=("a b",)).values)
+    assert "is no date" in refusal(lambda: Chat(date="tomorrow").values)
+    assert "must be an object" in refusal(read, {"messages": TURNS, "chat_template_kwargs": 3})
+
+
+# As Qwen's: reasoning is written in the last answer only, and asked for by the prompt.
+REASONING = CHATML.replace(
+    "message['content'] + ",
+    "('<think>' + message.reasoning_content + '</think>' if loop.last and message.reasoning_content else '') + "
+    "message['content'] + ",
+)
+
+
+def test_an_answer_is_found_that_is_written_otherwise_when_others_follow(tmp_path):
+    folder = chat_folder(tmp_path / "reasoning", REASONING)
+    turns = [message | {"reasoning_content": "two"} if i % 2 else message for i, message in enumerate(TURNS)]
+    sample = sampled(encoder(folder), read({"messages": turns}))
+    learned = "five<|end|><think>two</think>yes, the quick fox\n<|end|>"
+    assert learnt(sample, open_tokenizer(str(folder))) == learned

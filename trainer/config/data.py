@@ -1,9 +1,18 @@
-"""The table [mixture]: what a run reads in the place of training.dataset_path."""
+"""The tables [mixture] (several data sets) and [chat] (how conversations are read)."""
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
+from typing import Any, Literal
 
-from trainer.config.keys import TOKENS, key, needs
+from trainer.config.errors import ConfigError
+from trainer.config.keys import TOKENS, Condition, key, needs
 
+CHAT = Condition(
+    lambda config, _: "chat" in (config.training.dataset, config.validation.enable and config.validation.dataset),
+    "without training.dataset = 'chat'",
+)
 _MIXED = needs("mixture.names", remedy="name the sources, or leave it out")
 
 
@@ -17,3 +26,40 @@ class Mixture:
     """File, folder or glob of each source."""
     weights: tuple[float, ...] = key((), when=(TOKENS, _MIXED))
     """Share of each source in the sequences, up to a factor; may change when a run resumes. 0: left out."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How conversations become tokens and labels, with training.dataset = "chat"."""
+
+    arguments: tuple[str, ...] = key((), when=CHAT)
+    """Arguments of the chat template, each name=value in JSON, such as enable_thinking=false."""
+    date: str | None = key(None, example="2026-01-31", when=CHAT)
+    """Date that a template gets as today's (strftime_now), as YEAR-MONTH-DAY; None: it has no clock."""
+    answers: Literal["all", "last"] = key("all", when=CHAT)
+    """Answers of a conversation that are trained on; a message with "weight": 0 is never."""
+    too_long: Literal["drop", "cut"] = key("cut", when=CHAT)
+    """A conversation longer than training.seq_len: left out, or cut behind the last answer that fits whole."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments of the template by name.
+
+        Raises:
+            ConfigError: an argument is not name=value, or the date is none.
+        """
+        values = {}
+        for argument in self.arguments:
+            name, equals, text = (part.strip() for part in argument.partition("="))
+            if not equals or not name.isidentifier():
+                raise ConfigError(
+                    f"chat.arguments: {argument!r} is not name=value; write enable_thinking=false or language=English"
+                )
+            values[name] = text
+            with suppress(ValueError):
+                values[name] = json.loads(text)
+        try:
+            date.fromisoformat(self.date or "2026-01-31")
+        except ValueError:
+            raise ConfigError(f"chat.date = {self.date!r} is no date; write one as 2026-01-31") from None
+        return values

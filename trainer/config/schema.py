@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.config.checkpoint import SAVING, Checkpoint
-from trainer.config.data import Mixture
+from trainer.config.data import CHAT, Chat, Mixture
 from trainer.config.keys import (
     AT_LEAST_ONE,
     DECAY,
@@ -45,7 +45,7 @@ def _reads(dataset: str) -> Condition:
     )
 
 
-_CHAT, _LINES = _reads("chat"), _reads("jsonl")
+_LINES = _reads("jsonl")
 _DOCUMENTS = Condition(
     lambda config, _: config.masks_documents,
     "with training.attention_mask = 'causal', under which documents see each other",
@@ -169,7 +169,7 @@ class Model:
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=TOKENS)
     """tokenizer.json, or tokenizer.model of tiktoken, or its folder; None: the small shipped one."""
-    chat_template: str | None = key(None, when=_CHAT)
+    chat_template: str | None = key(None, when=CHAT)
     """Jinja file of the chat template, or a registered name; None: the one beside the tokenizer; "none": plain text."""
     rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=TOKENS)
     """Base of the rotary frequencies; None: the flavor's."""
@@ -371,6 +371,7 @@ class JobConfig:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     mixture: Mixture = field(default_factory=Mixture)
+    chat: Chat = field(default_factory=Chat)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)

@@ -16,13 +16,16 @@ def training_data(config: JobConfig) -> list[DataSettings]:
     paths, keys = (training.dataset_path,), DataKeys()
     if config.mixture.names:
         paths, keys = config.mixture.paths, DataKeys(path="mixture.paths")
-    return [DataSettings.of(training.dataset, path, config.model, training, keys=keys) for path in paths]
+    return [
+        DataSettings.of(training.dataset, path, config.model, training, chat=config.chat, keys=keys) for path in paths
+    ]
 
 
 def validation_data(config: JobConfig) -> DataSettings:
     """Return the data set that the loss is validated on."""
     keys = DataKeys("validation.dataset", "validation.dataset_path")
-    return DataSettings.of(*config.validation.source(config.training), config.model, config.training, keys=keys)
+    source, chat = config.validation.source(config.training), config.chat
+    return DataSettings.of(*source, config.model, config.training, chat=chat, keys=keys)
 
 
 def all_data(config: JobConfig) -> list[DataSettings]:

@@ -7,8 +7,7 @@ from typing import TypeAlias
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import AGAIN, assigned
 from trainer.data.packing.concatenate import DocumentStream
-from trainer.data.packing.whole import WholeStream
-from trainer.data.sources.bad_records import Tally
+from trainer.data.packing.whole import TooLong, WholeStream
 from trainer.data.sources.registry import DataSettings, check_streams, source_of
 from trainer.data.token_files.catalog import open_documents
 from trainer.data.token_files.reader import TokenFiles
@@ -21,13 +20,12 @@ TextStream: TypeAlias = DocumentStream | WholeStream
 class TextData:
     """The documents of a data set, and how they are packed, see `training.packing`.
 
-    conversations: a document that is longer than a sequence is not cut into pieces: its end is left out.
+    conversations: what is used of documents that are longer than a sequence; None: they are texts, cut into pieces.
     """
 
     source: TokenFiles
     packing: str = "concatenate"
-    conversations: bool = False
-    _left_out: Tally = field(default_factory=lambda: Tally("ends of conversations"), compare=False, repr=False)
+    conversations: TooLong | None = field(default=None, compare=False)
 
     @property
     def items(self) -> int:
@@ -43,8 +41,7 @@ class TextData:
         how = {"stream": stream, "seq_len": seq_len, "seed": seed}
         if self.packing == "concatenate":
             return DocumentStream(self.source, items, **how)
-        left_out = self._left_out if self.conversations else None
-        return WholeStream(self.source, items, **how, alone=self.packing == "pad", left_out=left_out)
+        return WholeStream(self.source, items, **how, alone=self.packing == "pad", conversations=self.conversations)
 
     def streams(
         self, items: int, seq_len: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int
@@ -91,5 +88,5 @@ def open_text(settings: DataSettings, packing: str | None = None, catalog: str |
         from trainer.data.iterable_data import IterableData
 
         return IterableData(settings, packing or "concatenate")
-    is_chat = settings.dataset == "chat"
-    return TextData(open_documents(settings, catalog), packing or ("best_fit" if is_chat else "concatenate"), is_chat)
+    chats = TooLong(drops=settings.chat.too_long == "drop") if settings.dataset == "chat" else None
+    return TextData(open_documents(settings, catalog), packing or ("best_fit" if chats else "concatenate"), chats)

@@ -32,7 +32,7 @@ def check_chat(config: JobConfig) -> None:
                 "sequence do not see each other; set it, or train on 'chat' as well"
             )
     chats = [source for source in sources if source.dataset == "chat"]
-    template = find_template(config.model.tokenizer_file, config.model.chat_template) if chats else None
+    template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat) if chats else None
     for source in chats:
         with suppress(MissingFile):  # reported by the checks of data
             found = next(all_documents(replace(source, skips=False)), None)
@@ -40,5 +40,10 @@ def check_chat(config: JobConfig) -> None:
                 continue
             if template is None:
                 plain_text(found)
+                if config.chat.arguments or config.chat.date:
+                    raise ConfigError(
+                        "chat.arguments and chat.date are those of a chat template, and there is none; leave them out, "
+                        "or name a template in model.chat_template"
+                    )
             else:
                 template.render(found)

@@ -28,11 +28,28 @@ WINDOW = 1024
 TOKENS = 8
 
 
+class TooLong:
+    """What is used of conversations that are longer than a sequence: nothing, or all up to the end of an answer."""
+
+    def __init__(self, *, drops: bool = False) -> None:
+        self._drops, self.left_out = drops, Tally("conversations" if drops else "ends of conversations")
+
+    def pieces(self, tokens: np.ndarray, labels: np.ndarray, seq_len: int) -> list[Sample]:
+        """Return the part of a conversation that is used, if any. tokens, labels: (n,)."""
+        learned = labels != IGNORE_INDEX
+        kept = len(tokens)
+        if kept > seq_len:
+            ends = np.flatnonzero(learned[:seq_len] & ~learned[1 : seq_len + 1])
+            kept = 0 if self._drops or not len(ends) else int(ends[-1]) + 1
+            self.left_out.count(f"{len(tokens):,} tokens, and a sequence has {seq_len:,}; {kept:,} are used")
+        return [Sample(tokens[:kept], labels[:kept])] if learned[:kept].any() else []
+
+
 class WholeStream(ItemStream):
     """One numbered, endless stream of packed sequences over some of the documents; see `DocumentStream`.
 
-    Each epoch has every document once. alone: each has a sequence of its own; left_out: counts the ends of documents
-    that are longer than a sequence; None: these documents are cut into pieces.
+    Each epoch has every document once. alone: each has a sequence of its own; conversations: a document that is longer
+    than a sequence is no text to cut into pieces; None: it is.
     """
 
     ITEM = "document"
@@ -46,9 +63,9 @@ class WholeStream(ItemStream):
         seq_len: int,
         seed: int,
         alone: bool = False,
-        left_out: Tally | None = None,
+        conversations: TooLong | None = None,
     ) -> None:
-        self._source, self._seq_len, self._alone, self._left_out = source, seq_len, alone, left_out
+        self._source, self._seq_len, self._alone, self._conversations = source, seq_len, alone, conversations
         self._enough = 1 if alone else TOKENS * seq_len
         super().__init__(documents, stream=stream, seed=seed)
 
@@ -134,10 +151,8 @@ class WholeStream(ItemStream):
         """Return the pieces of the document at a place in the epoch's order; a bad record has no text, and none."""
         tokens, labels = sample_of(self._source[self._item_at(place)])
         seq_len = self._seq_len
-        if self._left_out is not None:
-            if len(tokens) > seq_len:
-                self._left_out.count(f"{len(tokens):,} tokens, and a sequence has {seq_len:,}")
-            return [Sample(tokens[:seq_len], labels[:seq_len])] if (labels[:seq_len] != IGNORE_INDEX).any() else []
+        if self._conversations is not None:
+            return self._conversations.pieces(tokens, labels, seq_len)
         # The last token has no label; a piece of it alone would teach nothing.
         starts = range(0, len(tokens) - 1, seq_len)
         return [Sample(tokens[start : start + seq_len], labels[start : start + seq_len]) for start in starts]
@@ -145,13 +160,13 @@ class WholeStream(ItemStream):
     def _nothing(self) -> str:
         """Return the message for a stream whose documents have no piece."""
         number, stream = len(self.items), self._stream
-        if self._left_out is None:
+        if self._conversations is None:
             return (
                 f"none of the {number} documents of data stream {stream} holds text; leave out documents without text"
             )
         return (
-            f"the {number} conversations of data stream {stream} have no answer within {self._seq_len} tokens; raise "
-            "the sequence length or give more data"
+            f"the {number} conversations of data stream {stream} have no answer within {self._seq_len} tokens that may "
+            "be used (chat.too_long); raise the sequence length or give more data"
         )
 
     def _read(self, place: int) -> None:

@@ -1,6 +1,7 @@
 """Conversations: lines of JSON with `messages` (objects with `role` and `content`), or a `prompt` and an `answer`.
 
-Torch-free.
+Also read are ShareGPT's lines (`conversations` of `from` and `value`), and TRL's with messages as `prompt` and
+`completion`, of which the completion alone is learned. Torch-free.
 """
 
 import json
@@ -16,11 +17,15 @@ from trainer.data.tokenizers.tokenizer import replace_surrogates
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWER_KEYS = ("answer", "completion", "response")
+_SHARE_GPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 _EXAMPLE = '{"prompt": "...", "answer": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
 def conversation(content: bytes, where: Where) -> dict[str, Any] | BadRecord:
-    """Return the conversation of a line: `messages` and perhaps `tools`, or `prompt` and `answer`; and `where`.
+    """Return the conversation of a line: `messages`, or `prompt` and `answer`; and `where`.
+
+    With messages perhaps `tools`, and `values`: arguments of the template, from `chat_template_kwargs` of the line. A
+    message of weight 0 is not learned.
 
     A `BadRecord` says why the line is no conversation, or has no answer to learn from.
     """
@@ -39,9 +44,12 @@ def _checked(content: bytes) -> dict[str, Any]:
         line = None
     if not isinstance(line, dict):
         raise ConfigError(f"it must be a JSON object in UTF-8, such as {_EXAMPLE}")
-    if "messages" in line:
-        tools = _tools(line.get("tools"))
-        return {"messages": _messages(line["messages"])} | ({"tools": tools} if tools else {})
+    if (given := _given_messages(line)) is not None:
+        values = line.get("chat_template_kwargs") or {}
+        if not isinstance(values, dict):
+            raise ConfigError('"chat_template_kwargs" must be an object, such as {"enable_thinking": false}')
+        others = {"tools": _tools(line.get("tools")), "values": values}
+        return {"messages": _messages(given)} | {name: value for name, value in others.items() if value}
     answer = next((key for key in ANSWER_KEYS if key in line), None)
     if "prompt" not in line or answer is None:
         raise ConfigError(f'it has neither "messages" nor "prompt" and "answer"; write {_EXAMPLE}')
@@ -53,12 +61,33 @@ def _checked(content: bytes) -> dict[str, Any]:
     return {"prompt": line["prompt"], "answer": line[answer]}
 
 
+def _given_messages(line: Mapping[str, Any]) -> object:
+    """Return the messages of a line in any of the formats, or None if it has a prompt and an answer as strings."""
+    if "messages" in line:
+        return line["messages"]
+    if isinstance(turns := line.get("conversations"), list) and all(isinstance(turn, dict) for turn in turns):
+        system = [{"role": "system", "content": line["system"]}] if line.get("system") else []
+        return system + [
+            {"role": _SHARE_GPT.get(turn.get("from"), turn.get("from")), "content": turn.get("value")}
+            if "from" in turn
+            else turn
+            for turn in turns
+        ]
+    prompt, completion = line.get("prompt"), line.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return [message | {"weight": 0} if isinstance(message, dict) else message for message in prompt] + completion
+    return None
+
+
 def _messages(given: object) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
         raise ConfigError(f'"messages" must be a list of objects with "role" and "content"; write {_EXAMPLE}')
     messages = [_message(message, number) for number, message in enumerate(given, 1)]
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError("no message is of the role 'assistant', so that there is no answer; leave the line out")
+    if not any(message["role"] == "assistant" and message.get("weight", 1) for message in messages):
+        raise ConfigError(
+            "no message is of the role 'assistant' with a weight above 0, so that there is no answer; leave the line "
+            "out"
+        )
     return messages
 
 
@@ -86,6 +115,8 @@ def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
             f'message {number}: "content" must be a string, or a list of {{"type": "text", "text": "..."}}; '
             "other parts, such as images, cannot be trained on"
         )
+    if given.get("weight", 1) not in (0, 1):
+        raise ConfigError(f'message {number}: "weight" = {given["weight"]!r} must be 0 (not learned) or 1')
     if role == "assistant" and not content.strip() and not given.get("tool_calls"):
         raise ConfigError(f"message {number}: the answer is empty; leave the message or the line out")
     if not all(function_of(call) for call in given.get("tool_calls") or ()):

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
-from trainer.config.schema import Model, Training
+from trainer.config.schema import Chat, Model, Training
 from trainer.data.sources.bad_records import BadRecord, Tally
 from trainer.data.sources.conversations import conversation
 from trainer.data.sources.files import DataKeys, find_files, stdlib_files
@@ -21,7 +21,7 @@ from trainer.data.tokenizers.encoders import ConversationEncoder, Encoder, TextE
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.hugging_face.files import grouped
 
-_MODEL, _TRAINING = Model(), Training()
+_MODEL, _TRAINING, _CHAT = Model(), Training(), Chat()
 _WHOLE = 1 << 62  # bytes of a part that is a whole file
 
 
@@ -39,15 +39,16 @@ class DataSettings:
     chat_template: str | None = None
     text_field: str = "text"
     skips: bool = False
+    chat: Chat = _CHAT
     keys: DataKeys = field(default=DataKeys(), compare=False, repr=False)
 
     @classmethod
     def of(
-        cls, dataset: str, path: str | None, model: Model = _MODEL, training: Training = _TRAINING, **keys: DataKeys
+        cls, dataset: str, path: str | None, model: Model = _MODEL, training: Training = _TRAINING, **others: Any
     ) -> "DataSettings":
-        """Return what the tables [model] and [training] say. keys: as the field, if it is given."""
+        """Return what the tables [model] and [training] say. others: the fields `chat` and `keys`, if given."""
         tokenizer, field, skips = model.tokenizer_file, training.dataset_text_field, training.on_bad_record == "skip"
-        return cls(dataset, path, tokenizer, model.chat_template, field, skips, **keys)
+        return cls(dataset, path, tokenizer, model.chat_template, field, skips, **others)
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ DATASETS: Registry[Source] = Registry(
             (".jsonl", *COMPRESSED),
             _ranges_of_lines,
             _chats,
-            lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template),
+            lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat),
         ),
         "hub": Source(
             (),

@@ -118,7 +118,9 @@ def made_by(settings: DataSettings) -> dict[str, int]:
     if settings.dataset in ("jsonl", "hub"):
         found["text_field"] = _hash(settings.text_field)
     if settings.dataset == "chat":
-        found["template"] = _hash(ConversationEncoder.of(settings.tokenizer, settings.chat_template).identity)
+        found["template"] = _hash(
+            ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat).identity
+        )
     return found
 
 

@@ -1,13 +1,15 @@
 """Chat templates of tokenizers, in Jinja: messages to text, and which part of the text is an answer. Torch-free.
 
-Texts equal those of transformers' `apply_chat_template`, with one exception: a template is given no clock
-(`strftime_now`), because data must not depend on the day. Templates have a date of their own for that case.
+Texts equal those of transformers' `apply_chat_template`, with one exception: the clock of a template (`strftime_now`)
+is the date chat.date, because data must not depend on the day. Without it templates write a date of their own.
 """
 
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import date
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.registry import Registry
-from trainer.data.tokenizers.chat_written import left_out, with_objects
+from trainer.config.schema import Chat
+from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages
+from trainer.data.tokenizers.chat_written import left_out, other_arguments
+from trainer.data.tokenizers.tokenizer import special_names
 from trainer.data.tokenizers.tokenizer_json import read_settings
 
 if TYPE_CHECKING:
@@ -26,27 +31,34 @@ TEMPLATES: Registry[str] = Registry("chat template")
 """Templates that packages add, as Jinja text; see `register_chat_template`."""
 _MARKS = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_DEFAULT = Chat()
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MARK_ANSWERS = "mark the answers in the template with {% generation %} ... {% endgeneration %}"
 
 
 class ChatTemplate:
-    """A compiled template. name: its file, for messages; special: names of special tokens -> their texts.
+    """A compiled template.
+
+    name: its file, for messages; special: names of special tokens of templates, such as `eos_token`, -> their texts;
+    tokens: the texts of all special tokens.
 
     Raises:
         ConfigError: it is no Jinja template.
     """
 
-    def __init__(self, source: str, name: str, special: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, name: str, special: Mapping[str, str], chat: Chat = _DEFAULT, tokens: Iterable[str] = ()
+    ) -> None:
         import jinja2
 
-        self._name, self._special = name, special
-        self.identity = f"{source}\0{sorted(special.items())}"
-        """What the texts depend on, beside the conversations."""
+        self._name, self._chat, self._tokens = name, chat, sorted({*special.values(), *tokens})
+        self._given = special | chat.values
+        how = "" if (given := (chat.arguments, chat.date, chat.answers)) == ((), None, "all") else f"\0{given}"
+        self.identity = f"{source}\0{sorted(special.items())}{how}"
+        """What the texts and their answers depend on, beside the conversations."""
         try:
-            self._plain = _environment(("", "")).from_string(source)
+            self._plain = _environment(("", ""), chat.date).from_string(source)
             marks = _GENERATION.search(source) is not None
-            self._marked = _environment(_MARKS).from_string(source) if marks else None
+            self._marked = _environment(_MARKS, chat.date).from_string(source) if marks else None
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template {name} is no Jinja template ({error}); copy it again") from None
 
@@ -54,75 +66,72 @@ class ChatTemplate:
         """Return a conversation as text, and the characters [start, stop) of its answers with their end tokens.
 
         Raises:
-            ConfigError: the template refuses it, leaves out a message, or writes a part of it otherwise than the whole.
+            ConfigError: the template refuses it, leaves out a message, or hides where an answer is.
         """
-        messages = found.get("messages")
-        if messages is None:
-            roles = {"user": found["prompt"], "assistant": found["answer"]}
-            messages = [{"role": role, "content": text} for role, text in roles.items()]
+        messages = messages_of(found)
+        how = {"tools": found.get("tools"), "values": found.get("values", {})}
         try:
             try:
-                return self._rendered(messages, found.get("tools"))
-            except ConfigError:  # most templates write arguments of calls as JSON, and some take them as such
-                if (objects := with_objects(messages)) is None:
+                return self._rendered(messages, how)
+            except ConfigError:  # some templates write arguments of calls as JSON, and others take them as such
+                if (others := other_arguments(messages)) is None:
                     raise
-            return self._rendered(objects, found.get("tools"))
+                with suppress(ConfigError):
+                    return self._rendered(others, how)
+                raise
         except ConfigError as error:
             raise ConfigError(f"{found['where']()}: the chat template {self._name} {error}") from None
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: object) -> tuple[str, list[tuple[int, int]]]:
-        write = partial(self._text, tools=tools)
-        text = write(self._plain, messages)
+    def prompt(self, found: Mapping[str, Any]) -> str:
+        """Return the text that asks a model for the next answer of a conversation.
+
+        Raises:
+            ConfigError: the template refuses it.
+        """
+        how = {"tools": found.get("tools"), "values": found.get("values", {})}
+        try:
+            return self._text(self._plain, found["messages"], **how, prompts=True)
+        except ConfigError as error:
+            raise ConfigError(f"the chat template {self._name} {error}") from None
+
+    def _rendered(self, messages: Messages, how: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        text = self._text(self._plain, messages, **how)
         if missing := left_out(messages, text):
             raise ConfigError(
                 f"does not write {missing}; use the template of a model that has it, or leave the line out"
             )
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        learnt = [i for i in answers if messages[i].get("weight", 1)]
+        learnt = learnt[-1:] if self._chat.answers == "last" else learnt
         if self._marked is None:
-            return text, self._spans_by_prefixes(write, messages, text)
-        return text, _spans_by_marks(write(self._marked, messages), text)
+            finder = Answers(messages, text, partial(self._text, self._plain, **how), self._tokens)
+            return text, [finder.span(i) for i in learnt]
+        spans = _spans_by_marks(self._text(self._marked, messages, **how), text)
+        if learnt == answers:
+            return text, spans
+        if len(spans) != len(answers):
+            raise ConfigError(
+                f"marks {len(spans)} parts of {len(answers)} answers, so that some answers alone cannot be trained on; "
+                "mark each answer once, or train on all of them"
+            )
+        return text, [spans[answers.index(i)] for i in learnt]
 
     def _text(
         self,
         template: "jinja2.Template",
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         tools: object,
+        values: Mapping[str, Any],
         prompts: bool = False,
     ) -> str:
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompts}
         try:
-            return template.render(**self._special, **given)
+            return template.render(**self._given | values | given)
         except Exception as error:  # a template is a program: anything can go wrong in it
             reason = str(error).strip().split("\n")[0] or type(error).__name__
-            raise ConfigError(f"refuses it ({reason}); change the line or the template") from None
-
-    def _spans_by_prefixes(
-        self, write: partial[str], messages: Sequence[Mapping[str, Any]], text: str
-    ) -> list[tuple[int, int]]:
-        """Return each answer as the text that one more message adds to the rendering."""
-        spans, before = [], ""
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = write(self._plain, messages[:i], prompts=True) if i else ""
-            whole = write(self._plain, messages[: i + 1])
-            if not (prompt.startswith(before) and whole.startswith(prompt) and text.startswith(whole)):
-                raise ConfigError(
-                    f"writes message {i + 1} otherwise when others follow, or not after its own generation prompt, so "
-                    f"that its answer cannot be found; {_MARK_ANSWERS}, or give one line for each answer"
-                )
-            answer, content = whole[len(prompt) :], message["content"].strip()
-            begins = bool(content) and answer.lstrip().startswith(content)
-            if not begins and (i == 0 or prompt == write(self._plain, messages[:i])):  # no header goes before it
-                raise ConfigError(
-                    f"has no generation prompt before message {i + 1}, so that the start of the answer is not known; "
-                    f"{_MARK_ANSWERS}"
-                )
-            # White space after an end token is the template's; the model is not asked for it.
-            ends_by_itself = content and answer.rstrip().endswith(content)
-            spans.append((len(prompt), len(whole if ends_by_itself else whole.rstrip())))
-            before = whole
-        return spans
+            what = "set chat.date" if "strftime_now" in reason else "change the line or the template"
+            raise ConfigError(f"refuses it ({reason}); {what}") from None
 
 
 def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
@@ -131,13 +140,21 @@ def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
     if "".join(parts) != text or any(mark in text for mark in _MARKS):
         raise ConfigError("changes text after {% generation %} has marked it; keep the block where the text is written")
     if not any(parts[1::2]):
-        raise ConfigError(f"marks no answer in it; {_MARK_ANSWERS}")
+        raise ConfigError(f"marks no answer in it; {MARK_ANSWERS}")
     ends = list(accumulate(map(len, parts)))
     return list(zip(ends[:-1:2], ends[1::2], strict=True))
 
 
+def messages_of(found: Mapping[str, Any]) -> Messages:
+    """Return the messages of a conversation; a prompt and its answer are two."""
+    if "messages" in found:
+        return found["messages"]
+    roles = {"user": found["prompt"], "assistant": found["answer"]}
+    return [{"role": role, "content": text} for role, text in roles.items()]
+
+
 def find_template(
-    tokenizer_path: str, chat_template: str | None, ends: Mapping[str, str] | None = None
+    tokenizer_path: str, chat_template: str | None, chat: Chat = _DEFAULT, ends: Mapping[str, str] | None = None
 ) -> ChatTemplate | None:
     """Return the template in the file `chat_template`, or the registered one, or that of the tokenizer's folder.
 
@@ -157,8 +174,9 @@ def find_template(
         folders.append(folders[0].parent)
     settings = [(folder, read_settings(folder / "tokenizer_config.json")) for folder in folders]
     special = next((_special_tokens(found) for _, found in settings if found), ends or {})
+    made = partial(ChatTemplate, special=special, chat=chat, tokens=special_names(tokenizer_path))
     if chat_template in TEMPLATES:
-        return ChatTemplate(TEMPLATES[chat_template], chat_template, special)
+        return made(TEMPLATES[chat_template], chat_template)
     if chat_template is not None:
         try:
             source = Path(os.path.expanduser(chat_template)).read_text(encoding="utf-8")
@@ -167,17 +185,17 @@ def find_template(
                 f"model.chat_template = {chat_template!r} cannot be read ({getattr(error, 'strerror', error)}); name "
                 "a Jinja file, 'none', or leave it out for the template of the tokenizer's folder"
             ) from None
-        return ChatTemplate(source, chat_template, special)
+        return made(source, chat_template)
     for folder, found in settings:
         file = folder / "chat_template.jinja"
         if file.is_file():
-            return ChatTemplate(file.read_text(encoding="utf-8"), str(file), special)
+            return made(file.read_text(encoding="utf-8"), str(file))
         source = found.get("chat_template")
         if isinstance(source, list):  # several, by name
             named = (entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default")
             source = next(named, {}).get("template")
         if isinstance(source, str):
-            return ChatTemplate(source, str(folder / "tokenizer_config.json"), special)
+            return made(source, str(folder / "tokenizer_config.json"))
     return None
 
 
@@ -188,8 +206,11 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _environment(marks: tuple[str, str]) -> "jinja2.Environment":
-    """Return the sandbox in which templates run; marks: what stands around an answer that a template marks."""
+def _environment(marks: tuple[str, str], today: str | None) -> "jinja2.Environment":
+    """Return the sandbox in which templates run.
+
+    marks: what stands around an answer that a template marks; today: the date of `strftime_now`, None: it is undefined.
+    """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -219,4 +240,6 @@ def _environment(marks: tuple[str, str]) -> "jinja2.Environment":
     )
     environment.filters["tojson"] = to_json  # jinja2's own escapes HTML
     environment.globals["raise_exception"] = refuse
+    if today is not None:
+        environment.globals["strftime_now"] = date.fromisoformat(today).strftime
     return environment

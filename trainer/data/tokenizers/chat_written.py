@@ -25,7 +25,7 @@ def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
     for number, message in enumerate(messages, 1):
         if message["role"] not in _CHECKED:
             continue
-        start, content = place, message["content"].strip()
+        start, content = place, _without_reasoning(message["content"])
         if content and (place := _end_of(content, text, start)) < 0:
             what = "answer" if message["role"] == "assistant" else "content"
             return f"the {what} of message {number} ({message['role']})"
@@ -39,16 +39,32 @@ def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
     return ""
 
 
-def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the messages with arguments of calls as objects, not as strings of JSON; None if that changes nothing."""
+def other_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the messages with arguments of calls as objects in the place of strings of JSON, and the other way round.
+
+    None if no message calls a tool.
+    """
     changed = json.loads(json.dumps(messages))
     for message in changed:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
-            if isinstance(function.get("arguments"), str):
+            arguments = function.get("arguments", {})
+            if not isinstance(arguments, str):
+                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            else:
                 with suppress(ValueError):
-                    function["arguments"] = json.loads(function["arguments"])
+                    function["arguments"] = json.loads(arguments)
     return None if changed == list(messages) else changed
+
+
+def is_in(content: str, text: str) -> bool:
+    """Return whether a text has a content as it is, or as a string of JSON."""
+    return _end_of(_without_reasoning(content), text, 0) >= 0
+
+
+def _without_reasoning(content: str) -> str:
+    """Return a content without the reasoning before it, which many templates take out of earlier answers."""
+    return content.rpartition("</think>")[2].strip()
 
 
 def _end_of(content: str, text: str, start: int) -> int:

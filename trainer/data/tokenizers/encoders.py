@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from trainer.config.errors import ConfigError
+from trainer.config.schema import Chat
 from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
@@ -48,7 +49,7 @@ class ConversationEncoder:
         self._tokenizer, self._template = tokenizer, template
 
     @classmethod
-    def of(cls, tokenizer_path: str, chat_template: str | None) -> "ConversationEncoder":
+    def of(cls, tokenizer_path: str, chat_template: str | None, chat: Chat) -> "ConversationEncoder":
         """Return the encoder for the template of a tokenizer, or for the file `chat_template`.
 
         Raises:
@@ -57,7 +58,7 @@ class ConversationEncoder:
         tokenizer = open_tokenizer(tokenizer_path)
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
-        return cls(tokenizer, find_template(tokenizer_path, chat_template, ends))
+        return cls(tokenizer, find_template(tokenizer_path, chat_template, chat, ends))
 
     @property
     def identity(self) -> str | None:

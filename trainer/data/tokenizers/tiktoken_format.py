@@ -130,4 +130,9 @@ def vocab_size(file: str, given: str) -> int:
     return len(read_ranks(file, given)) + NUM_SPECIAL_TOKENS
 
 
+def special_names(file: str, given: str) -> tuple[str, ...]:
+    """Return the texts of the special tokens."""
+    return SPECIAL_TOKENS
+
+
 FORMAT = TiktokenTokenizer

@@ -96,6 +96,12 @@ def vocab_size_of(path: str | None = None) -> int:
     return module.vocab_size(*found)
 
 
+def special_names(path: str | None = None) -> Sequence[str]:
+    """Return the texts of the special tokens of `open_tokenizer(path)`, likewise."""
+    module, *found = _found(path)
+    return module.special_names(*found)
+
+
 def tokenizer_hash(path: str | None = None) -> str:
     """Return the SHA-256 of the tokenizer's file."""
     return hashlib.sha256(Path(_found(path)[1]).read_bytes()).hexdigest()

@@ -98,18 +98,25 @@ def read_settings(file: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-@lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later
 def vocab_size(file: str, given: str) -> int:
-    """Return one more than the largest id, without the library.
+    """Return one more than the largest id, without the library; ConfigError if the file is damaged."""
+    return _facts(file, given)[0]
 
-    Raises:
-        ConfigError: the file is damaged.
-    """
+
+def special_names(file: str, given: str) -> tuple[str, ...]:
+    """Return the texts of the special tokens, likewise."""
+    return _facts(file, given)[1]
+
+
+@lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later
+def _facts(file: str, given: str) -> tuple[int, tuple[str, ...]]:
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         vocab = content["model"]["vocab"]
         ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        return 1 + max([*ids, *(token["id"] for token in content.get("added_tokens", []))])
+        added = content.get("added_tokens", [])
+        special = tuple(token["content"] for token in added if token.get("special"))
+        return 1 + max([*ids, *(token["id"] for token in added)]), special
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(given, f"{type(error).__name__}: {error}") from None
 

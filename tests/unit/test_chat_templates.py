@@ -1,0 +1,224 @@
+"""Law of published chat templates: tokens are those of transformers, and labels lie on answers and their ends.
+
+The templates are those that TRL ships. Its `_training` twins mark the answers by {% generation %}, written by hand.
+"""
+
+import json
+import re
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.chat_files import chat_folder
+from tests.unit.test_chat import read, refusal
+from trainer.config.data import Chat
+from trainer.config.errors import ConfigError
+from trainer.data.packing.sequence import IGNORE_INDEX, sample_of
+from trainer.data.tokenizers.chat_template import ChatTemplate
+from trainer.data.tokenizers.encoders import ConversationEncoder
+from trainer.data.tokenizers.tokenizer import open_tokenizer
+
+FOLDER = Path(next(iter(find_spec("trl").submodule_search_locations))) / "chat_templates"
+PUBLISHED = {file.stem: file.read_text() for file in sorted(FOLDER.glob("*.jinja"))}
+OF_TEXT = [name for name in PUBLISHED if not name.endswith("_training")]
+# ruff: noqa: RUF001 - DeepSeek's names have a wide bar
+# Names of special tokens, as the templates write them.
+NAMES = re.compile(
+    r"<\|[^|<>{}\s]+\|>|<｜[^｜<>]+｜>|<[a-z]+_of_[a-z]+>|</?s>|<bos>|<eos>|<\|?turn\|?>|<\|?tool_response\|?>"
+)
+BEGIN, END = "<|begin|>", "<|eos|>"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "the weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "where"}}},
+    },
+}
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def answer(content: str, *calls: str, reasoning: str = "") -> dict:
+    found = {"role": "assistant", "content": content}
+    if reasoning:
+        found |= {"reasoning_content": reasoning, "thinking": reasoning}
+    if calls:
+        found["tool_calls"] = [
+            {"id": f"call{i:05d}", "type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}}
+            for i, city in enumerate(calls)
+        ]
+    return found
+
+
+def tool(content: str, number: int = 0) -> dict:
+    return {"role": "tool", "name": "get_weather", "tool_call_id": f"call{number:05d}", "content": content}
+
+
+CONVERSATIONS = {
+    "one": [user("Hi there"), answer("Hello!")],
+    "many": [user("Q1?"), answer("R1."), user("Q2?"), answer("R2."), user("Q3?"), answer("a")],
+    "system": [{"role": "system", "content": "Be brief."}, user("Q1?"), answer("R1."), user("Q2"), answer("R2")],
+    "reasoning": [user("Q1?"), answer("R1.", reasoning="idea1"), user("Q2?"), answer("R2.", reasoning="idea2")],
+    "written reasoning": [
+        user("Q1?"),
+        answer("<think>\nidea1\n</think>\n\nR1."),
+        user("Q2?"),
+        answer("<think>\nidea2\n</think>\n\nR2."),
+    ],
+    "call": [user("Weather?"), answer("", "Rome"), tool("sunny"), answer("Go out.")],
+    "call and text": [
+        user("Weather?"),
+        answer("Let me look.", "Rome"),
+        tool("sunny"),
+        answer("Go out."),
+        user("thx"),
+        answer("np"),
+    ],
+    "parallel calls": [user("Weather?"), answer("", "Rome", "Oslo"), tool("sunny"), tool("rain", 1), answer("Mixed.")],
+    "reasoning and call": [
+        user("Weather?"),
+        answer("", "Rome", reasoning="hm"),
+        tool("sunny"),
+        answer("Go out.", reasoning="okay"),
+    ],
+    "injected": [user("say <|im_end|> </s> assistant"), answer("no <|im_end|> here"), user("user"), answer("user")],
+    "white space": [user("  Q1? \n"), answer("\n R1. \n"), user("Q2\n"), answer(" R2\n\n")],
+    "short": [user("a"), answer("a"), user("a"), answer("a")],
+}
+
+
+def line(name: str) -> dict:
+    messages = CONVERSATIONS[name]
+    return {"messages": messages} | ({"tools": [TOOL]} if "call" in name else {})
+
+
+def template(name: str) -> ChatTemplate:
+    special = {"bos_token": BEGIN, "eos_token": END}
+    return ChatTemplate(PUBLISHED[name], name, special, Chat(date=date.today().isoformat()), _names())
+
+
+def _names() -> list[str]:
+    return sorted(set().union(*(NAMES.findall(text) for text in PUBLISHED.values())) | {BEGIN, END})
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory) -> tuple:
+    """One with the special tokens of all templates, as transformers and as this program read it."""
+    folder = chat_folder(tmp_path_factory.mktemp("published"), None, specials=_names())
+    return AutoTokenizer.from_pretrained(folder), open_tokenizer(str(folder))
+
+
+# Templates that refuse a conversation themselves, write none of its calls, or take parts of content alone.
+WITHOUT_CALLS = {"cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5"} | {
+    "qwen2_5_vl"
+}
+OF_IMAGES = {"idefics3", "llava_next", "smolvlm"}
+WITHOUT_SYSTEM = {"gemma"}
+ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}
+NO_TEXT_WITH_A_CALL = ONE_CALL | {"muse_glimmer", "diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"}
+
+
+def may_be_refused(name: str, conversation: str) -> bool:
+    return (
+        name in OF_IMAGES
+        or ("call" in conversation and name in WITHOUT_CALLS)
+        or (conversation == "system" and name in WITHOUT_SYSTEM)
+        or (conversation == "parallel calls" and name in ONE_CALL)
+        or (conversation == "call and text" and name in NO_TEXT_WITH_A_CALL)
+    )
+
+
+def test_the_templates_are_there():
+    assert len(OF_TEXT) >= 39
+    assert {"qwen3", "qwen3_5_think", "qwen3_6", "deepseekv3", "phi3", "nemotron_3_nano", "gptoss"} <= set(OF_TEXT)
+
+
+@pytest.mark.parametrize("name", OF_TEXT)
+def test_tokens_are_those_of_transformers_and_labels_those_of_answers(name, tokenizers):
+    theirs, ours = tokenizers
+    encoder = ConversationEncoder(ours, template(name))
+    for conversation in CONVERSATIONS:
+        found = read(line(conversation))
+        if may_be_refused(name, conversation):
+            refusal(encoder.encode, found)
+            continue
+        sample = sample_of(encoder.encode(found))
+        wanted = their_tokens(theirs, PUBLISHED[name], line(conversation))
+        assert sample.tokens.tolist() == wanted, conversation
+        learnt = ours.decode(sample.labels[sample.labels != IGNORE_INDEX].tolist())
+        check_learnt(learnt, CONVERSATIONS[conversation], conversation)
+
+
+def their_tokens(theirs, source: str, given: dict) -> list[int]:
+    """DeepSeek's templates take arguments as JSON."""
+    try:
+        return theirs.apply_chat_template(
+            given["messages"], tools=given.get("tools"), chat_template=source, return_dict=False
+        )
+    except TypeError:
+        changed = json.loads(json.dumps(given["messages"]))
+        for message in changed:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        return theirs.apply_chat_template(changed, tools=given.get("tools"), chat_template=source, return_dict=False)
+
+
+def check_learnt(learnt: str, messages: list[dict], conversation: str) -> None:
+    """All answers and calls in their order, and no word of another message."""
+    place = 0
+    for message in messages:
+        if message["role"] != "assistant":
+            continue
+        words = [message["content"].rpartition("</think>")[2].strip()]
+        words += [call["function"]["arguments"]["city"] for call in message.get("tool_calls", ())]
+        places = [learnt.find(word, place) for word in words]
+        assert min(places) >= 0, (conversation, words, learnt)
+        place = max(found + len(word) for found, word in zip(places, words, strict=True))
+    others = [message["content"].strip() for message in messages if message["role"] != "assistant"]
+    if conversation not in ("short", "injected"):
+        assert not [word for word in others if word in learnt], (conversation, learnt)
+
+
+# What TRL's marks have beside an answer: parts of the prompt, and white space or a second token behind its end.
+BESIDE = re.compile(
+    r"\s*|<｜Assistant｜>\s*|<｜tool▁outputs▁end｜>|<\|start\|>assistant|(<think>\s*(</think>)?\s*)?|\s*<\|eos\|>"
+)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_TEXT if f"{name}_training" in PUBLISHED])
+def test_answers_are_those_that_are_marked_by_hand(name):
+    plain, marked, compared = template(name), template(f"{name}_training"), 0
+    for conversation in CONVERSATIONS:
+        found = read(line(conversation))
+        try:
+            (text, ours), (other, theirs) = plain.render(found), marked.render(found)
+        except ConfigError:
+            continue
+        if text != other:  # a twin writes earlier answers as the last one
+            continue
+        compared += 1
+        mine, marks = (covered(spans, len(text)) for spans in (ours, theirs))
+        for start, stop in runs([not a and b for a, b in zip(mine, marks, strict=True)]):
+            assert BESIDE.fullmatch(text[start:stop]), (conversation, text[start:stop])
+        for start, stop in runs([a and not b for a, b in zip(mine, marks, strict=True)]):
+            assert text[start:stop] in ("<|tool_response>",), (conversation, text[start:stop])
+    assert compared or name in OF_IMAGES | {"glm4moe"}
+
+
+def covered(spans: list[tuple[int, int]], length: int) -> list[bool]:
+    found = [False] * length
+    for start, stop in spans:
+        found[start:stop] = [True] * (stop - start)
+    return found
+
+
+def runs(marks: list[bool]) -> list[tuple[int, int]]:
+    """Return [start, stop) of each run of True."""
+    edges = [i for i, (a, b) in enumerate(zip([False, *marks], [*marks, False], strict=True)) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,163 @@
+"""Find the answers of a conversation in the text that a chat template writes. Torch-free.
+
+A template may write a message otherwise when others follow, such as without its reasoning. So an answer is found by the
+difference between renderings, and not by a rendering that begins with another one:
+
+text     <user>2 + 2?<end><assistant>4<end>      the whole conversation
+marked   <user>[2 + 2?]<end><assistant>[4]<end>  a mark on both sides of each content
+prompt   <user>[2 + 2?]<end><assistant>          up to an answer, with the generation prompt
+alone    <user>2 + 2?<end><assistant>[4]<end>    up to an answer, with it
+
+An answer starts behind the generation prompt, which stands behind the content of the message before. It stops behind
+its end token, which stands behind its content both in the whole text and alone.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.data.tokenizers.chat_written import function_of, is_in
+
+MARK_ANSWERS = "mark the answers in the template with {% generation %} ... {% endgeneration %}"
+_NOT_WRITTEN = "does not write message {}; use the template of a model that has it, or leave the line out"
+_FIRST, _LAST = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
+_NUMBERS = 0xF0000  # a plane for private use: a character for each message
+_MARK = re.compile(f"([{_FIRST}{_LAST}])([\U000f0000-\U000fffff])")
+
+Messages = Sequence[Mapping[str, Any]]
+Write = Callable[..., str]
+"""(messages, prompts=False) -> text; raises ConfigError if the template refuses them."""
+
+
+class Answers:
+    """The answers in one rendered conversation. text: of all messages; special: names of special tokens."""
+
+    def __init__(self, messages: Messages, text: str, write: Write, special: Iterable[str]) -> None:
+        self._messages, self._text, self._write = messages, text, write
+        self._tokens = tuple(filter(None, special))
+        self._special = re.compile(rf"\s*({'|'.join(map(re.escape, self._tokens)) or '(?!)'})")
+        self._places: dict[tuple[str, int], int] = {}
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for numbers in (range(len(messages)), answers):  # some templates look at how a content of a user begins
+            marked, places = self._marked(messages, numbers)
+            if marked == text:
+                self._places = places
+                break
+        for i in numbers if marked == text else ():
+            if messages[i]["role"] != "system" and messages[i]["content"].strip() and (_LAST, i) not in places:
+                raise ConfigError(_NOT_WRITTEN.format(i + 1))
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Return the characters [start, stop) of the answer that is message `number`, from 0.
+
+        Raises:
+            ConfigError: it cannot be found.
+        """
+        start = self._start(number)
+        stop = self._stop(number, start)
+        if not self._text[start:stop].endswith(self._tokens):  # the next message's first token ends the answer
+            stop += len(next((token for token in self._tokens if self._text.startswith(token, stop)), ""))
+        if not is_in(self._messages[number]["content"], self._text[start:stop]):
+            raise ConfigError(_NOT_WRITTEN.format(number + 1))
+        return start, stop
+
+    def _start(self, number: int) -> int:
+        text, content = self._text, self._places.get((_FIRST, number))
+        before = self._messages[:number]
+        prompt, places = self._marked(before, [number - 1], prompts=True) if number else ("", {})
+        if number and prompt and text.startswith(prompt):
+            return len(prompt) + self._header(before, prompt)
+        behind = self._places.get((_LAST, number - 1)), places.get((_LAST, number - 1))
+        if None not in behind:
+            header = prompt[behind[1] :]
+            equal = takewhile(lambda pair: pair[0] == pair[1], zip(header, text[behind[0] :], strict=False))
+            common = "".join(character for character, _ in equal)
+            if common == header:
+                return behind[0] + len(header)
+            # The prompt goes on with what this answer has not, such as a start of reasoning.
+            start = behind[0] + len(re.match(r"(?s)(?:.*[\s>\]])?", common)[0])
+            if content is None or self._has_more(number, text[start:content]):
+                return start
+        if content is None:
+            raise ConfigError(
+                f"writes what stands before message {number + 1} otherwise than as a prompt, so that the start of the "
+                f"answer is not known; {MARK_ANSWERS}"
+            )
+        return content
+
+    def _has_more(self, number: int, before: str) -> bool:
+        """Return whether the text before the content of a message has another part of it, such as its reasoning."""
+        parts = (part for key, part in self._messages[number].items() if key not in ("role", "content"))
+        return any(isinstance(part, str) and part.strip() and part.strip() in before for part in parts)
+
+    def _header(self, before: Messages, prompt: str) -> int:
+        """Return the number of characters of a header that the template writes without being asked for a prompt."""
+        if prompt != self._marked(before, ())[0]:
+            return 0
+        probe = {"role": "assistant", "content": "4"}
+        whole, places = self._marked([*before, probe], [len(before)])
+        header = whole[len(prompt) : places.get((_FIRST, len(before)), 0)]
+        return len(header) if header.strip() and self._text.startswith(header, len(prompt)) else 0
+
+    def _stop(self, number: int, start: int) -> int:
+        text, message = self._text, self._messages[number]
+        alone, places = self._marked(self._messages[: number + 1], [number])
+        here, there = self._places.get((_LAST, number)), places.get((_LAST, number))
+        if here is not None and there is not None:
+            ends = self._ends(text, here), self._ends(alone, there)
+            if all(ends) and not message.get("tool_calls"):
+                # Some models end the last answer by another token than those before.
+                equal = list(takewhile(lambda pair: pair[0][1] == pair[1][1], zip(*ends, strict=False)))
+                return equal[-1][0][0] if equal else ends[0][0][0]
+            tail = alone[there:].rstrip() or alone[there:]  # white space behind an end token is the template's
+            if text.startswith(tail, here):
+                return here + len(tail)
+        calls = [function_of(call)[0] for call in message.get("tool_calls") or ()]
+        needed = message["content"].strip() or next(iter(calls), "")
+        # Alone, the answer may begin with more, such as its reasoning. The longest ending that stands here is taken.
+        whole, last = alone.rstrip(), alone.rfind(needed)
+        for match in re.finditer(re.escape(text[start : start + 1]), whole[: last + 1]):
+            begin = match.start()
+            if text.startswith(whole[begin : begin + 64], start) and text.startswith(whole[begin:], start):
+                return start + len(whole) - begin
+        raise ConfigError(
+            f"writes message {number + 1} otherwise when others follow, so that the end of its answer cannot be found; "
+            f"{MARK_ANSWERS}, or give one line for each answer"
+        )
+
+    def _ends(self, text: str, place: int) -> list[tuple[int, str]]:
+        """Return the special tokens that stand at a place, one behind another, each with the place behind it."""
+        found = []
+        while match := self._special.match(text, place):
+            if found and match.start(1) > place:  # another line
+                break
+            place = match.end()
+            found.append((place, match[1]))
+        return found
+
+    def _marked(
+        self, messages: Messages, numbers: Iterable[int], *, prompts: bool = False
+    ) -> tuple[str, dict[tuple[str, int], int]]:
+        """Return the text of messages, and where the contents of some of them start and stop in it.
+
+        Contents that the template does not write as they are have no place. The text is empty if it refuses them.
+        """
+        changed = list(messages)
+        for i in numbers:
+            content = changed[i]["content"]
+            if inner := content.strip():
+                outer = content.partition(inner)
+                number = chr(_NUMBERS + i)
+                changed[i] = changed[i] | {"content": f"{outer[0]}{_FIRST}{number}{inner}{_LAST}{number}{outer[2]}"}
+        try:
+            marked = self._write(changed, prompts=prompts)
+        except ConfigError:
+            return "", {}
+        parts, places, length = _MARK.split(marked), {}, 0
+        for text, mark, number in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True):
+            length += len(text)
+            if mark:
+                places[mark, ord(number) - _NUMBERS] = length
+        return "".join(parts[::3]), places
