@@ -26,7 +26,7 @@ from tests.chat_files import chat_folder
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN3, SHAPES, changed, saved
 from tests.hf_tensors import from_hf
 from trainer.commands import convert, tokenize_text
-from trainer.commands.generate import end_ids
+from trainer.commands.generate import ends_of
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Checkpoint, JobConfig, Model, Training
@@ -329,9 +329,9 @@ def test_every_end_that_a_model_names_ends_a_text(tmp_path: Path) -> None:
     config = resolved(f"--model.path={folder}").config
     tokenizer = open_tokenizer(config.model.tokenizer_file)
     assert tokenizer.decode([tokenizer.eos_id]) == "<|eos|>", "of tokenizer.json, not of Meta's file beside it"
-    assert end_ids(config, tokenizer) == {tokenizer.eos_id, 300, 308}
+    assert ends_of(config, tokenizer) == {tokenizer.eos_id, 300, 308}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 301}))
-    assert end_ids(config, tokenizer) == {tokenizer.eos_id, 301}
+    assert ends_of(config, tokenizer) == {tokenizer.eos_id, 301}
 
 
 def _written(file: Path, text: str) -> str:
@@ -411,7 +411,7 @@ def write_to_a_full_disk(output: Path) -> None:
         folder._file.close()
         folder._file = open("/dev/full", "wb")  # noqa: SIM115
         folder.put("b", torch.zeros(32))
-        folder.finish("config.json", {})
+        folder.finish({"config.json": "{}"})
 
 
 def test_what_a_full_disk_leaves_is_removed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The weights of a run in the formats of Hugging Face, read from its checkpoint tensor by tensor."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,10 @@ import torch
 
 from trainer.checkpoint.weights import WeightsReader, load_tensors, open_step, open_weights
 from trainer.config.schema import JobConfig
+from trainer.data.tokenizers.chat_template import find_template
+from trainer.data.tokenizers.ends import GENERATION_FILE, end_ids
 from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.data.tokenizers.tokenizer_json import read_settings
 from trainer.families.args import DecoderArgs
 from trainer.families.registry import hf_config
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
@@ -44,7 +48,7 @@ def write_hf(
             for there, part in model.pairs[name][1].tensors(whole).items():
                 folder.put(there, part)
             del whole, part  # before the next ones are read
-        folder.finish(CONFIG_FILE, content, hf_folder(config))
+        folder.finish({CONFIG_FILE: _json(content), **_of_generation(config)}, _tokenizer_folder(config))
 
 
 def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
@@ -56,6 +60,34 @@ def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> di
     there, longest = read_config(source), "max_position_embeddings"
     content[longest] = max(there.whole(longest, 1), content[longest])
     return content | {key: there.content[key] for key in _TOKENS if key in there.content}
+
+
+def _tokenizer_folder(config: JobConfig) -> Path | None:
+    """Return the folder whose files of tokenizer and generation go with the weights, or None for a rank file."""
+    file = Path(config.model.tokenizer_file)
+    own = file if file.is_dir() else file.parent
+    return hf_folder(config) or (own if (own / "tokenizer.json").is_file() else None)
+
+
+def _of_generation(config: JobConfig) -> dict[str, str]:
+    """Return the files that say how to talk to the model: its own chat template, and all tokens that end a text."""
+    model, found, carried = config.model, {}, _tokenizer_folder(config)
+    if carried is None:
+        return {}
+    template = find_template(model.tokenizer_file, model.chat_template, config.chat)
+    if model.chat_template is not None and template is not None:
+        found["chat_template.jinja"] = template.source
+    tokenizer = open_tokenizer(model.tokenizer_file)
+    before = read_settings(carried / GENERATION_FILE)
+    ends = sorted(end_ids(tokenizer, [carried], template))
+    given = before.get("eos_token_id")
+    if set(ends) != set(given if isinstance(given, list) else [given]):
+        found[GENERATION_FILE] = _json({**before, "eos_token_id": ends if len(ends) > 1 else ends[0]})
+    return found
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _whole_tensors(
@@ -125,4 +157,4 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
     with NewFolder(output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model") as folder:
         for name, tensor in theirs.items():
             folder.put(name, tensor)
-        folder.finish("adapter_config.json", content)
+        folder.finish({"adapter_config.json": _json(content)})

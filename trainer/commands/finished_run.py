@@ -30,7 +30,7 @@ _KEPT = (
     *("loss_chunk_tokens", "dtype", "mixed_precision_param", "enable_cpu_offload"),
 )
 _RESET = ("parallelism", "validation", "activation_checkpoint", "compile")  # tables that whole weights need not
-_TEXT_COMMANDS = ("lct generate", "lct evaluate")
+_TEXT_COMMANDS = ("lct generate", "lct chat", "lct evaluate")
 
 
 def model_options(parser: Parser, *, seed: str) -> None:
@@ -93,6 +93,7 @@ def text_configuration(
     config = JobConfig(
         job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),  # not beside the weights
         model=given.model,
+        chat=given.chat,
         training=Training(local_batch_size=1, **{name: getattr(training, name) for name in _KEPT}),
         parallelism=given.parallelism,
         checkpoint=Checkpoint(initial_load_path=weights),

@@ -2,12 +2,15 @@
 
 generate outputs/debug_model --prompt 'def main(' --prompt 'class ' --tokens 60 --top-p 0.9
 
+With --chat each prompt is the message of a user, which the model answers through its chat template.
+
 With --ngpu N tensor-parallel ranks divide the model, each with the keys and values of its own heads. All ranks draw the
 same tokens, and rank 0 prints them.
 """
 
 import argparse
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,29 +28,25 @@ from trainer.stores.initial import hf_folder
 if TYPE_CHECKING:
     import torch
 
+    from trainer.components.generation import Sampling
+    from trainer.data.tokenizers.chat_template import ChatTemplate
     from trainer.data.tokenizers.tokenizer import Tokenizer
 
 
-def end_ids(config: JobConfig, tokenizer: "Tokenizer") -> set[int]:
-    """Return the tokens that end a text: the tokenizer's, and all that the model's `generation_config.json` names."""
-    from trainer.data.tokenizers.tokenizer_json import read_settings
+def ends_of(config: JobConfig, tokenizer: "Tokenizer", template: "ChatTemplate | None" = None) -> set[int]:
+    """Return the tokens that end a text; with a template also the one that ends an answer."""
+    from trainer.data.tokenizers.ends import end_ids
 
-    folders = {Path(config.model.tokenizer_file), Path(config.model.tokenizer_file).parent, hf_folder(config)}
-    ends: set[Any] = {tokenizer.eos_id}
-    for folder in folders - {None}:
-        named = read_settings(folder / "generation_config.json").get("eos_token_id")
-        ends |= set(named) if isinstance(named, list) else {named}
-    return {end for end in ends if type(end) is int and 0 <= end < tokenizer.vocab_size}
+    file = Path(config.model.tokenizer_file)
+    return end_ids(tokenizer, (file, file.parent, hf_folder(config)), template)
 
 
-def parser() -> Parser:
-    """Return the parser of the options."""
-    described = Parser("generate", __doc__.splitlines()[0])
+def model_parser(command: str, what: str, *, tokens: int = 1024, **settings: Any) -> Parser:
+    """Return the parser of the options of all commands that write with a model. tokens: written by default."""
+    described = Parser(command, what, **settings)
     add = described.add_argument
     add("folder", type=Path, help="job.dump_folder of the run, or a Hugging Face folder")
-    add("--prompt", action="append", help="text to continue; may be given again (default: the start of a document)")
-    add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line")
-    add("--tokens", type=number(int, 1), default=64, help="most tokens to write (default: 64)")
+    add("--tokens", type=number(int, 1), default=tokens, help=f"most tokens to write (default: {tokens})")
     text = "0: the likeliest token; 1: as the model says (default: 0.7)"
     add("--temperature", type=number(float, 0), default=0.7, help=text)
     text = "draw among the k likeliest tokens (default: 0, all)"
@@ -60,8 +59,25 @@ def parser() -> Parser:
     return described
 
 
-def prompts_of(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[list[int]]:
-    """Return the tokens of the prompts of the command line and of the file."""
+def parser() -> Parser:
+    """Return the parser of the options."""
+    described = model_parser("generate", __doc__.splitlines()[0], tokens=64)
+    add = described.add_argument
+    add("--prompt", action="append", help="text to continue; may be given again (default: the start of a document)")
+    add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line")
+    add("--chat", action="store_true", help="the prompts are messages, which the model answers by its chat template")
+    return described
+
+
+def sampling_of(args: argparse.Namespace) -> "Sampling":
+    """Return how tokens are drawn."""
+    from trainer.components.generation import Sampling
+
+    return Sampling(args.temperature, args.top_k, args.top_p)
+
+
+def prompts_of(args: argparse.Namespace) -> list[str]:
+    """Return the prompts of the command line and of the file."""
     prompts = list(args.prompt or ())
     if args.prompts is not None:
         try:
@@ -71,17 +87,37 @@ def prompts_of(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[list[in
         if not lines:
             raise ConfigError(f"--prompts {args.prompts} is empty; give a text a line")
         prompts += lines
-    tokens = [tokenizer.encode(prompt) for prompt in prompts or [""]]
-    if tokenizer.bos_id is None and not all(tokens):
+    return prompts or [""]
+
+
+def to_write(
+    args: argparse.Namespace, config: JobConfig, tokenizer: "Tokenizer"
+) -> tuple[list[str], list[list[int]], Collection[int]]:
+    """Return what is printed before each text, the tokens of each prompt, and the tokens that end a text."""
+    prompts = prompts_of(args)
+    if args.chat:
+        from trainer.commands.chat import Talk
+
+        talk = Talk.of(config)
+        tokens = [talk.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        return [""] * len(prompts), tokens, talk.ends
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    tokens = [begin + tokenizer.encode(prompt) for prompt in prompts]
+    if not all(tokens):
         raise ConfigError("--prompt '' needs a token that begins a text, and this tokenizer has none; give some text")
-    return tokens
+    return prompts, tokens, ends_of(config, tokenizer)
 
 
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     """Return the arguments and the job of all ranks."""
     args = parser().parse_args(argv)
+    return args, job_of(args, command="lct generate")
+
+
+def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
+    """Return the job of all ranks that write with the model of a folder."""
     ranks = all_ranks(args.ngpu)
-    config, _ = text_configuration(args.folder, args.step, command="lct generate", tokenizer=args.tokenizer)
+    config, _ = text_configuration(args.folder, args.step, command=command, tokenizer=args.tokenizer)
     length = max(config.training.seq_len // ranks, 1) * ranks
     config = replace(
         config,
@@ -90,23 +126,21 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
         comm=replace(config.comm, trace_buf_size=0),  # nothing is written
     )
     with given_as(tensor_parallel_degree="--ngpu"):
-        return args, resolve(config, ranks, this_machine().device_type(config.job.device))
+        return resolve(config, ranks, this_machine().device_type(config.job.device))
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
     """Return each prompt and what the model writes after it, up to the end of the text. A collective over all ranks."""
-    from trainer.components.generation import Sampling, generate
+    from trainer.components.generation import generate
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 
     tokenizer = open_tokenizer(job.config.model.tokenizer_file)
-    prompts = raise_on_all_ranks(lambda: prompts_of(args, tokenizer), device)
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    settings = {"tokens": args.tokens, "sampling": Sampling(args.temperature, args.top_k, args.top_p)}
-    settings |= {"seed": args.seed, "ends": end_ids(job.config, tokenizer)}
+    shown, prompts, ends = raise_on_all_ranks(lambda: to_write(args, job.config, tokenizer), device)
     model, dims = loaded_model(job, device)
-    written = generate(model, job, dims, [begin + ids for ids in prompts], **settings)
-    return "\n\n".join(tokenizer.decode(ids + more) for ids, more in zip(prompts, written, strict=True))
+    settings = {"tokens": args.tokens, "sampling": sampling_of(args), "seed": args.seed, "ends": ends}
+    written = generate(model, job, dims, prompts, **settings)
+    return "\n\n".join(text + tokenizer.decode(more) for text, more in zip(shown, written, strict=True))
 
 
 main = partial(run, "trainer.commands.generate", checked, work)

@@ -15,6 +15,7 @@ COMMANDS = {
         "lct estimate my.toml --world-size 8 --gpu h100",
     ),
     "generate": ("generate", "continue a text with the weights of a run", "lct generate outputs/debug_model"),
+    "chat": ("chat", "talk with the model of a run, through its chat template", "lct chat outputs/chat"),
     "evaluate": (
         "evaluate",
         "measure a run on long sequences: loss by position, needles in a haystack",
@@ -27,6 +28,11 @@ COMMANDS = {
     ),
     "verify": ("verify", "read checkpoints whole, and say which are damaged", "lct verify outputs/debug_model"),
     "plan": ("plan", "show who computes and sends what in context parallelism", "lct plan --seq-len 65536 --degree 4"),
+    "data": (
+        "data",
+        "show what a job trains on: counts, and a packed sequence with its labels",
+        "lct data show my.toml --sample 3",
+    ),
     "tokenize": (
         "tokenize_text",
         "turn text into files of token ids, which train faster",

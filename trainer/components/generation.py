@@ -1,6 +1,6 @@
 """Continue texts with a model, token by token. Keys and values of earlier tokens are kept."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,11 +55,13 @@ def generate(
     sampling: Sampling,
     seed: int,
     ends: Collection[int] = (),
+    on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """Return for each prompt, of one token at least, what the model writes after it: at most `tokens` tokens.
 
     A text ends before a token of `ends`. What is drawn for a prompt depends on `seed` and on its number, not on the
     other prompts. The model sees at most `training.seq_len` tokens: the older half of a longer text is dropped.
+    on_token: called with the number of a prompt and each token when it is written.
 
     Raises:
         SharedConfigError: on every rank, if logits are not numbers.
@@ -83,6 +85,8 @@ def generate(
                 open_texts.remove(i)
             else:
                 written[i].append(token)
+                if on_token is not None:
+                    on_token(i, token)
         if not open_texts:
             break
         for i, text in enumerate(texts):  # an ended text continues with any token, which nobody reads

@@ -63,6 +63,21 @@ class TokenFiles:
         self._bad.add(i)
         return NOTHING
 
+    def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each document, (n,) int64, from the indices alone."""
+        found = [np.empty(0, dtype=np.int64)]
+        for pair in self._catalog.pairs:
+            lengths, _, firsts = pair.arrays
+            found.append(np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[firsts]))
+        return np.concatenate(found)
+
+    def answers(self) -> int | None:
+        """Return the number of tokens in answers of conversations; None for texts, of which all tokens are learned."""
+        files = [pair.answers for pair in self._catalog.pairs if pair.answers is not None]
+        if not files:
+            return None
+        return sum(int(np.count_nonzero(np.fromfile(file, dtype=bool))) for file in files)
+
     def fingerprint(self, documents: int) -> int:
         """Return a 63-bit hash of the content of the first documents; 0: they end within a file."""
         return next((content for end, content in self._catalog.content if end == documents), 0)

@@ -50,6 +50,7 @@ class ChatTemplate:
     ) -> None:
         import jinja2
 
+        self.source = source
         self._name, self._chat, self._tokens = name, chat, sorted({*special.values(), *tokens})
         self._given = special | chat.values
         how = "" if (given := (chat.arguments, chat.date, chat.answers)) == ((), None, "all") else f"\0{given}"
@@ -93,6 +94,16 @@ class ChatTemplate:
             return self._text(self._plain, found["messages"], **how, prompts=True)
         except ConfigError as error:
             raise ConfigError(f"the chat template {self._name} {error}") from None
+
+    def end_of_answer(self) -> str:
+        """Return the special token that ends an answer, or "" if the template writes none."""
+        messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        try:
+            text, spans = self.render({"messages": messages, "where": str})
+        except ConfigError:
+            return ""
+        answer = text[spans[0][0] : spans[0][1]].rstrip()
+        return next((token for token in self._tokens if token and answer.endswith(token)), "")
 
     def _rendered(self, messages: Messages, how: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         text = self._text(self._plain, messages, **how)

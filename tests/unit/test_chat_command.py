@@ -1,0 +1,121 @@
+"""Law of `lct chat`: answers are those that transformers writes for the same conversation."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.chat_files import CHATML, chat_folder
+from tests.slow import slow
+from trainer.commands.chat import Printer, Talk
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig, Model
+from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = [{"name": "add"}]
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model that transformers has written, with random weights."""
+    folder = chat_folder(tmp_path_factory.mktemp("chat") / "model", WITH_TOOLS)
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        vocab_size=open_tokenizer(str(folder)).vocab_size,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+        **sizes,
+    )
+    transformers.LlamaForCausalLM(config).double().save_pretrained(folder)
+    (folder / "tools.json").write_text(json.dumps(TOOLS))
+    return folder
+
+
+def theirs(folder: Path, messages: list[dict], tools: list[dict] | None) -> str:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    given = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|eos|>"])
+    out = model.generate(**given, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    written = [i for i in out[0, given["input_ids"].shape[1] :].tolist() if i not in ends]
+    return open_tokenizer(str(folder)).decode(written)
+
+
+@pytest.mark.parametrize("ranks", [1, *slow(2)])
+def test_answers_are_those_of_transformers(ranks, folder):
+    """Of the second turn too, which sees the first answer, and after the conversation has begun again."""
+    lines = ["two and three?", "sure?", "/reset", "the quick fox", "/tool five"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "trainer", "chat", str(folder), "--ngpu", str(ranks), "--tokens=12"),
+            *("--temperature=0", "--system", SYSTEM["content"], "--tools", str(folder / "tools.json")),
+        ],
+        input="\n\n".join(lines).encode(),
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=True,
+    )
+    messages, wanted = [SYSTEM], []
+    for line in lines:
+        if line == "/reset":
+            messages = [SYSTEM]
+            continue
+        role, content = ("tool", "five") if line.startswith("/tool") else ("user", line)
+        messages.append({"role": role, "content": content})
+        wanted.append(theirs(folder, messages, TOOLS))
+        messages.append({"role": "assistant", "content": wanted[-1]})
+    assert len(set(wanted)) == len(wanted), "negative control: the conversation matters"
+    assert done.stdout.decode().strip() == "\n".join(wanted).strip()
+
+
+def test_an_answer_ends_with_the_template_s_token(folder):
+    talk = Talk.of(JobConfig(model=Model(tokenizer_path=str(folder))))
+    tokenizer = open_tokenizer(str(folder))
+    assert {tokenizer.decode([end]) for end in talk.ends} == {"<|eos|>", "<|end|>"}
+    prompt = talk.prompt([{"role": "user", "content": "a <|end|> b"}])
+    assert tokenizer.decode(prompt) == "<|head|>user\na <|end|> b<|end|>\n<|head|>assistant\n"
+    assert sum(token in talk.ends for token in prompt) == 2
+
+
+def test_reasoning_that_the_prompt_begins_is_part_of_the_answer(folder):
+    talk = Talk.of(JobConfig(model=Model(tokenizer_path=str(folder))))
+    tokenizer = open_tokenizer(str(folder))
+    written = tokenizer.encode("five</think> fox")
+    assert talk.answer(tokenizer.encode("the <think>\n"), written)["content"] == "<think>\nfive</think> fox"
+    assert talk.answer(tokenizer.encode("the"), written)["content"] == "five</think> fox"
+
+
+def test_a_character_of_several_tokens_is_printed_when_it_is_whole(folder, capsys):
+    tokenizer = open_tokenizer(str(folder))
+    tokens, shown = tokenizer.encode("a🦊b"), []
+    printer = Printer(tokenizer.decode)
+    for token in tokens:
+        printer.put(token)
+        shown.append(capsys.readouterr().out)
+    assert len(tokens) > 4, "the fox has several tokens"
+    assert "".join(shown) == "a🦊b"
+    assert "\ufffd" not in "".join(shown)
+
+
+def test_what_cannot_be_talked_to_is_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="has no chat template"):
+        Talk.of(JobConfig(model=Model(tokenizer_path=default_tokenizer_path())))
+    (tmp_path / "tools.json").write_text("{}")
+    for file, part in (("tools.json", "must be a list of objects"), ("no.json", "cannot be read as JSON")):
+        with pytest.raises(ConfigError, match=part):
+            Talk.of(JobConfig(model=Model(tokenizer_path=str(folder))), tmp_path / file)

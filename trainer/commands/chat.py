@@ -1,0 +1,169 @@
+"""Talk with the model of a run, or of a Hugging Face folder: a chat on the terminal, through its chat template.
+
+chat outputs/chat
+chat ./Qwen3-8B --ngpu 4 --system 'Be brief.' --tools tools.json
+
+Each line is a message. An answer is printed as it is written. /reset begins again, /tool TEXT gives the result of a
+tool that the model has called, and Ctrl-D ends. Without a terminal, each line of the input is a message.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.commands.generate import ends_of, job_of, model_parser, sampling_of
+from trainer.commands.options import Parser
+from trainer.commands.ranks import run, work_on_rank
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
+from trainer.job import ResolvedJob
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.data.tokenizers.tokenizer import Tokenizer
+
+_WEEK = 7 * 24 * 3600
+_OPENED = "<think>"
+
+
+@dataclass(frozen=True)
+class Talk:
+    """How a model is talked to. tools: objects as the template takes them; ends: tokens that end an answer."""
+
+    tokenizer: "Tokenizer"
+    template: ChatTemplate
+    tools: Sequence[Mapping[str, Any]]
+    ends: frozenset[int]
+
+    @classmethod
+    def of(cls, config: JobConfig, tools: Path | None = None) -> "Talk":
+        """Return it for the tokenizer and the template of a model. tools: a file of JSON.
+
+        Raises:
+            ConfigError: there is no template, or the file has no list of tools.
+        """
+        from trainer.data.tokenizers.tokenizer import open_tokenizer
+
+        template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)
+        if template is None:
+            raise ConfigError(
+                f"{config.model.tokenizer_file} has no chat template, so that the model cannot be talked to; use lct "
+                "generate without --chat, or put the chat_template.jinja of an instruction-tuned model beside it"
+            )
+        tokenizer, given = open_tokenizer(config.model.tokenizer_file), None if tools is None else _json(tools)
+        if tools is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
+            raise ConfigError(f"--tools {tools} must be a list of objects; write what the template's model expects")
+        return cls(tokenizer, template, given or (), frozenset(ends_of(config, tokenizer, template)))
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages."""
+        text = self.template.prompt({"messages": messages, "tools": self.tools or None})
+        return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
+
+    def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
+        """Return what the model has written as a message. Reasoning that the prompt has begun is part of it."""
+        opened = self.tokenizer.decode(prompt[-8:]).rstrip().endswith(_OPENED)
+        text = self.tokenizer.decode(tokens)
+        return {"role": "assistant", "content": f"{_OPENED}\n{text}" if opened else text}
+
+
+class Printer:
+    """Prints tokens as text as soon as they are whole characters."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode, self._tokens, self._printed = decode, [], 0
+
+    def put(self, token: int) -> None:
+        """Print what this token completes."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if not text.endswith("\ufffd"):  # the rest of a character is to come
+            print(text[self._printed :], end="", flush=True)
+            self._printed = len(text)
+
+    def finish(self) -> None:
+        """Print what has not become a whole character, and end the line."""
+        print(self._decode(self._tokens)[self._printed :], flush=True)
+
+
+def parser() -> Parser:
+    """Return the parser of the options."""
+    what, _, more = __doc__.partition("\n")
+    described = model_parser("chat", what, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described.add_argument("--system", help="message of the system, before all others")
+    described.add_argument("--tools", type=Path, metavar="FILE", help="tools of the model: a list in JSON")
+    return described
+
+
+def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
+    """Return the arguments and the job of all ranks."""
+    args = parser().parse_args(argv)
+    job = job_of(args, command="lct chat")
+    Talk.of(job.config, args.tools)
+    return args, job
+
+
+def next_line() -> bytes:
+    """Return the next line of the user with its end, or nothing at the end of the input."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    return sys.stdin.buffer.readline()
+
+
+def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
+    """Talk until the input ends. A collective over all ranks; rank 0 reads and prints."""
+    from trainer.commands.finished_run import loaded_model
+    from trainer.components.generation import generate
+    from trainer.runtime.agreement import read_once
+    from trainer.runtime.process_group import set_timeout
+
+    talk = Talk.of(job.config, args.tools)
+    model, dims = loaded_model(job, device)
+    set_timeout(_WEEK)  # the other ranks wait while the user thinks
+    first = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages, is_first = list(first), dims.rank("world") == 0
+    while given := read_once(next_line, over=dims["world"]):
+        line = given.decode(errors="replace").strip()
+        command, _, rest = line.partition(" ")
+        if command == "/reset":
+            messages = list(first)
+            continue
+        if not line:
+            continue
+        message = {"role": "tool", "content": rest} if command == "/tool" else {"role": "user", "content": line}
+        try:
+            prompt = talk.prompt([*messages, message])
+        except ConfigError as error:
+            if is_first:
+                print(f"error: {error}", file=sys.stderr)
+            continue
+        printer = Printer(talk.tokenizer.decode)
+        settings = {"tokens": args.tokens, "sampling": sampling_of(args), "seed": args.seed, "ends": talk.ends}
+        put = (lambda _, token, put=printer.put: put(token)) if is_first else None
+        (written,) = generate(model, job, dims, [prompt], **settings, on_token=put)
+        if is_first:
+            printer.finish()
+        messages += [message, talk.answer(prompt, written)]
+    return ""
+
+
+def _json(file: Path) -> object:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON ({error})") from None
+
+
+main = partial(run, "trainer.commands.chat", checked, work)
+
+if __name__ == "__main__":
+    from trainer.commands.rank import command_line
+
+    sys.exit(command_line(partial(work_on_rank, checked, work)))

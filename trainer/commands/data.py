@@ -1,0 +1,159 @@
+"""Show what a job trains on: counts of its data, and one packed sequence with its documents, positions and labels.
+
+data show my.toml                                the first sequence of the run
+data show my.toml --sample 7 --html seven.html   the eighth, also as a page
+data show my.toml --characters 0                 with the whole text of each document
+
+Tokens that are learned are green, or stand between ⟦ and ⟧ where there are no colours. The token files of the job are
+made if they are not there.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from html import escape
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from trainer.commands.options import Parser, number
+from trainer.commands.start import parse
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import JobConfig
+from trainer.data.contents import contents_of, runs_of, table
+from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from trainer.families.registry import from_path
+from trainer.runtime.console import set_up_logging
+
+_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_STYLE = "body{font:14px/1.5 monospace;white-space:pre-wrap}b{color:#060;background:#dfd}h2{font-size:1em}"
+
+Document = tuple[str, list[tuple[str, bool]]]
+"""A line about it, and its text in parts, each with whether it is learned."""
+
+
+def parser() -> Parser:
+    """Return the parser of the options."""
+    what, _, more = __doc__.partition("\n")
+    described = Parser("data show", what, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described.add_argument("--sample", type=number(int, 0), default=0, metavar="N", help="sequence of the run, from 0")
+    described.add_argument("--html", type=Path, metavar="FILE", help="write the sequence as a page, too")
+    text = "most characters of a document, from its start and its end (default: 2000; 0: all)"
+    described.add_argument("--characters", type=number(int, 0), default=2000, metavar="N", help=text)
+    return described
+
+
+def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
+    """Yield the documents of the packed sequence in a batch of one."""
+    tokens, labels, positions, ids = (
+        batch[name][0].numpy() for name in ("tokens", "labels", "positions", "document_ids")
+    )
+    for document in range(int(ids[-1]) + 1):
+        inside = np.flatnonzero(ids == document)
+        start, stop = int(inside[0]), int(inside[-1]) + 1
+        targets = labels[start:stop]
+        if document == ids[-1] and batch["padding"] == stop - start:
+            yield f"padding: {stop - start:,} tokens", []
+            continue
+        learned = targets >= 0
+        head = (
+            f"document {document}: places {start:,} to {stop - 1:,}, positions {positions[start]:,} to "
+            f"{positions[stop - 1]:,}, {int(learned.sum()):,} of {stop - start:,} tokens learned"
+        )
+        # The label of a place is the token behind it. The last one may stand behind the sequence.
+        shown = np.append(tokens[start:stop], targets[-1:][learned[-1:]])
+        marks = np.concatenate([[False], learned[: len(shown) - 1]])
+        parts = ((tokenizer.decode(shown[a:b].tolist()), is_learned) for a, b, is_learned in runs_of(marks))
+        yield head, list(parts)
+
+
+def shortened(parts: list[tuple[str, bool]], most: int) -> list[tuple[str, bool]]:
+    """Return the first and the last characters of a text, `most` in all; 0: all of it."""
+    length = sum(len(text) for text, _ in parts)
+    if not most or length <= most:
+        return parts
+    found, place, head, tail = [], 0, most // 2, length - (most - most // 2)
+    for text, learned in parts:
+        first, last = text[: max(head - place, 0)], text[max(tail - place, 0) :]
+        if place <= head < place + len(text):
+            found += [(first, learned), (f"\n... {tail - head:,} characters ...\n", False), (last, learned)]
+        elif place + len(text) <= head or place + len(text) > tail:
+            found.append((text if place + len(text) <= head else last, learned))
+        place += len(text)
+    return found
+
+
+def on_console(documents: list[Document], *, color: bool) -> str:
+    """Return the documents as text for a terminal."""
+    first, last = (_GREEN, _PLAIN) if color else ("⟦", "⟧")
+    lines = []
+    for head, parts in documents:
+        lines.append(f"{_DIM}-- {head}{_PLAIN}" if color else f"-- {head}")
+        lines.append("".join(f"{first}{text}{last}" if learned else text for text, learned in parts))
+    return "\n".join(lines)
+
+
+def page(documents: list[Document], title: str) -> str:
+    """Return the documents as a page of HTML."""
+    body = (
+        f"<h2>{escape(head)}</h2>"
+        + "".join(f"<b>{escape(text)}</b>" if learned else escape(text) for text, learned in parts)
+        for head, parts in documents
+    )
+    head = f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
+    return f"{head}<h1>{escape(title)}</h1>{''.join(body)}\n"
+
+
+def show(config: JobConfig, args: argparse.Namespace) -> str:
+    """Return the table of a job's data and one of its sequences, which is also written as a page if that is wanted."""
+    from trainer.data.loader import BatchLoader
+    from trainer.data.mixture import open_training_data
+
+    if config.task != "tokens":
+        raise ConfigError(f"training.dataset = {config.training.dataset!r} has no tokens; `lct data show` is for text")
+    data, training = open_training_data(config), config.training
+    loader = BatchLoader(
+        data,
+        seq_len=training.seq_len,
+        local_batch_size=1,
+        data_streams=training.data_streams,
+        seed=training.seed,
+        dp_rank=0,
+        dp_degree=1,
+    )
+    batch = next(islice(iter(loader), args.sample, None))
+    title = f"sequence {args.sample}, {training.seq_len:,} tokens"
+    if "sources" in batch:
+        title += f", of {config.mixture.names[int(batch['sources'][0])]}"
+    documents = documents_of(batch, open_tokenizer(config.model.tokenizer_file))
+    documents = [(head, shortened(parts, args.characters)) for head, parts in documents]
+    if args.html is not None:
+        try:
+            args.html.write_text(page(documents, title), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {args.html} cannot be written ({error.strerror})") from None
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    found = contents_of(data)
+    counts = [table(found, training.seq_len)] if found else []
+    return "\n\n".join([*counts, title, on_console(documents, color=color)])
+
+
+def main(argv: list[str]) -> int:
+    """`data show [FILE] [options] [--table.key value ...]`."""
+    if argv[:1] in (["-h"], ["--help"]):
+        argv = ["show", *argv]
+    if argv[:1] != ["show"]:
+        print("error: `lct data` has one command: lct data show my.toml", file=sys.stderr)
+        return 2
+    try:
+        args, settings = parser().parse_known_args(argv[1:])
+        config = from_path(parse_command_line(parse(settings).arguments).config)
+        set_up_logging(0, color=config.metrics.enable_color_printing)
+        print(show(config, args))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
