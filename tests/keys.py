@@ -181,6 +181,12 @@ EFFECTS: dict[str, str | Seen] = {
         "--model.tokenizer_path={data}/tokenizer.model", lambda off, on: _elements(on) < _elements(off)
     ),
     "model.chat_template": "tests/unit/test_chat_jobs.py::test_a_template_of_your_own",
+    "chat.arguments": "tests/unit/test_chat.py::test_arguments_of_the_template_come_from_the_configuration_and_the_line",
+    "chat.date": "tests/unit/test_chat.py::test_arguments_of_the_template_come_from_the_configuration_and_the_line",
+    "chat.answers": "tests/unit/test_chat.py::test_some_answers_alone_are_learnt",
+    "chat.too_long": (
+        "tests/unit/test_best_fit.py::test_a_long_conversation_is_cut_behind_an_answer_or_left_out_and_counted"
+    ),
     "model.rope_theta": Seen("--model.rope_theta=100", _other("losses")),
     "model.router_aux_loss_coef": (
         "tests/distributed/test_experts.py::test_the_losses_and_the_biases_change_what_is_learnt"

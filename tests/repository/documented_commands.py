@@ -104,6 +104,25 @@ for i in $(seq 20); do
 echo '{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}'
 echo '{"prompt": "Who wrote Faust?", "answer": "Goethe"}'; done > chat.jsonl"""
 
+# Trajectories, and a stand-in of Qwen3 with a template that writes calls.
+TRAJECTORIES = f"""test -d Qwen3-8B ||
+(lct train --checkpoint.enable --model.name=qwen3 --job.dump_folder=outputs/qwen {SHORT}
+lct convert to-hf outputs/qwen Qwen3-8B
+mkdir Qwen3-8B/original && cp trainer/assets/python_4k.tiktoken Qwen3-8B/original/tokenizer.model
+echo '{{% for m in messages %}}{{{{ m.role + m.content }}}}
+{{%- for c in m.tool_calls %}}{{{{ c.function | tojson }}}}{{% endfor %}}<|eot_id|>
+{{%- endfor %}}{{%- if add_generation_prompt %}}assistant{{% endif %}}' > Qwen3-8B/chat_template.jinja)
+rm -rf trajectories; mkdir trajectories; for i in $(seq 20); do
+echo '{{"messages": [{{"role": "user", "content": "2 + 3?"}}, {{"role": "assistant", "content": "", "tool_calls":
+[{{"function": {{"name": "add", "arguments": {{"a": 2, "b": 3}}}}}}]}}, {{"role": "tool", "content": "5"}},
+{{"role": "assistant", "content": "five"}}]}}' | tr -d '\\n' >> trajectories/a.jsonl
+echo >> trajectories/a.jsonl; done"""
+_ON_TRAJECTORIES = (
+    "lct train qwen3_8b_trajectories --ngpu 2 --model.path ./Qwen3-8B --parallelism.context_parallel_degree=2 "
+    "--training.seq_len=128 --training.steps=2 --training.global_batch_size=-1"
+)
+TALK = f"{TRAJECTORIES}; test -d outputs/talk || {_ON_TRAJECTORIES} --job.dump_folder=outputs/talk"
+
 ADAPT = (
     f"{CHAT}; lct train --model.path ./Llama-3.2-1B-Instruct "
     "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 8 --lora.rank 2 "
@@ -188,6 +207,12 @@ RULES = [
         why=SLOW,
         says="it fits",
     ),
+    Rule(
+        r"lct estimate qwen3_8b_trajectories --world-size 8",
+        r"test ! -d Qwen3-8B || mv Qwen3-8B small; trap 'test ! -d small || mv small Qwen3-8B' EXIT; \g<0>",
+        why="a stand-in of another size may be there",
+        says="tokens a second",
+    ),
     Rule(r"lct estimate .*", says="tokens a second"),
     Rule(rf"{SHOW}.* --output (\S+).*", r"\g<0> && test -s \1", "the picture is looked for"),
     Rule(rf"{SHOW}.*", says="[Rr]ank", slow=False),
@@ -221,6 +246,48 @@ RULES = [
     ),
     Rule(r"scancel .*", ":", why="it needs Slurm", slow=False),
     Rule(r"export .*", slow=False),
+    # ---- trajectories
+    Rule(
+        r"lct data show qwen3_8b_trajectories --model\.path \./Qwen3-8B",
+        r"\g<0> --training.seq_len=128",
+        why=OWN,
+        first=TRAJECTORIES,
+        says=r"20 +[\d,]+ +\d+\.\d%(?s:.*)document 0: (?s:.*)five",
+    ),
+    Rule(
+        r"lct train qwen3_8b_trajectories --ngpu 8 --model\.path \./Qwen3-8B",
+        _ON_TRAJECTORIES,
+        why=f"{BIG}; {OWN}",
+        first=TRAJECTORIES,
+        says=r"20 documents, (?s:.*)weights saved for Hugging Face(?s:.*)training done",
+    ),
+    Rule(
+        r"lct chat outputs/\w+( --ngpu \d)?",
+        "echo '2 + 3?' | lct chat outputs/talk --tokens 4",
+        why="the folder of a short run, and a message in the place of a user",
+        first=TALK,
+    ),
+    Rule(
+        r"lct generate outputs/\w+ --chat( .*)",
+        r"lct generate outputs/talk --chat\1 --tokens 4",
+        why="the folder of a short run",
+        first=TALK,
+    ),
+    Rule(r"lct data show debug_model .*", says=r"all +[\d,]+(?s:.*)document 0: "),
+    Rule(
+        r"lct data show my\.toml( --sample \d)?.*",
+        r"lct data show debug_model\1",
+        why=OWN,
+        says="document 0: ",
+    ),
+    Rule(
+        r"lct data show llama3_8b_sft .*",
+        r"trap 'rm -rf chat.jsonl Llama-3.2-1B-Instruct first.html' EXIT; "
+        rf"{CHAT}; \g<0> --model.path ./Llama-3.2-1B-Instruct --training.seq_len=64 && grep -c '<b>' first.html",
+        why=OWN,
+        first=LLAMA,
+        says="document 0: ",
+    ),
     # ---- weights of Hugging Face
     Rule(
         r"(lct train --model\.path \./Llama.*) (--training\.dataset chat .*)",

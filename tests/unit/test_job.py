@@ -26,6 +26,7 @@ RANKS = {
     "llama3_8b_1m.toml": 16,
     "llama3_8b_1m_64.toml": 128,
     "qwen3_8b_1m.toml": 16,
+    "qwen3_8b_trajectories.toml": 16,
 }
 
 

@@ -31,7 +31,7 @@ PRESETS |= {
         ("405b", 512),
     )
 }
-PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8, "qwen3_8b_1m.toml": 8}
+PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8, "qwen3_8b_1m.toml": 8, "qwen3_8b_trajectories.toml": 8}
 del PRESETS["llama3_8b_lora.toml"]  # it needs weights: test_lora.py
 
 # Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.
@@ -70,6 +70,10 @@ TOLD = [
     ("profiling.save_memory_snapshot_folder", ["s"], 1, [SNAPSHOTS], "without profiling.enable_memory_snapshot"),
     ("metrics.save_tb_folder", ["x"], 1, ["--metrics.enable_tensorboard"], "without metrics.enable_tensorboard"),
     ("model.chat_template", ["none"], 1, None, "without training.dataset = 'chat'"),
+    ("chat.arguments", ["enable_thinking=false"], 1, None, "without training.dataset = 'chat'"),
+    ("chat.date", ["2026-01-31"], 1, None, "without training.dataset = 'chat'"),
+    ("chat.answers", ["last"], 1, None, "without training.dataset = 'chat'"),
+    ("chat.too_long", ["drop"], 1, None, "without training.dataset = 'chat'"),
     ("training.dataset_text_field", ["body"], 1, None, "without training.dataset = 'jsonl'"),
     ("model.sliding_window", ["2048"], 1, ["--training.seq_len=2049"], "training.seq_len = 2048 tokens"),
     ("lr_scheduler.decay_type", ["cosine"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
