@@ -181,7 +181,9 @@ EFFECTS: dict[str, str | Seen] = {
         "--model.tokenizer_path={data}/tokenizer.model", lambda off, on: _elements(on) < _elements(off)
     ),
     "model.chat_template": "tests/unit/test_chat_jobs.py::test_a_template_of_your_own",
-    "chat.arguments": "tests/unit/test_chat.py::test_arguments_of_the_template_come_from_the_configuration_and_the_line",
+    "chat.arguments": (
+        "tests/unit/test_chat.py::test_arguments_of_the_template_come_from_the_configuration_and_the_line"
+    ),
     "chat.date": "tests/unit/test_chat.py::test_arguments_of_the_template_come_from_the_configuration_and_the_line",
     "chat.answers": "tests/unit/test_chat.py::test_some_answers_alone_are_learnt",
     "chat.too_long": (

@@ -199,7 +199,7 @@ OPTIONS = {
     ("--seq_len", "3"): ["--seq_len 3", "'training.seq_len'"],
     ("--optimiser.lr", "3"): ["--optimiser.lr 3", "'optimizer.lr'"],
     ("--traning.foo", "3"): ["--traning.foo", "'training'"],
-    ("--quantize.recipe", "x"): ["--quantize.recipe x", "training, mixture, parallelism"],
+    ("--quantize.recipe", "x"): ["--quantize.recipe x", "training, mixture, chat, parallelism"],
     ("--comm.zzz", "3"): ["--comm.zzz", "init_timeout_seconds"],
     ("--zzz",): ["--zzz", "table.key", "lr_scheduler"],
     ("--check-confg",): ["--check-confg", "--check-config"],
