@@ -31,7 +31,7 @@ from trainer.distributed.context_parallel.live import own_positions
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
 from trainer.job import ResolvedJob, resolve
 from trainer.models import decoder
 from trainer.models.decoder import Transformer
@@ -59,7 +59,7 @@ TINY_GPT_OSS = replace(
     qk_norm=False,
     attention_sinks=True,
     sliding_window=5,
-    sliding_window_every=2,
+    layers=(LayerKind(), LayerKind(window=False)),
     rope_scaling=RopeScaling(32.0, original_max_seq_len=4, kind="yarn", truncate=False),
 )
 # The same of other families.

@@ -11,12 +11,13 @@ import torch
 import transformers
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+from tests.hf_decoders import EVERY_SECOND
 from tests.hf_experts import hf_experts, in_float64
 from trainer.checkpoint import export
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
 from trainer.families.registry import hf_config
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.config_json import read_config
@@ -53,7 +54,7 @@ GPT_OSS = TransformerArgs(
     rope_theta=150000.0,
     rope_scaling=RopeScaling(32.0, original_max_seq_len=2, kind="yarn", truncate=False),
     sliding_window=6,
-    sliding_window_every=2,
+    layers=EVERY_SECOND,
     attention_sinks=True,
     attention_bias=True,
     output_bias=True,
@@ -62,7 +63,7 @@ GPT_OSS = TransformerArgs(
 MODELS = {
     "qwen3_moe": ("qwen3_moe", QWEN),
     "gpt_oss": ("gpt_oss", GPT_OSS),
-    "gpt_oss, no windows": ("gpt_oss", replace(GPT_OSS, sliding_window=None, sliding_window_every=1)),
+    "gpt_oss, no windows": ("gpt_oss", replace(GPT_OSS, sliding_window=None, layers=(LayerKind(),))),
     "qwen3_moe, shares of all experts": ("qwen3_moe", replace(QWEN, experts=ExpertArgs(6, 3, 24, normalise=False))),
 }
 
@@ -177,8 +178,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     entries = json.loads(file.read_text())
     for change, message in (
-        ({"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported; it must be []"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; it must be 1"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers = 1 must be a list of layers"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 must be at most num_experts = 6"),
     ):
         file.write_text(json.dumps(entries | change))

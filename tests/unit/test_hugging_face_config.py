@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, saved
 from trainer.config.errors import ConfigError
-from trainer.families.decoder_args import RopeScaling
+from trainer.families.decoder_args import LayerKind, RopeScaling
 from trainer.families.registry import hf_config, hf_families
 from trainer.hugging_face.config_json import Entries, read_config
 
@@ -123,7 +123,7 @@ def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
     ):
         changed(tmp_path, layer_types=None, **entries)
         args = hf_config("qwen2").read(read_config(tmp_path))
-        assert (args.sliding_window, args.sliding_window_every) == (window, 1)
+        assert (args.sliding_window, args.layers) == (window, (LayerKind(),))
     changed(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5})
     scaling = hf_config("qwen2").read(read_config(tmp_path)).rope_scaling
     theirs = hf_model("qwen2", replace(QWEN2, rope_scaling=scaling)).model.rotary_emb
@@ -134,12 +134,6 @@ def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "entries", "message"),
     [
-        (
-            "qwen3",
-            {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
-            "max_window_layers = 1",
-        ),
-        ("qwen3", {"use_sliding_window": True, "layer_types": [FULL, SLIDING]}, f"layer_types = ['{FULL}', "),
         ("qwen3", {"layer_types": [SLIDING, FULL]}, f"layer_types = ['{SLIDING}', "),
         ("qwen3", {"layer_types": [FULL]}, f"layer_types = ['{FULL}'] is not supported"),
         ("qwen3", {"layer_types": ["chunked_attention", FULL]}, "layer_types = ['chunked_attention', "),
@@ -159,6 +153,21 @@ def test_windows_that_are_not_supported_are_named(tmp_path: Path, family: str, e
     with pytest.raises(ConfigError) as error:
         hf_config(family).read(read_config(tmp_path))
     assert f"{tmp_path / 'config.json'}: {message}" in str(error.value)
+
+
+def test_each_layer_has_its_own_kind(tmp_path: Path) -> None:
+    """Windows from a layer on, or in any layers; dense layers among those with experts."""
+    saved(tmp_path, replace(QWEN3, n_layers=3), family="qwen3")
+    windows = {"use_sliding_window": True, "sliding_window": 7}
+    for entries, wanted in (
+        (windows | {"layer_types": None, "max_window_layers": 1}, [None, 7, 7]),
+        (windows | {"layer_types": [FULL, SLIDING, FULL]}, [None, 7, None]),
+    ):
+        changed(tmp_path, **entries)
+        args = hf_config("qwen3").read(read_config(tmp_path))
+        assert [args.window_of_layer(i) for i in range(3)] == wanted
+        kinds = hf_config("qwen3").write(args)["layer_types"]
+        assert kinds == [FULL if window is None else SLIDING for window in wanted]
 
 
 def test_every_mistral_without_the_entry_has_a_window(tmp_path: Path) -> None:

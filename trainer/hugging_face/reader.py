@@ -46,7 +46,9 @@ class HFReader(FileSystemReader):
 
     def _check(self, model: HFModel) -> None:
         second_names = {name: first for name, first in model.second_names.items() if {name, first} <= {*self._stored}}
-        found = {name: stored.shape for name, stored in self._stored.items() if name not in second_names}
+        unread = () if model.unread is None else model.unread
+        others = {name for name in self._stored if name.startswith(unread)} | {*second_names}
+        found = {name: stored.shape for name, stored in self._stored.items() if name not in others}
         try:
             check_shapes(found, model.shapes())
             for name, first in second_names.items():
@@ -71,7 +73,7 @@ class HFReader(FileSystemReader):
             return self._read_stacked(hf.stacked, shape, offsets, lengths)
         stored = self._stored[hf.name]
         if hf.same_layout or 0 in lengths:
-            return _read_part(stored, offsets, lengths)
+            return _read_part(stored, [hf.first_row + offsets[0], *offsets[1:]], lengths)
         if hf.keeps_rows:
             part = _read_part(stored, [offsets[0], *[0] * (len(stored.shape) - 1)], [lengths[0], *stored.shape[1:]])
             return hf.from_hf(part)[_places([0, *offsets[1:]], lengths)]
@@ -80,7 +82,7 @@ class HFReader(FileSystemReader):
             return whole[_places(offsets, lengths)]
         rows = hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
         first = rows.min().item()
-        part = _read_part(stored, [first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
+        part = _read_part(stored, [hf.first_row + first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
         return part[rows - first]
 
     def _read_stacked(

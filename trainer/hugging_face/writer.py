@@ -61,12 +61,12 @@ class NewFolder:
         self._unfinished.mkdir(parents=True)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a whole tensor. Beside it at most its like is in memory.
+        """Write a whole tensor, or the next rows of one. Beside it at most its like is in memory.
 
         Raises:
             OSError: it cannot be written.
         """
-        if (file := self._first.get(name)) is not None:
+        if (file := self._first.pop(name, None)) is not None:
             self._close()
             self._file = (self._unfinished / file.name).open("wb")
             self._file.write(file.header)
