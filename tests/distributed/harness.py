@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.hf_families import MODELS
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
@@ -71,6 +72,12 @@ FAMILY_FLAVORS = {
     "mistral": {"tiny": replace(TINY, sliding_window=5)},
     "qwen3_moe": {"tiny": TINY_EXPERTS, "tiny4": replace(TINY_EXPERTS, n_layers=4)},
     "gpt_oss": {"tiny": TINY_GPT_OSS, "tiny4": replace(TINY_GPT_OSS, n_layers=4)},
+}
+# Of each other family its first shape there, with heads for two ranks of both kinds.
+FAMILY_FLAVORS |= {
+    family: {"tiny": replace(args, dim=64, n_heads=16, n_kv_heads=8, head_size=8)}
+    for family, args in reversed(list(MODELS.values()))
+    if family not in FAMILY_FLAVORS
 }
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.

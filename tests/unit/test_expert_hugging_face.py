@@ -114,8 +114,9 @@ def read_here(folder: Path, family: str, args: TransformerArgs) -> torch.nn.Modu
     initialize(model, seed=0, device=torch.device("cpu"))
     reader = HFReader(folder, hf_model(model_spec(family), args))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(reader.read(name))
+        state = model.state_dict()
+        for name in reader.pairs:
+            state[name].copy_(reader.read(name))
     return model
 
 

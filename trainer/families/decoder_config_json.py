@@ -96,7 +96,7 @@ class HFDecoder:
             raise ConfigError(f"{config.file}: head_dim = {head_dim} must be even, for rotary positions")
         (theta, scaling), share = _rotary(config), _rotary_share(config) if self.rotates_a_share else 1.0
         if not self.rotates_a_share:
-            for table in config, _rotary_table(config):
+            for table in config, rotary_table(config):
                 table.only("partial_rotary_factor", 1.0)
         fields = {
             "dim": dim,
@@ -124,6 +124,8 @@ class HFDecoder:
     def _entries(self, args: TransformerArgs) -> dict[str, Any]:
         longest, scaling = args.max_seq_len, args.rope_scaling
         rope = {"rope_type": "default"} if scaling is None else _rope_entries(scaling)
+        if self.rotates_a_share:
+            rope["partial_rotary_factor"] = args.rope_share
         if "original_max_position_embeddings" in rope:
             longest = max(longest, round(scaling.factor * scaling.original_max_seq_len))
         return {
@@ -142,12 +144,13 @@ class HFDecoder:
             "tie_word_embeddings": args.tie_embeddings,
             "rope_theta": args.rope_theta,
             "rope_scaling": None if scaling is None else rope,
+            **({"partial_rotary_factor": args.rope_share} if self.rotates_a_share else {}),
             "rope_parameters": rope | {"rope_theta": args.rope_theta},
             **self.write(args),
         }
 
 
-def _rotary_table(config: Entries) -> Entries:
+def rotary_table(config: Entries) -> Entries:
     """Return the table of rotary positions, of two that of layers without a window."""
     table = config.table("rope_parameters" if config.content.get("rope_parameters") else "rope_scaling")
     return table.table(FULL) if FULL in table.content else table
@@ -155,15 +158,29 @@ def _rotary_table(config: Entries) -> Entries:
 
 def _rotary_share(config: Entries) -> float:
     """Return the share of a head's channels that is rotated."""
-    key, table = "partial_rotary_factor", _rotary_table(config)
+    key, table = "partial_rotary_factor", rotary_table(config)
     share = float((table if key in table.content else config).number(key, 1.0))
     head_dim = config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    if key not in {**table.content, **config.content} and config.content.get("rotary_dim") is not None:
+        share = config.whole("rotary_dim") / head_dim
     if not share <= 1 or int(head_dim * share) % 2:
         raise ConfigError(f"{config.file}: {key} = {share} must leave an even part of heads of {head_dim}")
     return share
 
 
-def local_theta(config: Entries, assumed: float, *keys: str) -> float | None:
+def read_local_layers(
+    config: Entries, window: int | None, windows: Sequence[bool], assumed: float, *keys: str
+) -> dict[str, Any]:
+    """Return the fields of a model whose layers with a window have frequencies of their own, see `_local_theta`.
+
+    window, windows: of `read_windows`.
+    """
+    theta = None if window is None else _local_theta(config, assumed, *keys)
+    thetas = [theta if has_window else None for has_window in windows]
+    return {"sliding_window": window, **layer_kinds(len(windows), window=windows, rope_theta=thetas)}
+
+
+def _local_theta(config: Entries, assumed: float, *keys: str) -> float | None:
     """Return the base of the frequencies of layers with a window; None: they have those of the others.
 
     assumed: where the file has none; keys: the entry's names before transformers 5.
@@ -186,7 +203,7 @@ def two_tables(args: TransformerArgs) -> dict[str, Any]:
 
 def _rotary(config: Entries) -> tuple[float, RopeScaling | None]:
     """Return the base of the frequencies and their scaling."""
-    table = _rotary_table(config)
+    table = rotary_table(config)
     theta = float((table if "rope_theta" in table.content else config).number("rope_theta", 10000.0))
     kinds = "default", "linear", "llama3", "yarn"
     kind = table.only("rope_type" if "rope_type" in table.content else "type", *kinds)

@@ -86,10 +86,10 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
     softcap, scale: of the scores, the scale by default `head_dim ** -0.5`; short_conv_kernel: tokens of a
-    `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm: builds the norm, of a width, of each head's
-    query and key (arXiv 2302.05442), whose weights the heads share, None for no norm; norm_all_heads: it is one
-    norm over the queries, or keys, of all heads; rotate: `apply_rope`, a function with the same arguments, or None;
-    branches: of the model, see `initialization.draw`.
+    `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm: builds a norm of some width for the
+    query and the key of each head (arXiv 2302.05442), whose weights the heads share, None for no norm; norm_all_heads:
+    it is one norm over the queries, or keys, of all heads; rotate: `apply_rope`, or a function with the same arguments,
+    None for no rotation; branches: of the model, see `initialization.draw`.
     """
 
     def __init__(
