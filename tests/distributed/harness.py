@@ -73,9 +73,9 @@ FAMILY_FLAVORS = {
     "qwen3_moe": {"tiny": TINY_EXPERTS, "tiny4": replace(TINY_EXPERTS, n_layers=4)},
     "gpt_oss": {"tiny": TINY_GPT_OSS, "tiny4": replace(TINY_GPT_OSS, n_layers=4)},
 }
-# Of each other family its first shape there, with heads for two ranks of both kinds.
+# Of each other family its first shape there, with heads for two ranks, and without a tied matrix for pipelines.
 FAMILY_FLAVORS |= {
-    family: {"tiny": replace(args, dim=64, n_heads=16, n_kv_heads=8, head_size=8)}
+    family: {"tiny": replace(args, dim=64, n_heads=16, n_kv_heads=8, head_size=8, tie_embeddings=False)}
     for family, args in reversed(list(MODELS.values()))
     if family not in FAMILY_FLAVORS
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, saved
 from trainer.config.errors import ConfigError
@@ -19,6 +19,10 @@ _ASSUMED = (
     *("rope_parameters", "rms_norm_eps", "num_key_value_heads", "head_dim", "sliding_window", "use_sliding_window"),
     *("max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "layer_types"),
     *("output_router_logits", "router_aux_loss_coef", "max_window_layers", "decoder_sparse_step", "mlp_only_layers"),
+    *("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping", "hidden_activation", "qkv_bias"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier", "clip_qkv"),
+    *("no_rope_layers", "no_rope_layer_interval", "router_jitter_noise", "resid_pdrop", "use_qk_norm", "n_group"),
+    *("topk_group", "routed_scaling_factor", "first_k_dense_replace", "n_shared_experts"),
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -50,8 +54,13 @@ SIZES = {
     "num_hidden_layers": 4,
     "vocab_size": 50,
 }
-EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-DEFAULTS = [(family, key) for family in hf_families() for key in (*_ASSUMED, "rope_scaling = null", "all of these")]
+EXPERTS = {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEFAULTS = [
+    (family, key)
+    for family, known in hf_families().items()
+    for key in (*_ASSUMED, "rope_scaling = null", "all of these")
+    if key not in _ASSUMED or key == "rope_parameters" or hasattr(AutoConfig.for_model(known.model_type), key)
+]
 
 
 @pytest.mark.parametrize(("family", "key"), DEFAULTS, ids=str)
@@ -59,14 +68,14 @@ def test_what_a_file_lacks_is_what_transformers_assumes(family: str, key: str) -
     """The file as it is, and with all that the class of transformers fills in, are the same model."""
     known = hf_config(family)
     kind = type(AutoConfig.for_model(known.model_type))
-    architecture = kind.__name__.replace("Config", "ForCausalLM")
-    sizes = SIZES | (EXPERTS if family in ("qwen3_moe", "gpt_oss") else {})
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
+    sizes = SIZES | {key: value for key, value in EXPERTS.items() if hasattr(kind(), key)}
     wholly = kind(**sizes).to_dict() | {"architectures": [architecture]}
     gone = {key} if key in _ASSUMED else {"rope_parameters"} if "null" in key else set(_ASSUMED)
     given = {name: value for name, value in wholly.items() if name not in gone}
     given |= {"rope_scaling": None} if "null" in key else {}
     if "num_key_value_heads" in gone:
-        given["num_attention_heads"] = 64
+        given |= {"num_attention_heads": 64, "hidden_size": 512}
     # transformers' own class, of the same file
     filled = kind(**given).to_dict() | {"architectures": [architecture]}
     assert known.read(Entries(Path(), given)) == known.read(Entries(Path(), filled))
