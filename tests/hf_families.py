@@ -136,7 +136,7 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
             layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
         ),
     ),
-    "glm4_moe, plain": (
+    "glm4_moe-plain": (
         "glm4_moe",
         replace(_EXPERTS, head_size=16, rope_scaling=_YARN, rope_share=0.5, experts=replace(_SIGMOID, shared_dim=24)),
     ),
