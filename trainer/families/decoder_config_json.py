@@ -37,6 +37,8 @@ class HFDecoder:
     """The key and the name there of what it has in the gates of feed-forward networks."""
     rotates_a_share: bool = False
     """Whether the entry `partial_rotary_factor` counts."""
+    quantised: tuple[str, ...] = ()
+    """The values of `quant_method` with which published weights can be read."""
     has_more_layers: bool = False
     """Whether published weights have layers behind the last, which predict further tokens: they are not read."""
 
@@ -114,7 +116,8 @@ class HFDecoder:
             "head_size": None if head_dim * n_heads == dim else head_dim,
         }
         of_family = self.read(config)
-        config.only("quantization_config", None)  # a family may have more to say of it
+        if config.table("quantization_config").content.get("quant_method") not in self.quantised:
+            config.only("quantization_config", None)
         return TransformerArgs(**fields | of_family)
 
     def _write(self, args: TransformerArgs) -> dict[str, Any]:

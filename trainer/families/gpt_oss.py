@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from trainer.config.errors import ConfigError
 from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import (
@@ -22,11 +21,6 @@ FLAVORS = sizes("gpt_oss")
 
 def _read(config: Entries) -> dict[str, Any]:
     """Windows are switched on by being there; by default every second layer has one, from the first on."""
-    if (config.content.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        raise ConfigError(
-            f"{config.file}: quantization_config says that the experts are stored as mxfp4, which cannot be read; load "
-            "the model in transformers with Mxfp4Config(dequantize=True), and save it in bfloat16"
-        )
     config.only("attention_bias", True)
     config.only("swiglu_alpha", 1.702)
     config.only("swiglu_limit", 7.0)
@@ -62,4 +56,4 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
-HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write)
+HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write, quantised=("mxfp4",))

@@ -12,7 +12,7 @@ import torch
 
 from trainer.config.writable import sync
 from trainer.hugging_face.files import INDEX, plan_files, unfinished_output
-from trainer.hugging_face.reader import DTYPES
+from trainer.hugging_face.reader import FLOATS
 from trainer.hugging_face.tensors import Shape
 
 MOST_BYTES = 5 * 10**9
@@ -26,7 +26,7 @@ _CARRIED = (
     "vocab.json",
     "merges.txt",
 )
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 _BLOCK = 2**20  # elements that are converted to another data type at once
 
 
