@@ -1,5 +1,6 @@
 """Law: each family computes what transformers computes, and trains on every layout as on one process."""
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,24 @@ import torch
 
 from tests.distributed.harness import assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_expert_hugging_face import here_case
 from tests.distributed.test_experts import ep
+from tests.distributed.test_generation import opened
 from tests.distributed.test_parity import degrees, reference
 from tests.hf_families import MODELS, hf_decoder, in_double
 from tests.unit.test_expert_hugging_face import relative
+from trainer.checkpoint.weights import load_weights
+from trainer.components import generation
+from trainer.config.schema import Model
+from trainer.hugging_face.reader import HFReader
+from trainer.models.model_spec import hf_model, model_spec
+
+
+def both_ways(family: str, folder: str, texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the token after each text, with planned attention, and with a cache of keys and values."""
+    with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
+        load_weights([HFReader(Path(folder), hf_model(model_spec(family), job.model))], [part])
+        planned = next(islice(generation._again(part, job, dims, texts), 1))
+        return planned, next(islice(generation._cached(part, job, dims, texts, max(map(len, texts))), 1))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -22,9 +36,9 @@ def test_logits_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, name
         theirs = hf_decoder(family, args)
         wanted = [theirs(torch.tensor([text])).logits[0, -1] for text in texts]
     theirs.save_pretrained(tmp_path)
-    got = pool.run(1, here_case, family, str(tmp_path), texts)[0]
-    for logits, right in zip(got, wanted, strict=True):
-        assert relative(logits, right) < 1e-10
+    for got in pool.run(1, both_ways, family, str(tmp_path), texts)[0]:
+        for logits, right in zip(got, wanted, strict=True):
+            assert relative(logits, right) < 1e-10
 
 
 A2A = "--parallelism.context_parallel_method=all_to_all"
