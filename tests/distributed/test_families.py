@@ -49,6 +49,8 @@ LAYOUTS = {
     "tp2": (2, degrees(tp=2)),
     "pp2": (2, degrees(pp=2)),
     "cp2+tp2": (4, degrees(cp=2, tp=2)),
+    "tp2, compiled": (2, [*degrees(tp=2), "--compile.enable", "--compile.backend=aot_eager"]),
+    "fsdp2, in parts": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mlp_chunk_tokens=5"]),
 }
 NEW = dict.fromkeys(family for family, _ in MODELS.values() if not family.startswith("qwen3"))
 QUICK = {(family, "cp2+tp2") for family in ("gemma2", "gemma3", "olmo3", "glm4_moe")} | {("smollm3", "pp2")}

@@ -38,8 +38,8 @@ FAMILIES = (
     Mutant(
         "the channels that are not rotated are multiplied by YaRN's factor",
         "trainer/models/rotary.py",
-        "masked_fill_(frequencies == 0, 1.0)",
-        "masked_fill_(frequencies < 0, 1.0)",
+        "cosines[..., :rotated].mul_(magnitude)",
+        "cosines.mul_(magnitude)",
         f"{_LOGITS}[glm4_moe-plain]",
     ),
     Mutant(

@@ -170,7 +170,8 @@ class Transformer(nn.Module):
         kinds |= {theta: (row, None) for theta, row in zip(self.thetas, self.own_frequencies, strict=True)}
         used = {layer.theta for layer in self.layers.values()}
         tables = {theta: kind for theta, kind in kinds.items() if theta in used}
-        return {theta: freqs_cis_at(positions, *kind, self.rotary_dtype) for theta, kind in tables.items()}
+        options = {"dtype": self.rotary_dtype, "unrotated": self.args.head_dim - self.args.rotary_dim}
+        return {theta: freqs_cis_at(positions, *kind, **options) for theta, kind in tables.items()}
 
     def init_buffers(self, device: torch.device) -> None:
         args = self.args

@@ -58,20 +58,25 @@ def precompute_freqs_cis(
 
 
 def freqs_cis_at(
-    positions: torch.Tensor, frequencies: torch.Tensor, scaling: RopeScaling | None, dtype: torch.dtype
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    scaling: RopeScaling | None,
+    dtype: torch.dtype,
+    *,
+    unrotated: int = 0,
 ) -> torch.Tensor:
     """Return cosine and sine of each position's angles, times the magnitude of the scaling: (..., D / 2, 2).
 
-    positions: (...) int64; frequencies: (D / 2,) float64 of `rope_frequencies`. A frequency of 0 is of a pair that is
-    not rotated: its table is 1 and 0. Angles are float64: in float32 they are
-    off by 3e-2 at a million tokens. Two such tensors exist at a time, 64 MiB each for 131,072 positions and D = 128.
+    positions: (...) int64; frequencies: (D / 2,) float64 of `rope_frequencies`; unrotated: the last channels of a head
+    that are not rotated, whose pairs have 1 and 0. Angles are float64: in float32 they are off by 3e-2 at a million
+    tokens. Two such tensors exist at a time, 64 MiB each for 131,072 positions and D = 128.
     """
     magnitude = 1.0 if scaling is None else scaling.magnitude
-    if magnitude != 1:
-        magnitude = torch.full_like(frequencies, magnitude).masked_fill_(frequencies == 0, 1.0)
     angles = positions.unsqueeze(-1) * frequencies
     table = torch.empty(*angles.shape, 2, dtype=dtype, device=angles.device)
-    table[..., 0] = angles.cos().mul_(magnitude)
+    cosines, rotated = angles.cos(), len(frequencies) - unrotated // 2
+    cosines[..., :rotated].mul_(magnitude)
+    table[..., 0] = cosines
     table[..., 1] = angles.sin_().mul_(magnitude)
     return table
 
