@@ -18,9 +18,10 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
 from trainer.models.rotary import rope_frequencies
 
+EVERY_SECOND = (LayerKind(), LayerKind(window=False))
 THERE = {
     "llama3": ("Llama", modeling_llama),
     "qwen3": ("Qwen3", modeling_qwen3),
@@ -121,7 +122,7 @@ CONFIGS = {("llama3", shape): args for shape, args in SHAPES.items()} | {
     ("llama3", "linear"): replace(LLAMA, rope_scaling=RopeScaling(4.0, kind="linear")),
     ("qwen3", "plain"): QWEN3,
     ("qwen3", "biases, yarn"): replace(QWEN3, attention_bias=True, output_bias=True, rope_scaling=YARN),
-    ("qwen3", "windows"): replace(QWEN3, head_size=16, sliding_window=5, sliding_window_every=2),
+    ("qwen3", "windows"): replace(QWEN3, head_size=16, sliding_window=5, layers=EVERY_SECOND),
     ("qwen2", "plain"): QWEN2,
     ("qwen2", "a window, yarn"): replace(
         QWEN2, sliding_window=5, rope_scaling=replace(YARN, beta_fast=16.0, attention_factor=1.5)

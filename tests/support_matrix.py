@@ -55,6 +55,7 @@ OF_PAIRS = (
     "tied embeddings",
     "sequences in chunks, offloaded; packed documents",
     *("experts divided over ranks", "gpt-oss: experts, windows, sinks, documents"),
+    *("Gemma 2: soft-caps, norms around, windows", "GLM-4.5: sigmoid router, shared expert, a dense layer"),
 )
 OF_TRIPLES = ("as it is", "packed documents", "recompute operators")
 # Of the harness's model of two layers: four stages, for schedules with two a rank.
@@ -176,6 +177,10 @@ FEATURES: dict[str, Feature] = {
     ),
     "gpt-oss: experts, windows, sinks, documents": Feature(
         ("--model.name=gpt_oss", "--training.attention_mask=document"), of_model=True
+    ),
+    "Gemma 2: soft-caps, norms around, windows": Feature(("--model.name=gemma2",), of_model=True),
+    "GLM-4.5: sigmoid router, shared expert, a dense layer": Feature(
+        ("--model.name=glm4_moe", "--parallelism.expert_parallel_degree=2"), of_model=True
     ),
     "moments in bfloat16": Feature(("--optimizer.state_dtype=bfloat16",), of_model=True),
     "fused AdamW": Feature(("--optimizer.implementation=fused",)),

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.hf_families import MODELS
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
@@ -31,7 +32,7 @@ from trainer.distributed.context_parallel.live import own_positions
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
 from trainer.job import ResolvedJob, resolve
 from trainer.models import decoder
 from trainer.models.decoder import Transformer
@@ -59,7 +60,7 @@ TINY_GPT_OSS = replace(
     qk_norm=False,
     attention_sinks=True,
     sliding_window=5,
-    sliding_window_every=2,
+    layers=(LayerKind(), LayerKind(window=False)),
     rope_scaling=RopeScaling(32.0, original_max_seq_len=4, kind="yarn", truncate=False),
 )
 # The same of other families.
@@ -71,6 +72,12 @@ FAMILY_FLAVORS = {
     "mistral": {"tiny": replace(TINY, sliding_window=5)},
     "qwen3_moe": {"tiny": TINY_EXPERTS, "tiny4": replace(TINY_EXPERTS, n_layers=4)},
     "gpt_oss": {"tiny": TINY_GPT_OSS, "tiny4": replace(TINY_GPT_OSS, n_layers=4)},
+}
+# Of each other family its first shape there, with heads for two ranks, and without a tied matrix for pipelines.
+FAMILY_FLAVORS |= {
+    family: {"tiny": replace(args, dim=64, n_heads=16, n_kv_heads=8, head_size=8, tie_embeddings=False)}
+    for family, args in reversed(list(MODELS.values()))
+    if family not in FAMILY_FLAVORS
 }
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.

@@ -3,7 +3,19 @@
 A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
 """
 
-from tests.mutants import attention, chat, checkpoints, domain, experts, job, memory, models_of_others, planner, step
+from tests.mutants import (
+    attention,
+    chat,
+    checkpoints,
+    domain,
+    experts,
+    families,
+    job,
+    memory,
+    models_of_others,
+    planner,
+    step,
+)
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -19,6 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *models_of_others.MODELS_OF_OTHERS,
     *domain.DOMAIN,
     *experts.EXPERTS,
+    *families.FAMILIES,
     *step.FAMILIES,
     *step.LAYOUTS,
     *job.DATA,

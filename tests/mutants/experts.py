@@ -23,8 +23,8 @@ EXPERTS = (
     Mutant(
         "the bias that chooses has a weight too",
         "trainer/models/moe.py",
-        "weights = logits.gather(1, chosen).softmax(-1) if",
-        "weights = scores.gather(1, chosen).softmax(-1) if",
+        "weights = logits.gather(1, chosen).softmax(-1)",
+        "weights = (logits + self.selection_bias).gather(1, chosen).softmax(-1)",
         f"{_ONE}::test_the_selection_bias_chooses_and_has_no_weight",
     ),
     Mutant(
@@ -79,7 +79,7 @@ EXPERTS = (
     Mutant(
         "the mean load is of this stage's layers",
         "trainer/models/moe.py",
-        'all_reduce(total, dims["pp"]) / args.n_layers',
+        'all_reduce(total, dims["pp"]) / len(expert_layers(args))',
         "total / len(routers)",
         "tests/distributed/test_experts.py::test_a_layout_equals_one_process[fsdp2+pp2+ep2]",
     ),

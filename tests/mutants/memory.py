@@ -120,8 +120,8 @@ ROTARY = (
     Mutant(
         "a product of all cosines exists beside them",
         "trainer/models/rotary.py",
-        "angles.cos().mul_(magnitude)",
-        "angles.cos() * magnitude",
+        "cosines, rotated = angles.cos(),",
+        "cosines, rotated = angles.cos() * 1.0,",
         f"{_MODEL}::test_rows_take_two_tensors_of_angles_beside_them",
     ),
 )

@@ -442,8 +442,8 @@ FAMILIES = (
     Mutant(
         "YaRN does not scale attention",
         "trainer/models/rotary.py",
-        "angles.cos().mul_(magnitude)",
-        "angles.cos()",
+        "cosines[..., :rotated].mul_(magnitude)",
+        "cosines[..., :rotated].mul_(1.0)",
         "tests/unit/test_state_dict.py",
     ),
     Mutant(

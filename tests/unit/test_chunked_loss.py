@@ -19,6 +19,7 @@ from trainer.models.chunked_loss import (
     chunk_statistics,
     chunked_token_losses,
 )
+from trainer.models.output import CappedOutput
 
 VOCAB, DIM = 37, 8
 EAGER = resolve_compilation(
@@ -59,6 +60,20 @@ def test_losses_and_gradients_are_those_of_the_dense_loss(tokens: int, dtype: to
     for mine, theirs in zip(got, torch.autograd.grad(wanted, (hidden, weight), cotangent), strict=True):
         assert mine.dtype == theirs.dtype
         assert relative(mine, theirs) < tolerance
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_capped_logits_have_the_loss_and_gradients_of_autograd(in_forward: bool) -> None:
+    hidden, weight, labels, _ = problem(3, 27, torch.float64)
+    output = CappedOutput(DIM, VOCAB, 1.5)
+    output.weight = nn.Parameter(weight.detach())
+    wanted = token_losses(output(hidden), labels)
+    losses = chunked_token_losses(hidden, output.weight, labels, Chunks(7, in_forward=in_forward, softcap=1.5))
+    assert relative(losses, wanted) < 1e-12
+    assert relative(losses, dense(hidden, weight, labels)) > 0.01
+    leaves = hidden, output.weight
+    for mine, theirs in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (losses, wanted)), strict=True):
+        assert relative(mine, theirs) < 1e-12
 
 
 @pytest.mark.slow

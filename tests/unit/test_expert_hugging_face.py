@@ -9,14 +9,17 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+from tests.hf_decoders import EVERY_SECOND
 from tests.hf_experts import hf_experts, in_float64
+from tests.hf_tensors import from_hf
 from trainer.checkpoint import export
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
 from trainer.families.registry import hf_config
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.config_json import read_config
@@ -53,7 +56,7 @@ GPT_OSS = TransformerArgs(
     rope_theta=150000.0,
     rope_scaling=RopeScaling(32.0, original_max_seq_len=2, kind="yarn", truncate=False),
     sliding_window=6,
-    sliding_window_every=2,
+    layers=EVERY_SECOND,
     attention_sinks=True,
     attention_bias=True,
     output_bias=True,
@@ -62,7 +65,7 @@ GPT_OSS = TransformerArgs(
 MODELS = {
     "qwen3_moe": ("qwen3_moe", QWEN),
     "gpt_oss": ("gpt_oss", GPT_OSS),
-    "gpt_oss, no windows": ("gpt_oss", replace(GPT_OSS, sliding_window=None, sliding_window_every=1)),
+    "gpt_oss, no windows": ("gpt_oss", replace(GPT_OSS, sliding_window=None, layers=(LayerKind(),))),
     "qwen3_moe, shares of all experts": ("qwen3_moe", replace(QWEN, experts=ExpertArgs(6, 3, 24, normalise=False))),
 }
 
@@ -113,8 +116,9 @@ def read_here(folder: Path, family: str, args: TransformerArgs) -> torch.nn.Modu
     initialize(model, seed=0, device=torch.device("cpu"))
     reader = HFReader(folder, hf_model(model_spec(family), args))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(reader.read(name))
+        state = model.state_dict()
+        for name in reader.pairs:
+            state[name].copy_(reader.read(name))
     return model
 
 
@@ -177,8 +181,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     entries = json.loads(file.read_text())
     for change, message in (
-        ({"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported; it must be []"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; it must be 1"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers = 1 must be a list of layers"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 must be at most num_experts = 6"),
     ):
         file.write_text(json.dumps(entries | change))
@@ -250,13 +253,50 @@ def test_weights_fit_a_flavor_with_another_balancing_loss(tmp_path: Path, family
         check_initial_weights(config, replace(args, norm_eps=0.1))
 
 
-def test_quantised_experts_are_refused(tmp_path: Path) -> None:
+def test_experts_in_mxfp4_are_read_as_published(tmp_path: Path) -> None:
+    """Blocks and scales, as transformers dequantises them, whole and by part."""
+    family, args = MODELS["gpt_oss"]
+    args = replace(args, ffn_hidden_dim=64, experts=replace(args.experts, hidden_dim=64))
+    theirs = hf_experts(family, args)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    files, generator = whole_folder(tmp_path), torch.Generator().manual_seed(3)
+    quantised = {}
+    for name in [name for name in files if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = files.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        files[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        files[f"{name}_scales"] = torch.randint(110, 135, shape, generator=generator, dtype=torch.uint8)
+        quantised[name] = convert_moe_packed_tensors(files[f"{name}_blocks"], files[f"{name}_scales"])
+    safetensors.torch.save_file(files, tmp_path / "model.safetensors")
+    entries = json.loads((tmp_path / "config.json").read_text())
+    content = entries | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert hf_config(family).read(read_config(tmp_path)) == args
+    model = hf_model(model_spec(family), args)
+    reader, wanted = HFReader(tmp_path, model), from_hf(model_spec(family), args, files | quantised)
+    for name, x in wanted.items():
+        assert torch.equal(reader.read(name), x), name
+    w13 = "layers.1.feed_forward.experts.w13"
+    assert torch.equal(reader.read(w13, [2, 5, 3], [3, 70, 20]), wanted[w13][2:5, 5:75, 3:23])
+    assert reader.read_metadata().state_dict_metadata[f"model.{w13}"].properties.dtype == torch.bfloat16
+
+
+def test_other_quantised_weights_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, "gpt_oss")
     file = tmp_path / "config.json"
-    entries = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    file.write_text(json.dumps(entries))
-    with pytest.raises(ConfigError, match=r"stored as mxfp4, which cannot be read; load the model in transformers"):
+    entries = json.loads(file.read_text())
+    file.write_text(json.dumps(entries | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigError, match=r"quantization_config = \{'quant_method': 'fp8'\} is not supported"):
         hf_config("gpt_oss").read(read_config(tmp_path))
+    safetensors.torch.save_file(
+        {"model.norm.weight": torch.zeros(32, dtype=torch.uint8)}, tmp_path / "more.safetensors"
+    )
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "more.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is stored as whole numbers"):
+        HFReader(tmp_path, hf_model(model_spec("gpt_oss"), GPT_OSS))
 
 
 def test_a_bias_that_chooses_begins_at_zero_with_pretrained_weights(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, saved
 from trainer.config.errors import ConfigError
-from trainer.families.decoder_args import RopeScaling
+from trainer.families.decoder_args import LayerKind, RopeScaling
 from trainer.families.registry import hf_config, hf_families
 from trainer.hugging_face.config_json import Entries, read_config
 
@@ -19,6 +19,10 @@ _ASSUMED = (
     *("rope_parameters", "rms_norm_eps", "num_key_value_heads", "head_dim", "sliding_window", "use_sliding_window"),
     *("max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "layer_types"),
     *("output_router_logits", "router_aux_loss_coef", "max_window_layers", "decoder_sparse_step", "mlp_only_layers"),
+    *("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping", "hidden_activation", "qkv_bias"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier", "clip_qkv"),
+    *("no_rope_layers", "no_rope_layer_interval", "router_jitter_noise", "resid_pdrop", "use_qk_norm", "n_group"),
+    *("topk_group", "routed_scaling_factor", "first_k_dense_replace", "n_shared_experts"),
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -50,8 +54,13 @@ SIZES = {
     "num_hidden_layers": 4,
     "vocab_size": 50,
 }
-EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-DEFAULTS = [(family, key) for family in hf_families() for key in (*_ASSUMED, "rope_scaling = null", "all of these")]
+EXPERTS = {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEFAULTS = [
+    (family, key)
+    for family, known in hf_families().items()
+    for key in (*_ASSUMED, "rope_scaling = null", "all of these")
+    if key not in _ASSUMED or key == "rope_parameters" or hasattr(AutoConfig.for_model(known.model_type), key)
+]
 
 
 @pytest.mark.parametrize(("family", "key"), DEFAULTS, ids=str)
@@ -59,14 +68,14 @@ def test_what_a_file_lacks_is_what_transformers_assumes(family: str, key: str) -
     """The file as it is, and with all that the class of transformers fills in, are the same model."""
     known = hf_config(family)
     kind = type(AutoConfig.for_model(known.model_type))
-    architecture = kind.__name__.replace("Config", "ForCausalLM")
-    sizes = SIZES | (EXPERTS if family in ("qwen3_moe", "gpt_oss") else {})
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
+    sizes = SIZES | {key: value for key, value in EXPERTS.items() if hasattr(kind(), key)}
     wholly = kind(**sizes).to_dict() | {"architectures": [architecture]}
     gone = {key} if key in _ASSUMED else {"rope_parameters"} if "null" in key else set(_ASSUMED)
     given = {name: value for name, value in wholly.items() if name not in gone}
     given |= {"rope_scaling": None} if "null" in key else {}
     if "num_key_value_heads" in gone:
-        given["num_attention_heads"] = 64
+        given |= {"num_attention_heads": 64, "hidden_size": 512}
     # transformers' own class, of the same file
     filled = kind(**given).to_dict() | {"architectures": [architecture]}
     assert known.read(Entries(Path(), given)) == known.read(Entries(Path(), filled))
@@ -123,7 +132,7 @@ def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
     ):
         changed(tmp_path, layer_types=None, **entries)
         args = hf_config("qwen2").read(read_config(tmp_path))
-        assert (args.sliding_window, args.sliding_window_every) == (window, 1)
+        assert (args.sliding_window, args.layers) == (window, (LayerKind(),))
     changed(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5})
     scaling = hf_config("qwen2").read(read_config(tmp_path)).rope_scaling
     theirs = hf_model("qwen2", replace(QWEN2, rope_scaling=scaling)).model.rotary_emb
@@ -134,12 +143,6 @@ def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "entries", "message"),
     [
-        (
-            "qwen3",
-            {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
-            "max_window_layers = 1",
-        ),
-        ("qwen3", {"use_sliding_window": True, "layer_types": [FULL, SLIDING]}, f"layer_types = ['{FULL}', "),
         ("qwen3", {"layer_types": [SLIDING, FULL]}, f"layer_types = ['{SLIDING}', "),
         ("qwen3", {"layer_types": [FULL]}, f"layer_types = ['{FULL}'] is not supported"),
         ("qwen3", {"layer_types": ["chunked_attention", FULL]}, "layer_types = ['chunked_attention', "),
@@ -159,6 +162,21 @@ def test_windows_that_are_not_supported_are_named(tmp_path: Path, family: str, e
     with pytest.raises(ConfigError) as error:
         hf_config(family).read(read_config(tmp_path))
     assert f"{tmp_path / 'config.json'}: {message}" in str(error.value)
+
+
+def test_each_layer_has_its_own_kind(tmp_path: Path) -> None:
+    """Windows from a layer on, or in any layers; dense layers among those with experts."""
+    saved(tmp_path, replace(QWEN3, n_layers=3), family="qwen3")
+    windows = {"use_sliding_window": True, "sliding_window": 7}
+    for entries, wanted in (
+        (windows | {"layer_types": None, "max_window_layers": 1}, [None, 7, 7]),
+        (windows | {"layer_types": [FULL, SLIDING, FULL]}, [None, 7, None]),
+    ):
+        changed(tmp_path, **entries)
+        args = hf_config("qwen3").read(read_config(tmp_path))
+        assert [args.window_of_layer(i) for i in range(3)] == wanted
+        kinds = hf_config("qwen3").write(args)["layer_types"]
+        assert kinds == [FULL if window is None else SLIDING for window in wanted]
 
 
 def test_every_mistral_without_the_entry_has_a_window(tmp_path: Path) -> None:

@@ -61,12 +61,15 @@ def inputs(
     return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype) for s in shapes]
 
 
-def definition(q, k, v, cotangent, relation: Relation, scale: float, dtype: torch.dtype = torch.float64):
+def definition(
+    q, k, v, cotangent, relation: Relation, scale: float, dtype: torch.dtype = torch.float64, softcap: float = 0.0
+):
     """Output, log-sum-exp, gradients of q, k, v; every step in `dtype`, by autograd."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     q, k, v = leaves
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     scores = scores.masked_fill(~visible(relation, q.shape[2], k.shape[2]).to(q.device), -torch.inf)
     out = scores.softmax(-1) @ v
     return out.detach(), scores.logsumexp(-1).detach(), torch.autograd.grad(out, leaves, cotangent.to(dtype))
@@ -78,11 +81,19 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
 
 
-def run(kernel: Kernel, tile: tuple[Relation, int, int], heads=(4, 2), head_dim=8, dtype=torch.float64, scale=0.3):
+def run(
+    kernel: Kernel,
+    tile: tuple[Relation, int, int],
+    heads=(4, 2),
+    head_dim=8,
+    dtype=torch.float64,
+    scale=0.3,
+    softcap=0.0,
+):
     """Largest error of output, log-sum-exp and gradients of a tile alone."""
     relation, n, m = tile
     q, k, v, cotangent = inputs(*heads, n, m, head_dim, dtype)
-    wanted, wanted_lse, wanted_grads = definition(q, k, v, cotangent, relation, scale)
+    wanted, wanted_lse, wanted_grads = definition(q, k, v, cotangent, relation, scale, softcap=softcap)
     out, lse = kernel.forward(q, k, v, relation=relation, scale=scale)
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
@@ -124,6 +135,16 @@ def test_any_scale(kernel: Kernel, scale: float):
 @pytest.mark.parametrize("tile", [(FULL, 40, 70), (CAUSAL, 70, 70), (BI_CAUSAL, 60, 80), (INV_CAUSAL, 50, 90)], ids=str)
 def test_types(kernel: Kernel, tile: tuple[Relation, int, int], dtype: torch.dtype, bound: float):
     assert run(kernel, tile, head_dim=32, dtype=dtype) < bound
+
+
+@pytest.mark.parametrize("tile", TILES, ids=TILE_IDS)
+def test_a_soft_cap_is_that_of_autograd(tile: tuple[Relation, int, int]):
+    """Only this kernel has it: `auto` takes it, and another one is refused by name."""
+    kernel = choose_kernel("cpu", torch.float64, 8, softcap=0.7)
+    assert run(kernel, tile, scale=1.0, softcap=0.7) < 1e-12
+    assert run(Math(), (CAUSAL, 9, 9), scale=1.0, softcap=0.7) > 0.01
+    with pytest.raises(OptionError, match=r"kernel = 'cpu_flash' cannot do a soft-cap of scores; .* 'math'"):
+        choose_kernel("cpu", torch.float64, 8, "cpu_flash", softcap=0.7)
 
 
 def test_half_precision_runs_by_the_definition():

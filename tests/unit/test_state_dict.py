@@ -9,7 +9,7 @@ from torch import nn
 
 from examples.toy_family import spec as toy
 from examples.toy_family.args import FLAVORS
-from tests.hf_decoders import hf_model, in_float64
+from tests.hf_decoders import EVERY_SECOND, hf_model, in_float64
 from tests.hf_tensors import from_hf, to_hf
 from trainer.components.generation import KeyValueCache
 from trainer.config.errors import ConfigError
@@ -49,7 +49,7 @@ SHAPES = {
     "yarn with its own factor": ("qwen2", replace(QWEN2, rope_scaling=replace(YARN, attention_factor=0.7))),
     "qwen3": ("qwen3", QWEN3),
     "qwen3, tied, biases": ("qwen3", replace(QWEN3, tie_embeddings=True, attention_bias=True, output_bias=True)),
-    "qwen3, windows": ("qwen3", replace(QWEN3, sliding_window=5, sliding_window_every=2)),
+    "qwen3, windows": ("qwen3", replace(QWEN3, sliding_window=5, layers=EVERY_SECOND)),
     "qwen2": ("qwen2", QWEN2),
     "qwen2, a window": ("qwen2", replace(QWEN2, sliding_window=5)),
     "mistral": ("mistral", replace(LLAMA, sliding_window=5)),

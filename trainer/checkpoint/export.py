@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.weights import WeightsReader, load_tensors, open_step, open_weights
+from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.chat_template import find_template
 from trainer.data.tokenizers.ends import GENERATION_FILE, end_ids
@@ -129,7 +130,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
     """Write the adapters of a saved step as a folder that peft's `PeftModel.from_pretrained` loads, in float32.
 
     Raises:
-        ConfigError: the model has no counterpart at Hugging Face, or the checkpoint is damaged.
+        ConfigError: the model has no counterpart at Hugging Face, an adapter has none, or the checkpoint is damaged.
         OSError: the folder cannot be written.
     """
     hf_config(config.model.name).check_start(args)
@@ -138,6 +139,11 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
     theirs, modules = {}, set()
     for module in adapter_sizes(config, args):
         hf = pairs[f"{module}.weight"][1]
+        if hf.all_rows:
+            raise ConfigError(
+                f"lora.modules: {module.rpartition('.')[2]!r} is a part of {hf.name} there, and peft has adapters of "
+                "whole tensors; use lct convert to-hf, which adds the adapters to the weights"
+            )
         there = hf.name.removesuffix(".weight")
         modules.add(there.rpartition(".")[2])
         theirs[f"base_model.model.{there}.lora_A.weight"] = ours[f"{module}.{A}"]

@@ -194,6 +194,8 @@ class KeyValueCache:
         dtype = torch.promote_types(q.dtype, torch.float32)
         q = q.unflatten(1, (k.shape[1], -1)).to(dtype)  # (B, K, G, S, D)
         scores = q @ keys.to(dtype)[:, :, None].transpose(-1, -2) * (d**-0.5 if scale is None else scale)
+        if module.softcap is not None:
+            scores = module.softcap * torch.tanh(scores / module.softcap)
         scores = scores.masked_fill(~self._visible(new, module.sliding_window)[:, None, None], -torch.inf)
         if sinks is not None:
             logits = sinks.to(dtype).view(1, k.shape[1], -1, 1, 1).expand(b, -1, -1, new, 1)

@@ -162,7 +162,7 @@ class Model:
     path: str | None = None
     """Folder of a Hugging Face model that gives family, sizes, weights and tokenizer; keys beside it change them."""
     name: str = "llama3"
-    """Model family: llama3, qwen3, qwen3_moe, gpt_oss, qwen2, mistral, or one of job.imports."""
+    """Model family: llama3, qwen3, gpt_oss, gemma3 and others of docs/hugging_face.md, or one of job.imports."""
     flavor: str = "debugmodel"
     """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json: its sizes alone."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=TOKENS)

@@ -44,6 +44,21 @@ class OwnPositions(ParallelStyle):
         return module
 
 
+class ShardedNorm(ParallelStyle):
+    """Style for a norm over the last dimension of (B, S, dim / tp), of which each rank has a part.
+
+    Inside, the input is a DTensor, so that a mean over the dimension is one over all ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def sharded(_part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
+            return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
+
+        return distribute_module(
+            module, device_mesh, shard_rows, input_fn=sharded, output_fn=lambda _part, x, _mesh: x.to_local()
+        )
+
+
 class VocabularyParallel(ParallelStyle):
     """Style for the projection to logits from (B, S / tp, dim): each rank has the logits of its part of the vocabulary.
 

@@ -84,6 +84,18 @@ class ExpertArgs:
     """Of the router and of the experts."""
     clamped: bool = False
     """The gated unit of gpt-oss in the place of SwiGLU."""
+    sigmoid: bool = False
+    """Scores are sigmoids, to which a bias of the weights is added for the choice (DeepSeek-V3, arXiv 2412.19437)."""
+    groups: int = 1
+    """Groups of neighbouring experts; a group counts as much as its two best experts."""
+    groups_per_token: int = 1
+    """Groups that a token chooses its experts in."""
+    scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    shared_dim: int = 0
+    """Width of an expert that all tokens have, beside the chosen ones; 0: there is none."""
+    shared_gate: bool = False
+    """Whether each token multiplies the shared expert's output by a sigmoid of its own."""
 
     def weights(self, dim: int) -> int:
         """Return the parameters of one expert."""
@@ -93,6 +105,18 @@ class ExpertArgs:
 def experts_of(args: ModelArgs) -> ExpertArgs | None:
     """Return the experts of a layer; None: the family, or the model, has none."""
     return getattr(args, "experts", None)
+
+
+def expert_layers(args: ModelArgs) -> list[int]:
+    """Return the layers that have experts."""
+    if experts_of(args) is None:
+        return []
+    return [layer for layer in range(args.n_layers) if args.layer(layer).experts]
+
+
+def kind_of_layer(args: DecoderArgs, layer: int) -> Any:
+    """Return what tells a layer from those of other kinds."""
+    return args.window_of_layer(layer), args.layer(layer) if hasattr(args, "layer") else None
 
 
 def has_windows(args: DecoderArgs) -> bool:

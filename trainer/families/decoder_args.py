@@ -1,13 +1,14 @@
 """Arguments of the decoder that families of language models share. Torch-free: a configuration is checked at once."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer.config.schema import Model
 from trainer.config.toml import load_toml
-from trainer.families.args import ExpertArgs
+from trainer.families.args import ExpertArgs, expert_layers
 
 TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
 """Sizes of families, and what their architectures assume."""
@@ -49,26 +50,45 @@ def decoder_modules(n_layers: int) -> tuple[str, ...]:
 
 
 def decoder_linear_shapes(
-    *, dim: int, query_dim: int, kv_dim: int, hidden_dim: int, n_layers: int, vocab_size: int, experts: int = 0
+    *, dim: int, query_dim: int, kv_dim: int, hidden_dim: int, n_layers: int, vocab_size: int
 ) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of every linear module of a decoder with `Attention` and `FeedForward`, by name.
 
     query_dim, kv_dim: heads times head size. On a tensor-parallel rank, these, hidden_dim and vocab_size are its share.
-    experts: their number, of which only the router is a linear module; 0: a feed-forward network of width hidden_dim.
     """
     of_a_layer = {
         "attention.wq": (query_dim, dim),
         "attention.wk": (kv_dim, dim),
         "attention.wv": (kv_dim, dim),
         "attention.wo": (dim, query_dim),
+        **_feed_forward("feed_forward", dim, hidden_dim),
     }
-    if experts:
-        of_a_layer["feed_forward.router.gate"] = (experts, dim)
-    else:
-        shapes = {"w1": (hidden_dim, dim), "w2": (dim, hidden_dim), "w3": (hidden_dim, dim)}
-        of_a_layer |= {f"feed_forward.{name}": shape for name, shape in shapes.items()}
     shapes = {f"layers.{i}.{name}": shape for i in range(n_layers) for name, shape in of_a_layer.items()}
     return shapes | {"output": (vocab_size, dim)}
+
+
+def _feed_forward(name: str, dim: int, hidden_dim: int) -> dict[str, tuple[int, int]]:
+    return {f"{name}.w1": (hidden_dim, dim), f"{name}.w2": (dim, hidden_dim), f"{name}.w3": (hidden_dim, dim)}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Which of the model's parts one layer has."""
+
+    window: bool = True
+    """Whether it has the model's sliding window, if there is one; False: it sees all tokens before."""
+    rope: bool = True
+    """Whether its queries and keys are rotated."""
+    rope_theta: float | None = None
+    """Base of its own frequencies, without scaling; None: frequencies and scaling of the model."""
+    experts: bool = True
+    """Whether it has the model's experts, if there are some; False: a dense feed-forward network."""
+
+
+def in_turns(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """Return the fewest kinds that, repeated in turn, are these of all layers."""
+    turns = range(1, len(kinds) + 1)
+    return next(tuple(kinds[:n]) for n in turns if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,7 @@ class TransformerArgs:
     # The same weights serve other lengths and other positions.
     free_to_change: ClassVar[frozenset[str]] = frozenset(
         [
-            *("max_seq_len", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_every"),
+            *("max_seq_len", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layers"),
             *("router_aux_loss_coef", "router_bias_update_rate"),
         ]
     )
@@ -95,15 +115,20 @@ class TransformerArgs:
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
+    rope_share: float = 1.0
+    """Share of the channels of a head that are rotated, its first ones."""
     tie_embeddings: bool = False
     sliding_window: int | None = None
-    sliding_window_every: int = 1
+    layers: tuple[LayerKind, ...] = (LayerKind(),)
+    """Kinds of the first layers, which the others repeat in turn."""
     attention_sinks: bool = False
     short_conv_kernel: int = 0
     head_size: int | None = None
     """None: `dim / n_heads`, which heads of their own size need not be."""
     qk_norm: bool = False
     """RMSNorm of each head's query and key before the rotation."""
+    qk_norm_of_all_heads: bool = False
+    """Whether it is one norm over the queries, or keys, of all heads together."""
     attention_bias: bool = False
     """Of queries, keys and values."""
     output_bias: bool = False
@@ -112,10 +137,32 @@ class TransformerArgs:
     """In the place of the feed-forward network of each layer, whose width then counts for nothing."""
     router_aux_loss_coef: float = 0.0
     router_bias_update_rate: float = 0.0
+    norm_place: str = "before"
+    """Of the norms of a branch: `before` it, `after` it, or `around` it, both."""
+    norm_offset: bool = False
+    """Whether the weight of an RMSNorm is its distance from one."""
+    activation: str = "silu"
+    """Of the gates of feed-forward networks: `silu`, or `gelu_tanh`."""
+    embedding_scale: float = 1.0
+    """Factor of embeddings."""
+    residual_scale: float = 1.0
+    """Factor of the output of each branch."""
+    logits_divisor: float = 1.0
+    attention_scale: float | None = None
+    """Factor of the scores of attention; None: `head_dim ** -0.5`."""
+    attention_softcap: float | None = None
+    """Scores of attention are c * tanh(score / c) of such a c (Gemma 2, arXiv 2408.00118)."""
+    logits_softcap: float | None = None
+    """The same of logits."""
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads if self.head_size is None else self.head_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return how many channels of a head are rotated."""
+        return int(self.head_dim * self.rope_share)
 
     @property
     def norms_have_parameters(self) -> bool:
@@ -124,7 +171,10 @@ class TransformerArgs:
     def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "TransformerArgs":
         asked = {}
         if settings.sliding_window is not None:
-            asked |= {"sliding_window": settings.sliding_window, "sliding_window_every": settings.sliding_window_every}
+            asked |= {
+                "sliding_window": settings.sliding_window,
+                "layers": self._with_windows(settings.sliding_window_every),
+            }
         if settings.rope_scaling is not None:
             asked["rope_scaling"] = self._scaled(settings)
         if settings.rope_theta is not None:
@@ -157,36 +207,62 @@ class TransformerArgs:
         same = flavors if flavors is not None and flavors.kind == kind else usual
         return replace(same, factor=settings.rope_scaling, original_max_seq_len=original)
 
+    def _with_windows(self, every: int) -> tuple[LayerKind, ...]:
+        """Return the kinds of layers with a window in every n-th layer from the first on."""
+        layers = range(math.lcm(len(self.layers), every))
+        return in_turns([replace(self.layer(layer), window=layer % every == 0) for layer in layers])
+
     def tensor_parallel_sizes(self) -> dict[str, int]:
+        dense, shared = len(expert_layers(self)) < self.n_layers, self.experts.shared_dim if self.experts else 0
         return {
             "attention heads": self.n_heads,
             "key/value heads": self.n_kv_heads,
-            **({} if self.experts else {"feed-forward channels": self.ffn_hidden_dim}),
+            **({"feed-forward channels": self.ffn_hidden_dim} if dense else {}),
+            **({"channels of the shared expert": shared} if shared else {}),
             "tokens in the vocabulary": self.vocab_size,
         }
 
     def module_names(self) -> tuple[str, ...]:
         return decoder_modules(self.n_layers)
 
+    def layer(self, number: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.layers[number % len(self.layers)]
+
     def window_of_layer(self, layer: int) -> int | None:
-        return self.sliding_window if layer % self.sliding_window_every == 0 else None
+        return self.sliding_window if self.layer(layer).window else None
+
+    def theta_of_layer(self, layer: int) -> float | None:
+        """Return the base of a layer's own frequencies; 0: it rotates nothing; None: it has those of the model."""
+        kind = self.layer(layer)
+        return kind.rope_theta if kind.rope else 0.0
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
-        return decoder_linear_shapes(
+        shapes = decoder_linear_shapes(
             dim=self.dim,
             query_dim=self.n_heads * self.head_dim // tp,
             kv_dim=self.n_kv_heads * self.head_dim // tp,
             hidden_dim=self.ffn_hidden_dim // tp,
             n_layers=self.n_layers,
             vocab_size=self.vocab_size // tp,
-            experts=self.experts.number if self.experts else 0,
         )
+        for layer in expert_layers(self):
+            name, experts = f"layers.{layer}.feed_forward", self.experts
+            for part in _feed_forward(name, 0, 0):
+                del shapes[part]
+            shapes[f"{name}.router.gate"] = experts.number, self.dim
+            if experts.shared_dim:
+                shapes |= _feed_forward(f"{name}.shared", self.dim, experts.shared_dim // tp)
+            if experts.shared_gate:
+                shapes[f"{name}.shared_gate"] = 1, self.dim
+        return shapes
 
     def n_params(self) -> int:
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
         return (
             sum(map(math.prod, self.linear_shapes().values()))
-            + self.n_layers * (2 * norm + self._vectors())
+            + self.n_layers * ((4 if self.norm_place == "around" else 2) * norm + self._vectors())
+            + (len(expert_layers(self)) * self.experts.number * self.experts.biases if self.experts else 0)
             + self._convolution_weights()
             + self._expert_weights(self.experts.number if self.experts else 0)
             + norm
@@ -222,18 +298,18 @@ class TransformerArgs:
         return self.n_params() - (self._expert_weights(experts.number - experts.per_token) if experts else 0)
 
     def _vectors(self) -> int:
-        """Return the parameters of a layer that are neither in norms of a block, matrices, convolutions nor experts."""
+        """Return the parameters of a layer but for norms of its block, matrices, convolutions and mixtures."""
+        normalised = self.n_heads + self.n_kv_heads if self.qk_norm_of_all_heads else 2
         return (
             self.n_heads * self.attention_sinks
-            + 2 * self.head_dim * self.qk_norm
+            + normalised * self.head_dim * self.qk_norm
             + (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.attention_bias
             + self.dim * self.output_bias
-            + (self.experts.number * self.experts.biases if self.experts else 0)
         )
 
     def _expert_weights(self, number: int) -> int:
-        """Return the parameters of so many experts of every layer."""
-        return self.n_layers * number * self.experts.weights(self.dim) if self.experts else 0
+        """Return the parameters of so many experts of every layer that has some."""
+        return len(expert_layers(self)) * number * self.experts.weights(self.dim) if self.experts else 0
 
     def _convolution_weights(self) -> int:
         return self.n_layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.short_conv_kernel
@@ -254,7 +330,12 @@ def sizes(family: str) -> dict[str, TransformerArgs]:
 
     kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs}
     found = {flavor: fields_of(flavor) for flavor in tables}
+
+    def value(key: str, x: Any) -> Any:
+        if key == "layers":
+            return tuple(LayerKind(**kind) for kind in x)
+        return kinds[key](**x) if key in kinds else x
+
     return {
-        flavor: TransformerArgs(**{key: kinds[key](**x) if key in kinds else x for key, x in fields.items()})
-        for flavor, fields in found.items()
+        flavor: TransformerArgs(**{key: value(key, x) for key, x in fields.items()}) for flavor, fields in found.items()
     }

@@ -4,17 +4,20 @@ Since transformers 5 the rotary table is `rope_parameters`; before, `rope_theta`
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.families.decoder_args import TABLES, RopeScaling, TransformerArgs
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import TABLES, LayerKind, RopeScaling, TransformerArgs, in_turns
+from trainer.families.decoder_tensors import hf_tensor
 from trainer.hugging_face.config_json import Entries, HFConfig
+from trainer.hugging_face.tensors import HFTensor
 
 _ROPE = ("rope_parameters", "rope_scaling")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,16 @@ class HFDecoder:
     value, for what cannot be computed here."""
     write: Callable[[TransformerArgs], dict[str, Any]]
     """The entries of these fields."""
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    """Modules of a layer here -> their names there, where they are not those of `decoder_tensors`."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """The key and the name there of what it has in the gates of feed-forward networks."""
+    rotates_a_share: bool = False
+    """Whether the entry `partial_rotary_factor` counts."""
+    quantised: tuple[str, ...] = ()
+    """The values of `quant_method` with which published weights can be read."""
+    has_more_layers: bool = False
+    """Whether published weights have layers behind the last, which predict further tokens: they are not read."""
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -36,6 +49,14 @@ class HFDecoder:
 
     def config(self) -> HFConfig:
         return HFConfig(self.model_type, self._read, self._write, self.check_start)
+
+    def tensor(self, args: TransformerArgs, name: str) -> HFTensor | None:
+        """Return Hugging Face's tensor for a parameter, see `hf_tensor`."""
+        return hf_tensor(args, name, self.names)
+
+    def unread(self, args: TransformerArgs) -> str | None:
+        """Return how the names of tensors begin that are not read; None: all are."""
+        return f"model.layers.{args.n_layers}." if self.has_more_layers else None
 
     def check_features(self, args: TransformerArgs) -> None:
         """Check that the architecture can compute what the model computes: what is written must be read as it was.
@@ -62,7 +83,7 @@ class HFDecoder:
         config = Entries(config.file, {**self.defaults, **given})
         config.only("model_type", self.model_type)
         config.only("architectures", [self.architecture])
-        config.only("hidden_act", "silu")
+        config.only(*self.activation)
         config.only("attention_dropout", 0.0)
         dim, n_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
         n_kv_heads = config.whole("num_key_value_heads", n_heads)
@@ -75,7 +96,10 @@ class HFDecoder:
         head_dim = config.whole("head_dim", dim // n_heads)
         if head_dim % 2:
             raise ConfigError(f"{config.file}: head_dim = {head_dim} must be even, for rotary positions")
-        theta, scaling = _rotary(config)
+        (theta, scaling), share = _rotary(config), _rotary_share(config) if self.rotates_a_share else 1.0
+        if not self.rotates_a_share:
+            for table in config, rotary_table(config):
+                table.only("partial_rotary_factor", 1.0)
         fields = {
             "dim": dim,
             "n_layers": config.whole("num_hidden_layers"),
@@ -87,11 +111,13 @@ class HFDecoder:
             "norm_eps": config.number("rms_norm_eps", 1e-6),
             "rope_theta": theta,
             "rope_scaling": scaling,
+            "rope_share": share,
             "tie_embeddings": config.switch("tie_word_embeddings"),
             "head_size": None if head_dim * n_heads == dim else head_dim,
         }
         of_family = self.read(config)
-        config.only("quantization_config", None)  # a family may have more to say of it
+        if config.table("quantization_config").content.get("quant_method") not in self.quantised:
+            config.only("quantization_config", None)
         return TransformerArgs(**fields | of_family)
 
     def _write(self, args: TransformerArgs) -> dict[str, Any]:
@@ -101,6 +127,8 @@ class HFDecoder:
     def _entries(self, args: TransformerArgs) -> dict[str, Any]:
         longest, scaling = args.max_seq_len, args.rope_scaling
         rope = {"rope_type": "default"} if scaling is None else _rope_entries(scaling)
+        if self.rotates_a_share:
+            rope["partial_rotary_factor"] = args.rope_share
         if "original_max_position_embeddings" in rope:
             longest = max(longest, round(scaling.factor * scaling.original_max_seq_len))
         return {
@@ -114,21 +142,72 @@ class HFDecoder:
             "head_dim": args.head_dim,
             "vocab_size": args.vocab_size,
             "max_position_embeddings": longest,
-            "hidden_act": "silu",
+            self.activation[0]: self.activation[1],
             "rms_norm_eps": args.norm_eps,
             "tie_word_embeddings": args.tie_embeddings,
             "rope_theta": args.rope_theta,
             "rope_scaling": None if scaling is None else rope,
+            **({"partial_rotary_factor": args.rope_share} if self.rotates_a_share else {}),
             "rope_parameters": rope | {"rope_theta": args.rope_theta},
             **self.write(args),
         }
 
 
+def rotary_table(config: Entries) -> Entries:
+    """Return the table of rotary positions, of two that of layers without a window."""
+    table = config.table("rope_parameters" if config.content.get("rope_parameters") else "rope_scaling")
+    return table.table(FULL) if FULL in table.content else table
+
+
+def _rotary_share(config: Entries) -> float:
+    """Return the share of a head's channels that is rotated."""
+    key, table = "partial_rotary_factor", rotary_table(config)
+    share = float((table if key in table.content else config).number(key, 1.0))
+    head_dim = config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    if key not in {**table.content, **config.content} and config.content.get("rotary_dim") is not None:
+        share = config.whole("rotary_dim") / head_dim
+    if not share <= 1 or int(head_dim * share) % 2:
+        raise ConfigError(f"{config.file}: {key} = {share} must leave an even part of heads of {head_dim}")
+    return share
+
+
+def read_local_layers(
+    config: Entries, window: int | None, windows: Sequence[bool], assumed: float, *keys: str
+) -> dict[str, Any]:
+    """Return the fields of a model whose layers with a window have frequencies of their own, see `_local_theta`.
+
+    window, windows: of `read_windows`.
+    """
+    theta = None if window is None else _local_theta(config, assumed, *keys)
+    thetas = [theta if has_window else None for has_window in windows]
+    return {"sliding_window": window, **layer_kinds(len(windows), window=windows, rope_theta=thetas)}
+
+
+def _local_theta(config: Entries, assumed: float, *keys: str) -> float | None:
+    """Return the base of the frequencies of layers with a window; None: they have those of the others.
+
+    assumed: where the file has none; keys: the entry's names before transformers 5.
+    """
+    table = config.table("rope_parameters").table(SLIDING)
+    table.only("rope_type", "default")
+    (old,) = [config.content[key] for key in keys if config.content.get(key)] or (assumed,)
+    theta = float(table.number("rope_theta", old))
+    return None if (theta, None) == _rotary(config) else theta
+
+
+def two_tables(args: TransformerArgs) -> dict[str, Any]:
+    """Return the entries of rotary positions of a model whose layers with a window have frequencies of their own."""
+    own = {args.layer(i).rope_theta for i in range(args.n_layers) if args.layer(i).window} - {None}
+    scaling = args.rope_scaling
+    whole = {"rope_type": "default"} if scaling is None else _rope_entries(scaling)
+    local = {"rope_type": "default", "rope_theta": own.pop() if own else args.rope_theta}
+    return {"rope_parameters": {FULL: whole | {"rope_theta": args.rope_theta}, SLIDING: local}}
+
+
 def _rotary(config: Entries) -> tuple[float, RopeScaling | None]:
     """Return the base of the frequencies and their scaling."""
-    table = config.table("rope_parameters" if config.content.get("rope_parameters") else "rope_scaling")
+    table = rotary_table(config)
     theta = float((table if "rope_theta" in table.content else config).number("rope_theta", 10000.0))
-    table.only("partial_rotary_factor", 1.0)
     kinds = "default", "linear", "llama3", "yarn"
     kind = table.only("rope_type" if "rope_type" in table.content else "type", *kinds)
     if kind == "default":
@@ -173,40 +252,103 @@ def _rope_entries(scaling: RopeScaling) -> dict[str, Any]:
     return entries if scaling.truncate else entries | {"truncate": False}
 
 
-def read_windows(config: Entries) -> dict[str, Any]:
-    """Return the fields of sliding windows from a switch, a window, and the layers that have it, as Qwen's are.
+def layer_kinds(n_layers: int, **fields: Sequence[Any]) -> dict[str, Any]:
+    """Return the field `layers` of a model. fields: of `LayerKind`, each with its values for all layers."""
+    return {"layers": in_turns([LayerKind(**{name: of[i] for name, of in fields.items()}) for i in range(n_layers)])}
+
+
+def read_windows(config: Entries, assumed: Sequence[str]) -> tuple[int | None, list[bool]]:
+    """Return the sliding window and which layers have it, from `layer_types`. assumed: where the file has none.
 
     Raises:
-        ConfigError: other layers than every n-th one from the first have the window.
+        ConfigError: an entry that is neither of the two kinds, or too few or too many.
     """
-    n_layers, key = config.whole("num_hidden_layers"), "layer_types"
-    window = config.whole("sliding_window") if config.switch("use_sliding_window") else None
-    kinds = value = config.content.get(key)
-    if value is None:
-        key = "max_window_layers"
-        value = config.content.get(key, 28)  # the default of transformers
-        first = n_layers if window is None else value
-        kinds = [_SLIDING if layer >= first else _FULL for layer in range(n_layers)] if isinstance(first, int) else None
-    if kinds == [_FULL] * n_layers:
-        return {}
-    for every in range(1, n_layers + 1):
-        if window is not None and kinds == [_FULL if layer % every else _SLIDING for layer in range(n_layers)]:
-            return {"sliding_window": window, "sliding_window_every": every}
-    raise ConfigError(
-        f"{config.file}: {key} = {value!r} is not supported; with use_sliding_window every n-th layer, from the first "
-        "on, may have the window, and without it none"
-    )
+    n_layers, kinds = config.whole("num_hidden_layers"), config.content.get("layer_types")
+    kinds = list(assumed) if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != n_layers or not {FULL, SLIDING}.issuperset(map(str, kinds)):
+        raise ConfigError(
+            f"{config.file}: layer_types = {kinds!r} is not supported; it must be {FULL!r} or {SLIDING!r} for each of "
+            f"{n_layers} layers"
+        )
+    if SLIDING not in kinds:
+        return None, [True] * n_layers
+    return config.whole("sliding_window"), [kind == SLIDING for kind in kinds]
+
+
+def read_switched_windows(config: Entries) -> tuple[int | None, list[bool]]:
+    """Do what `read_windows` does for Qwen's entries: a switch, and the first layer with a window.
+
+    Raises:
+        ConfigError: also for layers with a window without the switch.
+    """
+    n_layers, switch = config.whole("num_hidden_layers"), config.switch("use_sliding_window")
+    first = config.content.get("max_window_layers", 28)  # the default of transformers
+    if not isinstance(first, int) and config.content.get("layer_types") is None:
+        raise ConfigError(f"{config.file}: max_window_layers = {first!r} must be a number of layers")
+    kinds = [SLIDING if switch and layer >= first else FULL for layer in range(n_layers)]
+    window, windows = read_windows(config, kinds)
+    if window is not None and not switch:
+        value = config.content["layer_types"]
+        raise ConfigError(f"{config.file}: layer_types = {value!r} is not supported without use_sliding_window")
+    return window, windows
 
 
 def write_windows(args: TransformerArgs) -> dict[str, Any]:
     """Return the entries that `read_windows` reads."""
     windows = [args.window_of_layer(layer) for layer in range(args.n_layers)]
     return {
-        "use_sliding_window": args.sliding_window is not None,
         "sliding_window": args.sliding_window,
-        "max_window_layers": args.n_layers if args.sliding_window is None else 0,
-        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
     }
+
+
+def write_switched_windows(args: TransformerArgs) -> dict[str, Any]:
+    """Return the entries that `read_switched_windows` reads."""
+    entries, some = write_windows(args), args.sliding_window is not None
+    return entries | {"use_sliding_window": some, "max_window_layers": 0 if some else args.n_layers}
+
+
+def read_sparse_layers(config: Entries) -> list[bool]:
+    """Return which layers have experts: every n-th one, from number n - 1 on, but for those that are named."""
+    n_layers, dense = config.whole("num_hidden_layers"), config.content.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ConfigError(f"{config.file}: mlp_only_layers = {dense!r} must be a list of layers")
+    step = config.whole("decoder_sparse_step", 1)
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers)]
+
+
+def write_sparse_layers(args: TransformerArgs) -> dict[str, Any]:
+    """Return the entries that `read_sparse_layers` reads."""
+    dense = [layer for layer in range(args.n_layers) if not args.layer(layer).experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def check_choice(config: Entries, experts: ExpertArgs) -> ExpertArgs:
+    """Return the experts, of which a token can choose so many.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    per_token, number = experts.per_token, experts.number
+    if number % experts.groups or experts.groups_per_token > experts.groups:
+        raise ConfigError(
+            f"{config.file}: n_group = {experts.groups} must divide {number} experts and be at least topk_group = "
+            f"{experts.groups_per_token}"
+        )
+    if per_token > (most := number // experts.groups * experts.groups_per_token):
+        raise ConfigError(f"{config.file}: num_experts_per_tok = {per_token} must be at most num_experts = {most}")
+    return experts
+
+
+def experts_to_write(args: TransformerArgs, architecture: str) -> ExpertArgs:
+    """Return the experts of a model that is to be written.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if args.experts is None:
+        raise ConfigError(f"{architecture} of Hugging Face's transformers needs experts, and this model has none")
+    return args.experts
 
 
 def read_balance(config: Entries) -> float:
@@ -220,8 +362,11 @@ def read_balance(config: Entries) -> float:
 
 
 def _computed(args: TransformerArgs) -> dict[str, Any]:
-    """Return what a model's forward depends on, by the names of its fields: the windows of all layers as one."""
-    windows = [args.window_of_layer(layer) for layer in range(args.n_layers)]
-    fields = asdict(args) | {"sliding_window": windows}
-    others = "max_seq_len", "sliding_window_every", "router_aux_loss_coef"
+    """Return what a model's forward depends on, by the names of its fields: those of all layers as one."""
+    layers = range(args.n_layers)
+    kinds = [(args.theta_of_layer(i), args.experts is not None and args.layer(i).experts) for i in layers]
+    fields = asdict(args) | {"sliding_window": [args.window_of_layer(i) for i in layers], "layers": kinds}
+    others = ["max_seq_len", "router_aux_loss_coef"]
+    if args.experts is not None and args.experts.sigmoid:
+        others.append("router_bias_update_rate")  # the bias is one of the weights there
     return {name: value for name, value in fields.items() if name not in others}

@@ -1,13 +1,14 @@
-"""Names and layouts of the decoder's tensors at Hugging Face, which are those of Llama in all families. Torch-free.
+"""Names and layouts of the decoder's tensors at Hugging Face, which are those of Llama in most families. Torch-free.
 
-Of experts, Qwen has a tensor for each expert and matrix. gpt-oss has stacked and transposed ones, with the rows of
-gates and of what they multiply in turn.
+Of experts, most families have a tensor for each expert and matrix. gpt-oss has stacked and transposed ones, with the
+rows of gates and of what they multiply in turn. Phi has one tensor for matrices that have the same input.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs
 from trainer.hugging_face.tensors import HFTensor
 
@@ -16,59 +17,106 @@ if TYPE_CHECKING:
 
 _MODULES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _OF_LAYER = {
-    "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.router.gate": "mlp.gate",
+    "feed_forward.experts.w13": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
+    "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
+    "feed_forward.shared.w1": "mlp.shared_expert.gate_proj",
+    "feed_forward.shared.w2": "mlp.shared_expert.down_proj",
+    "feed_forward.shared.w3": "mlp.shared_expert.up_proj",
+    "feed_forward.shared_gate": "mlp.shared_expert_gate",
+}
+_NORMS = {
+    "before": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_post_norm": "post_attention_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+    },
+    "around": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+    },
 }
 _ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
+_FUSED = ("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3")
+SELECTION_BIAS = "feed_forward.router.selection_bias"
 
 
-def hf_tensor(args: TransformerArgs, name: str) -> HFTensor | None:
+def hf_tensor(args: TransformerArgs, name: str, names: Mapping[str, str | None] | None = None) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter; None: a buffer of routers, which it does not have.
 
-    The two rows of a rotary pair are adjacent here, and half a head apart there.
+    names: modules of a layer -> their names there, in the place of the usual ones; {} stands for the number of an
+    expert, whose rows several names divide. Modules of one name have parts of one tensor. The two rows of a rotary pair
+    are adjacent here, and half of the rotated share of a head apart there.
     """
     module, kind = name.rsplit(".", 1)
     if module in _MODULES:
         return HFTensor(f"{_MODULES[module]}.{kind}")
     _, layer, part = name.split(".", 2)
-    if args.experts is not None and part.startswith("feed_forward."):
-        return _of_experts(args.experts, f"model.layers.{layer}.mlp", part.removeprefix("feed_forward."))
+    prefix, table = f"model.layers.{layer}.", {**_OF_LAYER, **_NORMS[args.norm_place], **(names or {})}
+    if part in ("feed_forward.router.load", SELECTION_BIAS):
+        there = table.get(part)
+        return None if there is None else HFTensor(prefix + there)
     if part == "attention.sinks.weight":
-        return HFTensor(f"model.layers.{layer}.self_attn.sinks")
-    part, pairs = part.rpartition(".")[0], args.head_dim // 2
-    there = f"model.layers.{layer}.{_OF_LAYER[part]}.{kind}"
-    if part in _ROTATED:
-        there_and_back = partial(_swap, sizes=(-1, pairs, 2)), partial(_swap, sizes=(-1, 2, pairs))
-        return HFTensor(there, *there_and_back, moves_rows=True)
-    return HFTensor(there)
+        return HFTensor(f"{prefix}self_attn.sinks")
+    if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):
+        return _of_gpt_oss(f"{prefix}mlp", part.removeprefix("feed_forward."))
+    if part.startswith("feed_forward.experts."):
+        templates = [f"{prefix}{template}.weight" for template in table[part].split()]
+        numbers = range(args.experts.number)
+        return HFTensor(stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers))
+    part = part.rpartition(".")[0]
+    there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(args, part, table))
+    if part not in _ROTATED:
+        return there
+    sizes = args.head_dim, args.rotary_dim
+    return replace(there, to_hf=partial(_to_halves, *sizes), from_hf=partial(_to_pairs, *sizes), moves_rows=True)
 
 
-def _of_experts(experts: ExpertArgs, mlp: str, part: str) -> HFTensor | None:
-    """Return the tensor or tensors for one of `MoE`, such as `experts.w13`."""
-    if part in ("router.load", "router.selection_bias"):
-        return None
+def _place(args: TransformerArgs, part: str, table: Mapping[str, str]) -> dict[str, int]:
+    """Return where the rows of a matrix are in a tensor there that it shares with others."""
+    for parts in _FUSED:
+        if part in parts and len({table[each] for each in parts}) == 1:
+            shapes = args.linear_shapes()
+            rows = [shapes[f"layers.0.{each}"][0] for each in parts]
+            return {"first_row": sum(rows[: parts.index(part)]), "all_rows": sum(rows)}
+    return {}
+
+
+def _of_gpt_oss(mlp: str, part: str) -> HFTensor:
+    """Return the tensor for one of `MoE`, such as `experts.w13`."""
     if part.startswith("router.gate."):
-        return HFTensor(f"{mlp}.{'router' if experts.biases else 'gate'}.{part.removeprefix('router.gate.')}")
-    if experts.biases:
-        name, *layout = _OF_GPT_OSS[part]
-        return HFTensor(f"{mlp}.experts.{name}", *layout, keeps_rows=bool(layout))
-    names = {"experts.w13": ("gate_proj", "up_proj"), "experts.w2": ("down_proj",)}[part]
-    rows = (tuple(f"{mlp}.experts.{expert}.{name}.weight" for name in names) for expert in range(experts.number))
-    return HFTensor(stacked=tuple(rows))
+        return HFTensor(f"{mlp}.router.{part.removeprefix('router.gate.')}")
+    name, *layout = _OF_GPT_OSS[part]
+    return HFTensor(f"{mlp}.experts.{name}", *layout, keeps_rows=bool(layout))
 
 
-def _swap(rows: "torch.Tensor", sizes: tuple[int, int, int]) -> "torch.Tensor":
-    """Transpose the last two of three dimensions, of such sizes, into which the rows are divided."""
-    return rows.unflatten(0, sizes).transpose(1, 2).flatten(0, 2)
+def _to_halves(head_dim: int, rotary_dim: int, rows: "torch.Tensor") -> "torch.Tensor":
+    """Move the rows of heads from adjacent rotary pairs to pairs that are half of the rotated rows apart."""
+    return _swap(rows, head_dim, rotary_dim, (-1, 2))
+
+
+def _to_pairs(head_dim: int, rotary_dim: int, rows: "torch.Tensor") -> "torch.Tensor":
+    """Undo `_to_halves`."""
+    return _swap(rows, head_dim, rotary_dim, (2, -1))
+
+
+def _swap(rows: "torch.Tensor", head_dim: int, rotary_dim: int, sizes: tuple[int, int]) -> "torch.Tensor":
+    """Transpose the two dimensions, of such sizes, into which the rotated rows of each head are divided."""
+    heads = rows.unflatten(0, (-1, head_dim)).clone()
+    rotated = heads[:, :rotary_dim]
+    heads[:, :rotary_dim] = rotated.unflatten(1, sizes).transpose(1, 2).flatten(1, 2).clone()
+    return heads.flatten(0, 1)
 
 
 def _in_turn(x: "torch.Tensor") -> "torch.Tensor":

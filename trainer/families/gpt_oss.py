@@ -2,10 +2,18 @@
 
 from typing import Any
 
-from trainer.config.errors import ConfigError
 from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
-from trainer.families.decoder_config_json import HFDecoder, read_balance, read_windows, write_windows
+from trainer.families.decoder_config_json import (
+    FULL,
+    SLIDING,
+    HFDecoder,
+    experts_to_write,
+    layer_kinds,
+    read_balance,
+    read_windows,
+    write_windows,
+)
 from trainer.hugging_face.config_json import Entries
 
 FLAVORS = sizes("gpt_oss")
@@ -13,18 +21,10 @@ FLAVORS = sizes("gpt_oss")
 
 def _read(config: Entries) -> dict[str, Any]:
     """Windows are switched on by being there; by default every second layer has one, from the first on."""
-    if (config.content.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        raise ConfigError(
-            f"{config.file}: quantization_config says that the experts are stored as mxfp4, which cannot be read; load "
-            "the model in transformers with Mxfp4Config(dequantize=True), and save it in bfloat16"
-        )
     config.only("attention_bias", True)
     config.only("swiglu_alpha", 1.702)
     config.only("swiglu_limit", 7.0)
-    kinds = config.content.get("layer_types")
-    if kinds is None:
-        kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(config.whole("num_hidden_layers"))]
-    windows = {"use_sliding_window": config.content["sliding_window"] is not None, "layer_types": kinds}
+    window, windows = read_windows(config, [(SLIDING, FULL)[i % 2] for i in range(config.whole("num_hidden_layers"))])
     return {
         "attention_sinks": True,
         "attention_bias": True,
@@ -37,14 +37,13 @@ def _read(config: Entries) -> dict[str, Any]:
             clamped=True,
         ),
         "router_aux_loss_coef": read_balance(config),
-        **read_windows(Entries(config.file, {**config.content, **windows})),
+        "sliding_window": window,
+        **layer_kinds(len(windows), window=windows),
     }
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
-    if (experts := args.experts) is None:
-        raise ConfigError("GptOssForCausalLM of Hugging Face's transformers needs experts, and this model has none")
-    windows = write_windows(args)
+    experts, windows = experts_to_write(args, HF.architecture), write_windows(args)
     return {
         "intermediate_size": experts.hidden_dim,
         "num_local_experts": experts.number,
@@ -57,4 +56,4 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
-HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write)
+HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write, quantised=("mxfp4",))

@@ -1,15 +1,36 @@
 """Names of models and flavors -> model arguments. Torch-free."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig, Model
-from trainer.families import gpt_oss, llama3, mistral, qwen2, qwen3, qwen3_moe
+from trainer.families import (
+    gemma2,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama3,
+    minimax_m2,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from trainer.families.args import DecoderArgs, ModelArgs
 from trainer.hugging_face.config_json import Entries, HFConfig, folder_hint, read_config
+from trainer.hugging_face.tensors import HFTensor
 
 
 @dataclass(frozen=True)
@@ -21,12 +42,40 @@ class Family:
     """The module that holds `SPEC`, a `ModelSpec`: what needs PyTorch."""
     hugging_face: HFConfig | None = None
     """None: transformers does not have the family."""
+    tensor: Callable[[Any, str], HFTensor | None] | None = None
+    """The `ModelSpec.state_dict_adapter` of a family that shares its module with others."""
+    unread: Callable[[Any], str | None] = lambda args: None
+    """The `ModelSpec.hf_unread` of such a family."""
 
 
-_FAMILIES = (llama3, qwen3, qwen2, qwen3_moe, gpt_oss, mistral)
+_FAMILIES = (
+    llama3,
+    qwen3,
+    qwen2,
+    qwen3_moe,
+    gpt_oss,
+    mistral,
+    olmo2,
+    olmo3,
+    smollm3,
+    granite,
+    phi3,
+    gemma2,
+    gemma3,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    glm4_moe,
+    minimax_m2,
+)
 MODELS: Registry[Family] = Registry(
     "model",
-    {m.__name__.rpartition(".")[2]: Family(m.FLAVORS, hugging_face=m.HF.config()) for m in _FAMILIES},
+    {
+        m.__name__.rpartition(".")[2]: Family(
+            m.FLAVORS, hugging_face=m.HF.config(), tensor=m.HF.tensor, unread=m.HF.unread
+        )
+        for m in _FAMILIES
+    },
 )
 
 

@@ -19,7 +19,7 @@ from trainer.config.errors import ConfigError
 from trainer.hugging_face.tensors import Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 """Data types that are read and written, with the bytes of an element."""
 _LONGEST_HEADER = 100 * 1000 * 1000
 

@@ -18,9 +18,11 @@ from torch.futures import Future
 
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.files import BYTES, Stored, headers_of, read_folder, stored_of
+from trainer.hugging_face.mxfp4 import BLOCKS, SCALES, dequantise, shapes_of
 from trainer.hugging_face.tensors import HFModel, check_shapes
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = FLOATS | {"U8": torch.uint8}
 _ROWS = 4096  # that are compared at once
 
 
@@ -46,8 +48,13 @@ class HFReader(FileSystemReader):
 
     def _check(self, model: HFModel) -> None:
         second_names = {name: first for name, first in model.second_names.items() if {name, first} <= {*self._stored}}
-        found = {name: stored.shape for name, stored in self._stored.items() if name not in second_names}
+        unread = () if model.unread is None else model.unread
+        others = {name for name in self._stored if name.startswith(unread)} | {*second_names}
+        found = {name: shape for name, shape in shapes_of(self._stored).items() if name not in others}
         try:
+            for name in found:
+                if name in self._stored and self._stored[name].dtype not in FLOATS:
+                    raise ConfigError(f"{name} is stored as whole numbers, without their scales")
             check_shapes(found, model.shapes())
             for name, first in second_names.items():
                 self._check_equal(name, first)
@@ -69,9 +76,11 @@ class HFReader(FileSystemReader):
         offsets, lengths = offsets or [0] * len(shape), shape if lengths is None else lengths
         if hf.stacked:
             return self._read_stacked(hf.stacked, shape, offsets, lengths)
+        if hf.name not in self._stored:
+            return hf.from_hf(self._dequantised(hf.name, offsets[0], lengths[0]))[_places([0, *offsets[1:]], lengths)]
         stored = self._stored[hf.name]
         if hf.same_layout or 0 in lengths:
-            return _read_part(stored, offsets, lengths)
+            return _read_part(stored, [hf.first_row + offsets[0], *offsets[1:]], lengths)
         if hf.keeps_rows:
             part = _read_part(stored, [offsets[0], *[0] * (len(stored.shape) - 1)], [lengths[0], *stored.shape[1:]])
             return hf.from_hf(part)[_places([0, *offsets[1:]], lengths)]
@@ -80,7 +89,7 @@ class HFReader(FileSystemReader):
             return whole[_places(offsets, lengths)]
         rows = hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
         first = rows.min().item()
-        part = _read_part(stored, [first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
+        part = _read_part(stored, [hf.first_row + first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
         return part[rows - first]
 
     def _read_stacked(
@@ -97,6 +106,11 @@ class HFReader(FileSystemReader):
                     cut = [begin - start, *offsets[2:]], [end - begin, *lengths[2:]]
                     row[begin - first : end - first] = _read_part(self._stored[name], *cut)
         return part
+
+    def _dequantised(self, name: str, first: int, rows: int) -> torch.Tensor:
+        """Return some rows (dim 0) of a tensor in MXFP4, of which a whole row changes its layout by itself."""
+        parts = (self._stored[name + kind] for kind in (BLOCKS, SCALES))
+        return dequantise(*(_read_part(x, [first, *[0] * len(x.shape[1:])], [rows, *x.shape[1:]]) for x in parts))
 
     def _check_equal(self, name: str, first: str) -> None:
         """Check that two tensors of the files, which are one in the model, have the same values.
@@ -117,7 +131,8 @@ class HFReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         entries = {}
         for name, (ours, hf) in self.pairs.items():
-            dtype, shape = DTYPES[self._stored[hf.names[0]].dtype], ours.shape
+            stored, shape = self._stored.get(hf.names[0]), ours.shape
+            dtype = torch.bfloat16 if stored is None else DTYPES[stored.dtype]
             whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             entries[f"model.{name}"] = TensorStorageMetadata(TensorProperties(dtype), shape, [whole])
         return Metadata(entries, storage_data={})

@@ -34,6 +34,10 @@ class HFTensor:
     keeps_rows: bool = False
     """Whether both change each row (dim 0) by itself: a rank then reads its own rows, in place of the whole tensor."""
     stacked: tuple[tuple[str, ...], ...] = ()
+    first_row: int = 0
+    """Of ours in the tensor there, if it has the rows of several tensors of ours, one after another."""
+    all_rows: int = 0
+    """Of the tensor there; 0: as many as ours."""
 
     @property
     def same_layout(self) -> bool:
@@ -45,7 +49,7 @@ class HFTensor:
         return sum(self.stacked, ()) or (self.name,)
 
     def tensors(self, x: "torch.Tensor") -> "dict[str, torch.Tensor]":
-        """Return the tensors there, by name, possibly as views. x: whole, also on meta."""
+        """Return the tensors there, or our rows of one, by name, possibly as views. x: whole, also on meta."""
         if not self.stacked:
             return {self.name: self.to_hf(x)}
         rows = zip(self.stacked, x, strict=True)
@@ -57,13 +61,20 @@ class HFModel:
     """The tensors of a model that Hugging Face's has, too."""
 
     pairs: "Mapping[str, tuple[torch.Tensor, HFTensor]]"
-    """Our name -> our tensor on meta, and its tensor there. A shared parameter comes once, by its first name."""
+    """Our name -> our tensor on meta, and its tensor there. A shared parameter comes once, by its first name. Parts of
+    one tensor there come one after another."""
     second_names: Mapping[str, str]
     """Names of shared parameters there, which files need not have -> the first names."""
+    unread: str | None = None
+    """Beginning of the names of tensors there that the model does not have, and files may."""
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the tensors there, by name, in our order."""
-        return {there: tuple(y.shape) for x, hf in self.pairs.values() for there, y in hf.tensors(x).items()}
+        return {
+            there: (hf.all_rows or y.shape[0], *y.shape[1:])
+            for x, hf in self.pairs.values()
+            for there, y in hf.tensors(x).items()
+        }
 
 
 def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

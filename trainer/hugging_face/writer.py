@@ -11,7 +11,7 @@ import torch
 
 from trainer.config.writable import sync
 from trainer.hugging_face.files import INDEX, plan_files, unfinished_output
-from trainer.hugging_face.reader import DTYPES
+from trainer.hugging_face.reader import FLOATS
 from trainer.hugging_face.tensors import Shape
 
 MOST_BYTES = 5 * 10**9
@@ -25,7 +25,7 @@ _CARRIED = (
     "vocab.json",
     "merges.txt",
 )
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 _BLOCK = 2**20  # elements that are converted to another data type at once
 
 
@@ -60,12 +60,12 @@ class NewFolder:
         self._unfinished.mkdir(parents=True)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a whole tensor. Beside it at most its like is in memory.
+        """Write a whole tensor, or the next rows of one. Beside it at most its like is in memory.
 
         Raises:
             OSError: it cannot be written.
         """
-        if (file := self._first.get(name)) is not None:
+        if (file := self._first.pop(name, None)) is not None:
             self._close()
             self._file = (self._unfinished / file.name).open("wb")
             self._file.write(file.header)

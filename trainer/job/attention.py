@@ -34,10 +34,11 @@ def resolve_attention(
         ConfigError: a kernel that lacks a feature, a method that cannot divide the heads, or degrees that do not fit.
     """
     parallelism = config.parallelism
-    needs = {"bands": has_windows(model), "deterministic": config.training.deterministic}
+    needs = _needs(config, model)
     with options_as_keys():
         able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
-    if not (config.plans_attention or needs["bands"] or getattr(model, "attention_sinks", False)):
+    planned = config.plans_attention or needs["bands"] or needs["softcap"]
+    if not (planned or getattr(model, "attention_sinks", False)):
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
@@ -74,6 +75,12 @@ def resolve_attention(
     return replace(options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries), reason
 
 
+def _needs(config: JobConfig, model: ModelArgs) -> dict[str, bool]:
+    """Return what attention's kernel must be able to do."""
+    softcap = getattr(model, "attention_softcap", None) is not None
+    return {"bands": has_windows(model), "deterministic": config.training.deterministic, "softcap": softcap}
+
+
 @contextmanager
 def options_as_keys() -> Iterator[None]:
     """Name the key of the configuration in an error of context parallelism's options.
@@ -96,7 +103,7 @@ def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: Co
     training, windows = config.training, has_windows(model)
     kind = device_type, training.compute_dtype(device_type), model.head_dim
     with options_as_keys():
-        able = able_kernels(options.kernel, *kind, bands=windows, deterministic=training.deterministic)
+        able = able_kernels(options.kernel, *kind, **_needs(config, model))
     if options.kernel != "auto":
         return options.kernel
     documents = config.masks_documents

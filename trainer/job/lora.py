@@ -5,8 +5,11 @@ from itertools import chain
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig
-from trainer.families.args import ModelArgs, experts_of
+from trainer.families.args import ModelArgs, expert_layers, experts_of
 from trainer.job.pipeline_stages import PipelinePlan
+
+_GATES = ("gate", "shared_gate")
+"""Of mixtures of experts."""
 
 
 def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | None) -> None:
@@ -20,10 +23,10 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
         return
     names = sorted({name.split(".")[-1] for name in model.linear_shapes() if name.startswith("layers.")})
     for module in settings.modules:
-        if module not in names or module == "gate":
+        if module not in names or module in _GATES:
             raise ConfigError(
                 f"lora.modules = {list(settings.modules)}: {module!r} must be a linear module of a layer"
-                f"{did_you_mean(module, [name for name in names if name != 'gate'])}"
+                f"{did_you_mean(module, [name for name in names if name not in _GATES])}"
             )
     if config.checkpoint.initial_load_path is None:
         raise ConfigError(
@@ -71,5 +74,5 @@ def flops_beside(config: JobConfig, model: ModelArgs) -> float:
         return 0.0
     frozen = sum(map(math.prod, model.linear_shapes().values()))
     if (experts := experts_of(model)) is not None:
-        frozen += model.n_layers * experts.per_token * experts.weights(model.dim)
+        frozen += len(expert_layers(model)) * experts.per_token * experts.weights(model.dim)
     return 6.0 * sum(sizes.values()) - 2.0 * frozen

@@ -7,7 +7,7 @@ and the CUDA context take themselves is not counted.
 import math
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import experts_of
+from trainer.families.args import expert_layers, experts_of
 from trainer.job.lora import adapter_sizes
 from trainer.job.pipeline_stages import layers_of, layers_of_stages
 from trainer.job.record import ResolvedJob
@@ -56,9 +56,10 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     shards = degrees.dp_shard * degrees.cp
     layers = layers_of(modules)
     # Weights of a rank's experts in one layer, which its `efsdp` ranks divide.
-    of_experts = len(layers) and _experts(job)
+    sparse = len({*layers} & {*expert_layers(model)})
+    of_experts = sparse and _experts(job)
     own = sum(sizes.get(name, 0) for name in modules)
-    local = math.ceil(own / shards) + len(layers) * math.ceil(of_experts / degrees.efsdp)
+    local = math.ceil(own / shards) + sparse * math.ceil(of_experts / degrees.efsdp)
     trained = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards) if adapters else local
     rows, of_batch = training.seq_len // degrees.cp, 2 * 8 * training.local_batch_size  # tokens and labels
     return RankMemory(

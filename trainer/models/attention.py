@@ -32,12 +32,12 @@ def _gpu_backends(head_dim: int) -> list[SDPBackend]:
 class InnerAttention(nn.Module):
     """Causal scaled dot product attention. `ContextParallelAttention` replaces it by planned attention.
 
-    Sliding windows and sinks exist in planned attention only.
+    Sliding windows, sinks and soft-caps of scores exist in planned attention only.
     """
 
-    def __init__(self, sliding_window: int | None = None) -> None:
+    def __init__(self, sliding_window: int | None = None, softcap: float | None = None) -> None:
         super().__init__()
-        self.sliding_window = sliding_window
+        self.sliding_window, self.softcap = sliding_window, softcap
 
     def forward(
         self,
@@ -52,12 +52,13 @@ class InnerAttention(nn.Module):
         """q: (B, H, S, D); k, v: (B, K, S, D), K divides H; sinks: (H,) -> (B, H, S, D). It does not use the plan.
 
         Raises:
-            RuntimeError: a sliding window or sinks, without a plan.
+            RuntimeError: a sliding window, sinks or a soft-cap, without a plan.
         """
-        if sinks is not None or self.sliding_window is not None:
+        if sinks is not None or self.sliding_window is not None or self.softcap is not None:
             raise RuntimeError(
-                "a sliding window and attention sinks need planned attention; apply `ContextParallelAttention` to this "
-                "module, on a mesh of one rank if need be, and run the model inside `context_parallel(...)`"
+                "a sliding window, attention sinks and a soft-cap need planned attention; apply "
+                "`ContextParallelAttention` to this module, on a mesh of one rank if need be, and run the model inside "
+                "`context_parallel(...)`"
             )
         options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         if q.device.type != _GPU:
@@ -84,9 +85,11 @@ class AttentionSinks(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    short_conv_kernel: tokens of a `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm_eps: of an
-    RMSNorm over each head's query and key (arXiv 2302.05442), whose weights the heads share, None for no norm; rotate:
-    `apply_rope`, or a function with the same arguments; branches: of the model, see `initialization.draw`.
+    softcap, scale: of the scores, the scale by default `head_dim ** -0.5`; short_conv_kernel: tokens of a
+    `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm: builds a norm of some width for the
+    query and the key of each head (arXiv 2302.05442), whose weights the heads share, None for no norm; norm_all_heads:
+    it is one norm over the queries, or keys, of all heads; rotate: `apply_rope`, or a function with the same arguments,
+    None for no rotation; branches: of the model, see `initialization.draw`.
     """
 
     def __init__(
@@ -97,50 +100,60 @@ class Attention(nn.Module):
         n_kv_heads: int,
         head_dim: int,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
         sinks: bool = False,
         short_conv_kernel: int = 0,
         bias: bool = False,
         output_bias: bool = False,
-        qk_norm_eps: float | None = None,
-        rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = apply_rope,
+        qk_norm: Callable[[int], nn.Module] | None = None,
+        norm_all_heads: bool = False,
+        rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = apply_rope,
         branches: int = 1,
     ) -> None:
         super().__init__()
-        self.head_dim, self.rotate, self.branches = head_dim, rotate, branches
+        self.head_dim, self.scale, self.rotate, self.branches = head_dim, scale, rotate, branches
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=output_bias)
+        self.norm_all_heads = norm_all_heads
         self.q_norm, self.k_norm = (
-            None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps) for _ in range(2)
+            None if qk_norm is None else qk_norm(head_dim * (heads if norm_all_heads else 1))
+            for heads in (n_heads, n_kv_heads)
         )
         self.sinks = AttentionSinks(n_heads) if sinks else None
         sizes = n_heads * head_dim, n_kv_heads * head_dim
         self.short_conv = ShortConvolution(*sizes, short_conv_kernel) if short_conv_kernel else None
-        self.inner_attention = InnerAttention(sliding_window)
+        self.inner_attention = InnerAttention(sliding_window, softcap)
 
     def forward(
         self,
         x: torch.Tensor,
-        freqs_cis: torch.Tensor,
+        freqs_cis: torch.Tensor | None,
         attention_plan: torch.Tensor | None = None,
         *,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: (B, S, dim) -> the same shape. positions: (B, S) within packed documents, for the short convolution."""
+        """x: (B, S, dim) -> the same shape. freqs_cis: None if nothing is rotated. positions: (B, S) within packed
+        documents, for the short convolution.
+        """
         q, k, v = (w(x) for w in (self.wq, self.wk, self.wv))
         if self.short_conv is not None:
             q, k, v = self.short_conv(q, k, v, positions=positions, plan=attention_plan)
+        if self.norm_all_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
         # -1: with tensor parallelism each rank has some of the heads.
         q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in (q, k, v))  # (B, S, H, D)
-        if self.q_norm is not None:
+        if self.q_norm is not None and not self.norm_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
-        q = self.rotate(q, freqs_cis)  # one after another, and under the same names: what goes in is freed
-        k = self.rotate(k, freqs_cis)
+        if self.rotate is not None:
+            freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
+            q = self.rotate(q, freqs_cis)  # one after another, and under the same names: what goes in is freed
+            k = self.rotate(k, freqs_cis)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D) twice
         sinks = self.sinks() if self.sinks is not None else None
-        out = self.inner_attention(q, k, v, sinks=sinks, plan=attention_plan)
+        out = self.inner_attention(q, k, v, scale=self.scale, sinks=sinks, plan=attention_plan)
         return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, dim)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:

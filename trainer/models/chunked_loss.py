@@ -28,10 +28,10 @@ from trainer.transforms.compile import compiled_loss, rows_vary
 
 
 def chunk_statistics(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first: int, whole: bool
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float, first: int, whole: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-sum-exp of each token's logits, and its label's logit, zero if the weight has no such row."""
-    logits = hidden @ weight.T
+    logits, _ = _capped(hidden @ weight.T, softcap)
     index, elsewhere = _label_index(labels, first, len(weight), whole)
     highest = logits.amax(1).to(_precise(logits))
     label_logit = logits.gather(1, index).squeeze(1).to(highest.dtype).masked_fill(elsewhere, 0)
@@ -44,29 +44,41 @@ def chunk_gradient(
     labels: torch.Tensor,
     lse: torch.Tensor,
     grad: torch.Tensor,
+    softcap: float,
     first: int,
     whole: bool,
 ) -> torch.Tensor:
     """Return the gradient of the logits in the model's dtype: (softmax - one-hot) x gradient of the loss."""
-    logits = hidden @ weight.T
+    logits, slope = _capped(hidden @ weight.T, softcap)
     index, elsewhere = _label_index(labels, first, len(weight), whole)
     shares = _less(logits, lse).exp_()
     at_label = (shares.gather(1, index) - torch.where(elsewhere, 0, 1)[:, None]) * grad[:, None]
-    return torch.mul(shares, grad[:, None], out=logits).scatter_(1, index, at_label.to(logits.dtype))
+    grad_logits = torch.mul(shares, grad[:, None], out=logits).scatter_(1, index, at_label.to(logits.dtype))
+    return grad_logits if slope is None else grad_logits.mul_(slope)
 
 
 def chunk_at_once(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the statistics of a chunk, and softmax - one-hot in the model's dtype; weight: of the whole vocabulary."""
-    logits = hidden @ weight.T
+    logits, slope = _capped(hidden @ weight.T, softcap)
     index, _ = _label_index(labels, 0, len(weight), whole=True)
     label_logit = logits.gather(1, index).to(_precise(logits))
     logarithms = logits.to(label_logit.dtype)
     logarithms = torch.log_softmax(logarithms, 1, out=logarithms)  # in place: a row is read whole before it is written
     at_label = logarithms.gather(1, index)
     grad_logits = torch.exp(logarithms, out=logits).scatter_(1, index, at_label.expm1().to(logits.dtype))
+    if slope is not None:
+        grad_logits.mul_(slope)
     return (label_logit - at_label).squeeze(1), label_logit.squeeze(1), grad_logits
+
+
+def _capped(logits: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return logits of `CappedOutput` and their slopes; softcap 0: the same logits, and None."""
+    if not softcap:
+        return logits, None
+    shares = torch.tanh(logits / softcap)
+    return softcap * shares, 1 - shares.square()
 
 
 def _precise(x: torch.Tensor) -> torch.dtype:
@@ -114,6 +126,8 @@ class Chunks:
     in_forward: bool = True
     """Make the gradients in the forward, if it is not known to be useless. They wait for the backward: a float32 sum as
     large as the weight, and as much as the hidden states, for each forward in flight."""
+    softcap: float = 0.0
+    """Of logits, see `CappedOutput`; 0: none."""
 
     def of(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """Return the rows of each chunk of these tensors, which have a row for each token."""
@@ -150,7 +164,8 @@ def apply_chunked_loss(output: nn.Linear, tokens: int, compilation: CompileOptio
             over = weight.device_mesh
             # Each rank finds the part of the gradient that comes from its logits.
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
-        return chunked_token_losses(hidden, weight, labels, Chunks(tokens, over, functions, in_forward))
+        softcap = getattr(output, "softcap", 0.0)
+        return chunked_token_losses(hidden, weight, labels, Chunks(tokens, over, functions, in_forward, softcap))
 
     replace_forward(output, "loss in chunks", forward)
 
@@ -211,12 +226,12 @@ class _TokenLosses(torch.autograd.Function):
         if at_once:
             ctx.gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
             for h, y, out in chunks.of(hidden, labels, missing):
-                *statistics, grad_logits = chunks.functions.at_once(h, weight, y)
+                *statistics, grad_logits = chunks.functions.at_once(h, weight, y, chunks.softcap)
                 ctx.gradients.add(grad_logits, h.masked_fill(out[:, None], 0), weight)
                 del grad_logits  # before those of the next chunk are made
                 pieces.append(statistics)
         else:
-            place = chunks.first_label(weight), chunks.over is None
+            place = chunks.softcap, chunks.first_label(weight), chunks.over is None
             pieces += [chunks.functions.statistics(h, weight, y, *place) for h, y in chunks.of(hidden, labels)]
         lse, label_logit = (torch.cat(column) for column in zip(*pieces, strict=True))
         if chunks.over is not None:
@@ -238,7 +253,7 @@ class _TokenLosses(torch.autograd.Function):
         if gradients is not None and not any(grad.stride()):
             gradients.scale(grad[:1], missing)
             return gradients.rounded(weight)
-        place = chunks.first_label(weight), chunks.over is None
+        place = chunks.softcap, chunks.first_label(weight), chunks.over is None
         grad = grad.masked_fill(missing, 0)
         gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
         for h, *rows in chunks.of(hidden, labels, lse, grad):

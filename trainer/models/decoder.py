@@ -1,76 +1,109 @@
 """The decoder of all families of language models, as single-device code. Its arguments say what a family has.
 
-Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06825.
+Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06825, Gemma 3
+2503.19786, OLMo 2 2501.00656, GLM-4.5 2508.06471.
 """
+
+from functools import partial
 
 import torch
 from torch import nn
 
 from trainer.distributed.context_parallel.live import of_layer, own_positions
+from trainer.families.args import expert_layers
 from trainer.families.decoder_args import TransformerArgs
 from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
 from trainer.models.initialization import start
 from trainer.models.moe import MoE, routers_of
-from trainer.models.rotary import freqs_cis_at, rope_frequencies
+from trainer.models.norms import NormOfHeads, OffsetNorm, build_norm
+from trainer.models.output import CappedOutput
+from trainer.models.rotary import apply_rope, freqs_cis_at, rope_frequencies
 from trainer.models.tiles import in_tiles
-
-
-def build_norm(kind: str, dim: int, eps: float) -> nn.Module:
-    """Return RMSNorm, LayerNorm with a weight only, or LayerNorm without parameters (np_layernorm, as in OLMo)."""
-    if kind == "rmsnorm":
-        return nn.RMSNorm(dim, eps=eps)
-    return nn.LayerNorm(dim, eps=eps, elementwise_affine=kind == "layernorm", bias=False)
 
 
 def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
     """Return the feed-forward network of a layer, or its experts."""
-    if args.experts is None:
-        return FeedForward(args.dim, args.ffn_hidden_dim, branches=2 * args.n_layers)
-    coefficient = args.router_aux_loss_coef / args.n_layers
+    if args.experts is None or not args.layer(layer).experts:
+        return FeedForward(args.dim, args.ffn_hidden_dim, activation=args.activation, branches=2 * args.n_layers)
+    coefficient = args.router_aux_loss_coef / len(expert_layers(args))
     rates = {"aux_loss_coef": coefficient, "bias_update_rate": args.router_bias_update_rate}
     return MoE(args.dim, args.experts, branches=2 * args.n_layers, **rates)
 
 
+def build_attention(args: TransformerArgs, layer: int) -> Attention:
+    """Return the attention of a layer."""
+    kind = NormOfHeads if args.qk_norm_of_all_heads else OffsetNorm if args.norm_offset else nn.RMSNorm
+    return Attention(
+        args.dim,
+        n_heads=args.n_heads,
+        n_kv_heads=args.n_kv_heads,
+        head_dim=args.head_dim,
+        sliding_window=args.window_of_layer(layer),
+        softcap=args.attention_softcap,
+        scale=args.attention_scale,
+        sinks=args.attention_sinks,
+        short_conv_kernel=args.short_conv_kernel,
+        bias=args.attention_bias,
+        output_bias=args.output_bias,
+        qk_norm=partial(kind, eps=args.norm_eps) if args.qk_norm else None,
+        norm_all_heads=args.qk_norm_of_all_heads,
+        rotate=apply_rope if args.layer(layer).rope else None,
+        branches=2 * args.n_layers,
+    )
+
+
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each with a norm before it and a residual around it."""
+    """Attention and feed-forward, each with norms before or behind it and a residual around it."""
 
     def __init__(self, args: TransformerArgs, layer: int) -> None:
         super().__init__()
-        self.attention_norm = build_norm(args.norm_type, args.dim, args.norm_eps)
-        self.attention = Attention(
-            args.dim,
-            n_heads=args.n_heads,
-            n_kv_heads=args.n_kv_heads,
-            head_dim=args.head_dim,
-            sliding_window=args.window_of_layer(layer),
-            sinks=args.attention_sinks,
-            short_conv_kernel=args.short_conv_kernel,
-            bias=args.attention_bias,
-            output_bias=args.output_bias,
-            qk_norm_eps=args.norm_eps if args.qk_norm else None,
-            branches=2 * args.n_layers,
-        )
-        self.ffn_norm = build_norm(args.norm_type, args.dim, args.norm_eps)
+        before, behind = (args.norm_place in (place, "around") for place in ("before", "after"))
+        norm = partial(build_norm, args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
+        self.attention_norm = norm() if before else None
+        self.attention = build_attention(args, layer)
+        self.attention_post_norm = norm() if behind else None
+        self.ffn_norm = norm() if before else None
         self.feed_forward = build_feed_forward(args, layer)
-        self.has_experts = args.experts is not None
+        self.ffn_post_norm = norm() if behind else None
+        self.theta, self.residual_scale = args.theta_of_layer(layer), args.residual_scale
         self.tiles = 1
         """Parts of the sequence in which the norm, the feed-forward network and the residual sum are computed."""
 
     def forward(
         self,
         x: torch.Tensor,
-        freqs_cis: torch.Tensor,
+        freqs_cis: torch.Tensor | None,
         attention_plan: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan, positions=positions)
-        if self.has_experts:
-            return x + self.feed_forward(self.ffn_norm(x), positions)  # routers count no padding
-        return in_tiles(self._with_feed_forward, [x], self.tiles, (self.ffn_norm, self.feed_forward))
+        """x: (B, S, dim) -> the same shape. freqs_cis: of this layer's frequencies, None if it rotates nothing."""
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        x = self._with_branch(
+            x, self.attention(normed, freqs_cis, attention_plan, positions=positions), self.attention_post_norm
+        )
+        if isinstance(self.feed_forward, MoE):
+            normed = x if self.ffn_norm is None else self.ffn_norm(x)
+            return self._with_branch(x, self.feed_forward(normed, positions), self.ffn_post_norm)  # count no padding
+        parts = self.ffn_norm, self.feed_forward, self.ffn_post_norm
+        return in_tiles(self._with_feed_forward, [x], self.tiles, [part for part in parts if part is not None])
 
     def _with_feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.feed_forward(self.ffn_norm(x))
+        return self._with_branch(
+            x, self.feed_forward(x if self.ffn_norm is None else self.ffn_norm(x)), self.ffn_post_norm
+        )
+
+    def _with_branch(self, x: torch.Tensor, out: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """Add the output of a branch to its input."""
+        out = out if norm is None else norm(out)
+        return x + (out if self.residual_scale == 1 else out * self.residual_scale)
+
+
+def build_output(args: TransformerArgs) -> nn.Linear:
+    """Return the projection to logits."""
+    if args.logits_softcap is None:
+        return nn.Linear(args.dim, args.vocab_size, bias=False)
+    return CappedOutput(args.dim, args.vocab_size, args.logits_softcap)
 
 
 class Transformer(nn.Module):
@@ -85,11 +118,15 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # A dictionary keeps the layers' names when a pipeline stage drops some of them.
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args, i) for i in range(args.n_layers)})
-        self.norm = build_norm(args.norm_type, args.dim, args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.norm = build_norm(args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
+        self.output = build_output(args)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.register_buffer("frequencies", torch.empty(args.head_dim // 2), persistent=False)
+        pairs = args.head_dim // 2
+        own = {theta for i in range(args.n_layers) if (theta := args.theta_of_layer(i))}
+        self.thetas = sorted(own)
+        self.register_buffer("frequencies", torch.empty(pairs), persistent=False)
+        self.register_buffer("own_frequencies", torch.empty(len(own), pairs), persistent=False)
         self.rotary_dtype = torch.float32
 
     def forward(
@@ -104,30 +141,45 @@ class Transformer(nn.Module):
         attention_plan: handle of the open `context_parallel`. A pipeline stage without the embedding takes hidden
         states instead of tokens.
         """
-        freqs_cis = self._freqs_cis(tokens, positions, attention_plan)
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        tables = self._freqs_cis(tokens, positions, attention_plan)
+        x = tokens if self.tok_embeddings is None else self._embedded(tokens)
         for number, layer in self.layers.items():
-            x = layer(x, freqs_cis, of_layer(attention_plan, int(number)), positions)
+            x = layer(x, tables.get(layer.theta), of_layer(attention_plan, int(number)), positions)
         if self.norm is not None:
-            return self.norm(x)
+            x = self.norm(x)
+            return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
         # A stage of the output alone: torch 2.11 finds no gradient for an input that is also the result.
         return x if len(self.layers) or self.tok_embeddings is not None else x.view_as(x)
 
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, scale = self.tok_embeddings(tokens), self.args.embedding_scale
+        # Rounded as embeddings are: sqrt(3072) is 55.5 in bfloat16.
+        return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
+
     def _freqs_cis(
         self, tokens: torch.Tensor, positions: torch.Tensor | None, attention_plan: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> dict[float | None, torch.Tensor]:
+        """Return the rotary tables that these layers use, by the base of own frequencies, None for the model's."""
         if positions is None and attention_plan is not None:
             positions = own_positions(attention_plan, tokens.device)
         elif positions is None:
             # The hidden states of a later stage may be a part of the sequence, over tensor-parallel ranks.
             length = self.args.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
             positions = torch.arange(length, device=tokens.device)
-        return freqs_cis_at(positions, self.frequencies, self.args.rope_scaling, self.rotary_dtype)
+        kinds = {None: (self.frequencies, self.args.rope_scaling)}
+        kinds |= {theta: (row, None) for theta, row in zip(self.thetas, self.own_frequencies, strict=True)}
+        used = {layer.theta for layer in self.layers.values()}
+        tables = {theta: kind for theta, kind in kinds.items() if theta in used}
+        options = {"dtype": self.rotary_dtype, "unrotated": self.args.head_dim - self.args.rotary_dim}
+        return {theta: freqs_cis_at(positions, *kind, **options) for theta, kind in tables.items()}
 
     def init_buffers(self, device: torch.device) -> None:
         args = self.args
         self.rotary_dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
-        self.frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling).to(device)
+        rotated, unrotated = args.rotary_dim, args.head_dim - args.rotary_dim
+        self.frequencies = rope_frequencies(rotated, args.rope_theta, args.rope_scaling, unrotated).to(device)
+        rows = [rope_frequencies(rotated, theta, None, unrotated) for theta in self.thetas]
+        self.own_frequencies = torch.stack([self.frequencies.cpu(), *rows])[1:].to(device)
         for router in routers_of([self]).values():
             router.init_buffers(device)
 
@@ -137,7 +189,8 @@ class Transformer(nn.Module):
         A tied matrix also makes the logits.
         """
         if name == "tok_embeddings.weight":
-            parameter.normal_(0.0, 0.02 if self.args.tie_embeddings else 1.0, generator=generator)
+            scale = 0.02 if self.args.tie_embeddings else 1.0 / self.args.embedding_scale
+            parameter.normal_(0.0, scale, generator=generator)
         elif name == "output.weight":
             parameter.normal_(0.0, 1.0 / parameter.shape[1], generator=generator)
         else:

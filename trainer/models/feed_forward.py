@@ -1,24 +1,33 @@
 """The feed-forward network of a block."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from trainer.models.initialization import draw, start
 
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202). branches: of the model, see `initialization.draw`."""
+    """SwiGLU or GEGLU (arXiv 2002.05202).
 
-    def __init__(self, dim: int, hidden_dim: int, *, bias: bool = False, branches: int = 1) -> None:
+    activation: of the gates, of `ACTIVATIONS`; branches: of the model, see `initialization.draw`.
+    """
+
+    def __init__(
+        self, dim: int, hidden_dim: int, *, bias: bool = False, activation: str = "silu", branches: int = 1
+    ) -> None:
         super().__init__()
-        self.branches = branches
+        self.activation, self.branches = ACTIVATIONS[activation], branches
         self.w1 = nn.Linear(dim, hidden_dim, bias=bias)
         self.w2 = nn.Linear(hidden_dim, dim, bias=bias)
         self.w3 = nn.Linear(dim, hidden_dim, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         if parameter.ndim == 1:

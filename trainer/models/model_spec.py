@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -70,6 +70,8 @@ class ModelSpec:
     state_dict_adapter: Callable[[Any, str], HFTensor | None] | None = None
     """(model arguments, name of a parameter or persistent buffer) -> its tensor at Hugging Face. None: a buffer that
     has none there; it then starts with its first value."""
+    hf_unread: Callable[[Any], str | None] = lambda args: None
+    """Model arguments -> beginning of the names of tensors of Hugging Face's folders that are not read."""
     observer: Callable[[Sequence[Model], ParallelDims], Observer] = lambda model_parts, dims: Observer()
     """(model parts of this rank, meshes) -> what prepares, updates and reports state without gradients in each step.
 
@@ -80,7 +82,9 @@ class ModelSpec:
 
 def model_spec(name: str) -> ModelSpec:
     """Return the spec of a model family."""
-    return importlib.import_module(MODELS[name].spec).SPEC
+    family = MODELS[name]
+    spec = importlib.import_module(family.spec).SPEC
+    return spec if family.tensor is None else replace(spec, state_dict_adapter=family.tensor, hf_unread=family.unread)
 
 
 def hf_model(spec: ModelSpec, args: Any) -> HFModel:
@@ -101,4 +105,6 @@ def hf_model(spec: ModelSpec, args: Any) -> HFModel:
         if (there := spec.state_dict_adapter(args, first)) is not None:
             pairs[first] = x, there
             second_names |= {spec.state_dict_adapter(args, other).name: there.name for other in others}
-    return HFModel(pairs, second_names)
+    places = {hf.names[0]: number for number, (_, hf) in reversed([*enumerate(pairs.values())])}
+    in_order = sorted(pairs.items(), key=lambda item: (places[item[1][1].names[0]], item[1][1].first_row))
+    return HFModel(dict(in_order), second_names, spec.hf_unread(args))

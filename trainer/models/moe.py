@@ -14,7 +14,8 @@ collective. transformers has f_e of each micro-batch, so that its loss depends o
 both are equal. In the first step all f_e are equal, and the gradient is zero.
 
 The bias (arXiv 2408.15664) is added to the logits for the choice alone, never to weights. After each step that of an
-expert with less than the mean load rises by the update rate, and that of one with more falls.
+expert with less than the mean load rises by the update rate, and that of one with more falls. A router of sigmoids
+(arXiv 2412.19437) adds it to them, also without an update rate: it is one of the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +26,10 @@ from torch import nn
 
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.families.args import ExpertArgs
+from trainer.families.args import ExpertArgs, expert_layers
 from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.experts import Experts
+from trainer.models.feed_forward import FeedForward
 from trainer.models.initialization import draw, start
 from trainer.observer import Observer
 
@@ -51,12 +53,12 @@ class Router(nn.Module):
 
     Buffers, (E,): `load`, the shares of the last step; `mean_load`, their mean over all layers of the model;
     `selection_bias`; `count`, this rank's choices in this step.
-    aux_loss_coef: of this layer's part of the auxiliary loss, the coefficient over the number of layers.
+    aux_loss_coef: of this layer's part of the auxiliary loss, the coefficient over the number of layers with experts.
     """
 
     def __init__(self, dim: int, args: ExpertArgs, *, aux_loss_coef: float, bias_update_rate: float) -> None:
         super().__init__()
-        self.number, self.per_token, self.normalise = args.number, args.per_token, args.normalise
+        self.args, self.number, self.per_token = args, args.number, args.per_token
         self.aux_loss_coef, self.bias_update_rate = aux_loss_coef, bias_update_rate
         self.gate = Gate(dim, args.number, bias=args.biases)
         self.auxiliary = AuxiliaryLoss()
@@ -71,9 +73,8 @@ class Router(nn.Module):
         real: (N,) bool, False for padding, which is no load; None without padding.
         """
         logits = self.gate(x)
-        scores = logits.detach() + self.selection_bias if self.bias_update_rate else logits.detach()
-        chosen = scores.topk(self.per_token, dim=-1).indices
-        weights = logits.gather(1, chosen).softmax(-1) if self.normalise else logits.softmax(-1).gather(1, chosen)
+        chosen = self._chosen(logits.detach())
+        weights = self._weights(logits, chosen)
         if torch.is_grad_enabled():
             counted = torch.ones_like(chosen) if real is None else real.long().unsqueeze(1).expand_as(chosen)
             self.count.scatter_add_(0, chosen.flatten(), counted.flatten())
@@ -85,6 +86,30 @@ class Router(nn.Module):
                 weights = self.auxiliary(weights, loss)
         return chosen, weights
 
+    def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the experts of each token: (N, k)."""
+        args, scores = self.args, logits.sigmoid() if self.args.sigmoid else logits
+        if self.bias_update_rate or args.sigmoid:
+            scores = scores + self.selection_bias
+        if args.groups > 1:
+            by_group = scores.unflatten(1, (args.groups, -1))
+            best = by_group.topk(2, dim=-1).values.sum(-1).topk(args.groups_per_token, dim=-1).indices
+            others = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+            scores = by_group.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
+        return scores.topk(self.per_token, dim=-1).indices
+
+    def _weights(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the weights of the chosen experts: (N, k)."""
+        args = self.args
+        if args.sigmoid:
+            weights = logits.sigmoid().gather(1, chosen)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if args.normalise else weights
+        elif args.normalise:
+            weights = logits.gather(1, chosen).softmax(-1)
+        else:
+            weights = logits.softmax(-1).gather(1, chosen)
+        return weights if args.scale == 1 else weights * args.scale
+
     def init_buffers(self, device: torch.device) -> None:
         """Set equal loads and no bias, in float32 at least."""
         dtype = torch.promote_types(self.gate.weight.dtype, torch.float32)
@@ -95,7 +120,7 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router and its experts."""
+    """A router and its experts, and perhaps an expert that all tokens share."""
 
     def __init__(
         self,
@@ -109,12 +134,18 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(dim, args, aux_loss_coef=aux_loss_coef, bias_update_rate=bias_update_rate)
         self.experts = Experts(dim, args, branches=branches)
+        self.shared = FeedForward(dim, args.shared_dim, branches=branches) if args.shared_dim else None
+        self.shared_gate = Gate(dim, 1, bias=False) if args.shared_gate else None
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """x: (B, S, dim) -> (B, S, dim). positions: (B, S), below 0 for padding."""
         rows = x.flatten(0, 1)
         real = None if positions is None else (positions >= 0).flatten()
-        return self.run_experts(rows, *self.router(rows, real)).view_as(x)
+        out = self.run_experts(rows, *self.router(rows, real)).view_as(x)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid().type_as(x))
 
     def run_experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Run what is never compiled: numbers of rows that only the routing knows."""
@@ -138,7 +169,7 @@ class ExpertBalance(Observer):
         total = torch.zeros(args.experts.number, dtype=torch.float64, device=dims["world"].device_type)
         for router in self._routers.values():
             total += router.load
-        mean = all_reduce(total, dims["pp"]) / args.n_layers
+        mean = all_reduce(total, dims["pp"]) / len(expert_layers(args))
         for router in self._routers.values():
             router.mean_load.copy_(mean)
 
@@ -162,13 +193,15 @@ class ExpertBalance(Observer):
                 router.selection_bias += torch.where(left_out, 0, change)
 
     def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float | list[list[float]]]:
-        """Return the load of every expert over the mean, by layer, and the largest of all; one collective."""
+        """Return the load of every expert over the mean, by layer with experts, and the largest of all; one
+        collective."""
         args = self._args
         if args.experts is None:
             return {}
-        loads = torch.zeros(args.n_layers, args.experts.number, device=self._dims["world"].device_type)
+        layers = expert_layers(args)
+        loads = torch.zeros(len(layers), args.experts.number, device=self._dims["world"].device_type)
         for layer, router in self._routers.items():
-            loads[layer] = router.load * router.number
+            loads[layers.index(layer)] = router.load * router.number
         loads = [[round(load, 3) for load in layer] for layer in all_reduce(loads, self._dims["pp"]).tolist()]
         return {"expert_imbalance": max(map(max, loads)), "expert_load": loads}
 

@@ -25,6 +25,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import (
     LocalParameter,
     OwnPositions,
+    ShardedNorm,
     VocabularyParallel,
     apply_tensor_parallel,
     logits_layout,
@@ -54,8 +55,9 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             parallelize_module(module, dims["ep"], ExpertParallel())
     if job.attention is not None:
         for block in blocks:
-            window = block.attention.inner_attention.sliding_window
-            attention = ContextParallelAttention(sliding_window=window, keep_exchanged=job.attention.keep_exchanged)
+            inner, kept = block.attention.inner_attention, job.attention.keep_exchanged
+            options = {"sliding_window": inner.sliding_window, "keep_exchanged": kept}
+            attention = ContextParallelAttention(**options, softcap=getattr(inner, "softcap", None))
             styles = {"attention.inner_attention": attention}
             if block.attention.short_conv is not None and dims.size("cp") > 1:
                 styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
@@ -99,12 +101,10 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
     for name, block in model.layers.items():
         local = [] if block.attention.sinks is None else ["attention.sinks"]
         local += [] if block.attention.short_conv is None else [f"attention.short_conv.{part}" for part in "qkv"]
-        of_block = _block_styles() | {part: LocalParameter() for part in local}
-        if isinstance(block.feed_forward, MoE):  # each rank has the experts' sums for its own tokens
-            of_block = {part: style for part, style in of_block.items() if not part.startswith("feed_forward")}
-            of_block |= {"ffn_norm": SequenceParallel(use_local_output=True), "feed_forward": OwnPositions()}
-            of_block |= {"feed_forward.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True)}
-        if block.attention.q_norm is not None:  # of (B, S, H, D); each rank has the gradient of its own heads
+        of_block = _block_styles(block) | {part: LocalParameter() for part in local}
+        if block.attention.norm_all_heads:
+            of_block |= {f"attention.{part}_norm": ShardedNorm() for part in "qk"}
+        elif block.attention.q_norm is not None:  # of (B, S, H, D); each rank has the gradient of its own heads
             of_block |= {
                 f"attention.{part}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for part in "qk"
             }
@@ -112,10 +112,13 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
     apply_tensor_parallel(model, dims["tp"], styles)
 
 
-def _block_styles() -> dict[str, ParallelStyle]:
+def _block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
     """Return styles that shard activations over the sequence, Shard(1), and over heads or channels inside modules."""
-    return {
-        "attention_norm": SequenceParallel(),
+    norms = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
+    styles: dict[str, ParallelStyle] = {
+        norm: SequenceParallel(use_local_output=True) for norm in norms if getattr(block, norm, None) is not None
+    }
+    styles |= {
         "attention": PrepareModuleInput(
             input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
         ),
@@ -123,11 +126,25 @@ def _block_styles() -> dict[str, ParallelStyle]:
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-        "feed_forward.w3": ColwiseParallel(),
+    }
+    if not isinstance(block.feed_forward, MoE):
+        return styles | _feed_forward_styles("feed_forward")
+    # Each rank has the experts' sums for its own tokens.
+    styles |= {"feed_forward": OwnPositions()}
+    styles |= {"feed_forward.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True)}
+    if block.feed_forward.shared is not None:
+        styles |= _feed_forward_styles("feed_forward.shared")
+    if block.feed_forward.shared_gate is not None:
+        styles |= {"feed_forward.shared_gate": SequenceParallel(use_local_output=True)}
+    return styles
+
+
+def _feed_forward_styles(name: str) -> dict[str, ParallelStyle]:
+    return {
+        name: PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        f"{name}.w1": ColwiseParallel(),
+        f"{name}.w2": RowwiseParallel(output_layouts=Shard(1)),
+        f"{name}.w3": ColwiseParallel(),
     }
 
 

@@ -5,12 +5,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from trainer.families.decoder_args import RopeScaling
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Return the angle per position of each pair of a head: (D / 2,) float64, on the CPU."""
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, unrotated: int = 0) -> torch.Tensor:
+    """Return the angle per position of each pair of a head: ((D + unrotated) / 2,) float64, on the CPU.
+
+    head_dim: D, channels of a head that are rotated; unrotated: those behind, whose angles are 0.
+    """
+    return F.pad(_scaled_frequencies(head_dim, theta, scaling), (0, unrotated // 2))
+
+
+def _scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = theta**-exponents
     if scaling is None:
@@ -50,17 +58,25 @@ def precompute_freqs_cis(
 
 
 def freqs_cis_at(
-    positions: torch.Tensor, frequencies: torch.Tensor, scaling: RopeScaling | None, dtype: torch.dtype
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    scaling: RopeScaling | None,
+    dtype: torch.dtype,
+    *,
+    unrotated: int = 0,
 ) -> torch.Tensor:
     """Return cosine and sine of each position's angles, times the magnitude of the scaling: (..., D / 2, 2).
 
-    positions: (...) int64; frequencies: (D / 2,) float64 of `rope_frequencies`. Angles are float64: in float32 they are
-    off by 3e-2 at a million tokens. Two such tensors exist at a time, 64 MiB each for 131,072 positions and D = 128.
+    positions: (...) int64; frequencies: (D / 2,) float64 of `rope_frequencies`; unrotated: the last channels of a head
+    that are not rotated, whose pairs have 1 and 0. Angles are float64: in float32 they are off by 3e-2 at a million
+    tokens. Two such tensors exist at a time, 64 MiB each for 131,072 positions and D = 128.
     """
     magnitude = 1.0 if scaling is None else scaling.magnitude
     angles = positions.unsqueeze(-1) * frequencies
     table = torch.empty(*angles.shape, 2, dtype=dtype, device=angles.device)
-    table[..., 0] = angles.cos().mul_(magnitude)
+    cosines, rotated = angles.cos(), len(frequencies) - unrotated // 2
+    cosines[..., :rotated].mul_(magnitude)
+    table[..., 0] = cosines
     table[..., 1] = angles.sin_().mul_(magnitude)
     return table
 

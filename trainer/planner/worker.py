@@ -24,6 +24,7 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Checkpoint, Parallelism, Profiling
+from trainer.families.args import kind_of_layer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.pipeline_stages import layers_of_stages
@@ -112,14 +113,14 @@ def _profile(job: ResolvedJob, gpu: Any, pp_rank: int) -> Profile:
 def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     """Return two numbers of layers from which the model's depth follows; None if it is not much deeper.
 
-    They have as many layers of each kind, over a period: windows, checkpointed and offloaded layers come in turns. Each
-    stage of a pipeline has as many. A model of fields is traced whole.
+    They have as many layers of each kind, over a period: kinds of layers, checkpointed and offloaded layers come in
+    turns, but for the first ones. Each stage of a pipeline has as many. A model of fields is traced whole.
     """
     if job.config.task != "tokens":
         return None
     settings, model = job.config.activation_checkpoint, job.model
-    windows = [model.window_of_layer(layer) for layer in range(model.n_layers)]
-    turns = (n for n in range(1, model.n_layers) if windows[n:] == windows[:-n])
+    kinds = [kind_of_layer(model, layer) for layer in range(SHALLOW, model.n_layers)]
+    turns = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
     period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1, settings.group)
     if settings.offload != "none":
         period = math.lcm(period, Fraction(settings.offload_fraction).limit_denominator(8).denominator)

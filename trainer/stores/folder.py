@@ -15,7 +15,7 @@ Other names, and folders step-N without a state.json, belong to somebody else: n
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,8 @@ def check_same_model(
     defaults = {argument.name: argument.default for argument in fields(model)} | {"lora.rank": 0}
     for key, now in model_description(config, model).items():
         saved = state.model.get(key, defaults.get(key))  # an older checkpoint has the default of a newer field
+        if isinstance(saved, dict) and is_dataclass(part := getattr(model, key, None)):
+            saved = {each.name: each.default for each in fields(part) if each.default is not MISSING} | saved
         if saved != now and (dtype or key != "dtype"):
             what = f"model.flavor = {config.model.flavor!r}, whose {key}"
             if key == "dtype" or key.startswith("lora."):

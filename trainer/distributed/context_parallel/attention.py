@@ -34,6 +34,7 @@ def context_parallel_attention(
     window: int = 0,
     sinks: torch.Tensor | None = None,
     keep_exchanged: bool = False,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
 
@@ -45,6 +46,7 @@ def context_parallel_attention(
     2309.17453). They are applied once, after all results are merged.
     keep_exchanged: save what an exchange of heads has brought for the backward, instead of q, k, v and the results, so
     that only the gradient of the output is sent to the ranks of the heads.
+    softcap: c of scores c * tanh(score / c) (Gemma 2, arXiv 2408.00118), which the kernel `math` computes; 0: none.
     -> output as q, log-sum-exp (B, H, S) with the sink's share, in float32 at least, and two tensors of bytes: q, k, v
     and the results for all rows of this rank's heads. How many bytes depends on the batch's layout; none unless
     keep_exchanged. A query that sees no key has the output 0, and as log-sum-exp the sink, or -inf without one.
@@ -67,7 +69,7 @@ def context_parallel_attention(
         )
     q, k, v = map(_rows_contiguous, (q, k, v))
     live, sequences = resolve(plan)
-    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan))
+    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap)
     live.calls += 1
     if not keep_exchanged:
         return *run.forward(q, k, v, scale, sinks), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))
@@ -89,6 +91,7 @@ def _context_parallel_attention_backward(
     is_causal: bool,
     window: int,
     sinks: torch.Tensor | None,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk, dv, and this rank's part of the sinks' gradient ((0,) without sinks).
 
@@ -103,7 +106,7 @@ def _context_parallel_attention_backward(
     else:
         given = BackwardInputs(dout, *saved)
         k = given.k
-    run = live.execution(dout, k, k, sequences, is_causal, window, layer_of(plan))
+    run = live.execution(dout, k, k, sequences, is_causal, window, layer_of(plan), softcap)
     gradients = run.backward(given, scale, sinks)
     return gradients if sinks is not None else (*gradients, dout.new_empty(0))
 
@@ -114,7 +117,7 @@ def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 @context_parallel_attention.register_fake
-def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None, keep_exchanged=False):
+def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None, keep_exchanged=False, softcap=0.0):
     b, h, s, _ = q.shape
     sizes = (torch.library.get_ctx().new_dynamic_size() if keep_exchanged else 0 for _ in range(2))
     kept = (q.new_empty(size, dtype=torch.uint8) for size in sizes)
@@ -122,7 +125,7 @@ def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None, keep_exchanged
 
 
 @_context_parallel_attention_backward.register_fake
-def _(dout, saved, kv_heads, plan, scale, is_causal, window, sinks):
+def _(dout, saved, kv_heads, plan, scale, is_causal, window, sinks, softcap):
     if len(saved) == 2:
         gradients = (_like(dout, heads) for heads in (dout.shape[1], kv_heads, kv_heads))
     else:
@@ -136,7 +139,7 @@ def _like(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, keep_exchanged = inputs
+    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, keep_exchanged, ctx.softcap = inputs
     ctx.kv_heads = k.shape[1]
     out, lse, *kept = output
     ctx.save_for_backward(*(kept if keep_exchanged else (q, k, v, out, lse)), plan, sinks)
@@ -147,9 +150,9 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, dout: torch.Tensor, *_: None):
     *saved, plan, sinks = ctx.saved_tensors
     dq, dk, dv, dsinks = _context_parallel_attention_backward(
-        dout, saved, ctx.kv_heads, plan, ctx.scale, ctx.is_causal, ctx.window, sinks
+        dout, saved, ctx.kv_heads, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, ctx.softcap
     )
-    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks, None
+    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks, None, None
 
 
 context_parallel_attention.register_autograd(_differentiate, setup_context=_save)
@@ -186,14 +189,19 @@ class ContextParallelAttention(ParallelStyle):
     The module's forward is `(q, k, v, *, scale=None, sinks=None, plan=None)`, with q (B, H, S, D), unrepeated k, v
     (B, K, S, D), sinks (H,). Inside `context_parallel(...)`, the model passes the context's `attention_plan` as `plan`.
     is_causal: whether later tokens are hidden; sliding_window: how many keys a token sees, None for all;
-    keep_exchanged: the option of the context, `ContextParallelOptions.keep_exchanged`.
+    keep_exchanged: the option of the context, `ContextParallelOptions.keep_exchanged`; softcap: of the scores.
 
     Raises:
         ContextParallelError: a window below 1; a module with dropout, when the style is applied.
     """
 
     def __init__(
-        self, *, is_causal: bool = True, sliding_window: int | None = None, keep_exchanged: bool = False
+        self,
+        *,
+        is_causal: bool = True,
+        sliding_window: int | None = None,
+        keep_exchanged: bool = False,
+        softcap: float | None = None,
     ) -> None:
         if sliding_window is not None and sliding_window < 1:
             raise ContextParallelError(
@@ -202,6 +210,7 @@ class ContextParallelAttention(ParallelStyle):
         self.is_causal = is_causal
         self.sliding_window = sliding_window
         self.keep_exchanged = keep_exchanged
+        self.softcap = softcap
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Dropout would need the same random pairs in every tile and in the backward.
@@ -213,19 +222,19 @@ class ContextParallelAttention(ParallelStyle):
                     f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, or drop "
                     "elsewhere, such as after the output projection"
                 )
-        forward = _forward_of(self.is_causal, self.sliding_window or 0, self.keep_exchanged)
+        forward = _forward_of(self.is_causal, self.sliding_window or 0, self.keep_exchanged, self.softcap or 0.0)
         replace_forward(module, "context parallelism", forward)
         module._context_parallel_mark = Mark(device_mesh.get_group())
         return module
 
 
 @cache
-def _forward_of(is_causal: bool, window: int, keep_exchanged: bool) -> partial:
+def _forward_of(is_causal: bool, window: int, keep_exchanged: bool, softcap: float) -> partial:
     """Return a partial of a function of this file, which can be pickled.
 
     Modules of one kind share it: the compiler guards on the object, and would compile each layer again.
     """
-    return partial(_forward, is_causal=is_causal, window=window, keep_exchanged=keep_exchanged)
+    return partial(_forward, is_causal=is_causal, window=window, keep_exchanged=keep_exchanged, softcap=softcap)
 
 
 def _forward(
@@ -236,6 +245,7 @@ def _forward(
     is_causal: bool,
     window: int,
     keep_exchanged: bool,
+    softcap: float,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
@@ -247,4 +257,4 @@ def _forward(
             "and pass that context's `attention_plan` to its forward"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks, keep_exchanged)[0]
+    return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks, keep_exchanged, softcap)[0]

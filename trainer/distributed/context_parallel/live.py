@@ -67,10 +67,11 @@ class LivePlan:
         is_causal: bool,
         window: int,
         layer: int = -1,
+        softcap: float = 0.0,
     ) -> Execution:
         """Return the execution of attention of these shapes, for these sequences of the batch.
 
-        layer: of a sequence in chunks, for which keys and values are kept.
+        layer: of a sequence in chunks, for which keys and values are kept. softcap: of the scores, 0 for none.
 
         Raises:
             ContextParallelError: the context did not cut the inputs, the method cannot divide the heads, or no layer is
@@ -79,7 +80,7 @@ class LivePlan:
         """
         # With one mask for all sequences, the plan does not depend on which sequences these are.
         sequences = tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()
-        key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), sequences, is_causal, window
+        key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), sequences, is_causal, window, softcap
         if key not in self._executions:
             self._check(q, k, v, sequences)
             mask = self._mask(sequences, is_causal, window)
@@ -91,7 +92,7 @@ class LivePlan:
             calls = max(len(stage.tiles) for stage in plan.forward)
             choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
             fixed = self.mask is None and not window
-            kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls, fixed=fixed)
+            kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls, fixed=fixed, softcap=softcap)
             groups, waiting = self.groups or (self.mesh.get_group(),) * 2, self.chunk and self.chunk[1]
             run = build_execution(plan, kernel, groups, self.mesh.device_type, self.options, waiting)
             self._executions[key] = run

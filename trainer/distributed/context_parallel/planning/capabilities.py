@@ -12,7 +12,7 @@ class Capabilities:
     device: `cpu`, `cuda`, or None for any; dtypes: names of torch dtypes; max_head_dim, head_dim_multiple: of the size
     of a head. bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call
     of any size; masks: both with a dense mask, over pieces. many: many tiles in one launch. deterministic: its backward
-    can give the same bits each time.
+    can give the same bits each time. softcap: scores c * tanh(score / c).
     """
 
     device: str | None
@@ -24,9 +24,17 @@ class Capabilities:
     masks: bool = False
     many: bool = False
     deterministic: bool = True
+    softcap: bool = False
 
     def lacks(
-        self, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool, deterministic: bool
+        self,
+        device_type: str | None,
+        dtype: str | None,
+        head_dim: int,
+        *,
+        bands: bool,
+        deterministic: bool,
+        softcap: bool = False,
     ) -> list[str]:
         """Return what the kernel cannot do, in words; device_type and dtype are None if not known yet."""
         lacks = []
@@ -40,6 +48,8 @@ class Capabilities:
             lacks.append("a sliding window")
         if deterministic and not self.deterministic:
             lacks.append("training.deterministic")
+        if softcap and not self.softcap:
+            lacks.append("a soft-cap of scores")
         return lacks
 
 
@@ -51,7 +61,7 @@ CAPABILITIES: dict[str, Capabilities] = {
     "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True),
     "cudnn": Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, deterministic=False),
     "varlen": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True, many=True),
-    "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
+    "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True, softcap=True),
 }
 """All kernels by name; each kernel's class refers to its entry."""
 
@@ -115,14 +125,21 @@ def kernel_words(name: str, capability: tuple[int, int], package: FlashPackage |
 
 
 def able_kernels(
-    name: str, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool, deterministic: bool = False
+    name: str,
+    device_type: str | None,
+    dtype: str | None,
+    head_dim: int,
+    *,
+    bands: bool,
+    deterministic: bool = False,
+    softcap: bool = False,
 ) -> list[str]:
     """Return the kernels that can do this. name: the configured kernel, or `auto`.
 
     Raises:
         OptionError: an unknown kernel, or one that cannot do it; the message names kernels that can.
     """
-    needs = {"bands": bands, "deterministic": deterministic}
+    needs = {"bands": bands, "deterministic": deterministic, "softcap": softcap}
     lacks = {each: c.lacks(device_type, dtype, head_dim, **needs) for each, c in CAPABILITIES.items()}
     able = [each for each in lacks if not lacks[each]]
     if name not in ("auto", *lacks):

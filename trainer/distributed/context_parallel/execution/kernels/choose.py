@@ -25,25 +25,27 @@ def choose_kernel(
     bands: bool = False,
     calls: int = 1,
     fixed: bool = False,
+    softcap: float = 0.0,
 ) -> Kernel:
     """Return the kernel of that name, or for `auto` the kernel that `auto_kernel` chooses on this machine.
 
     bands: whether the mask has a lower bound; calls: the most tiles of a stage; fixed: whether the mask is causal or
-    full, with the same lengths in every step. The first choice of a kernel on a GPU is logged.
+    full, with the same lengths in every step; softcap: of the scores, 0 for none. The first choice of a kernel on a GPU
+    is logged.
 
     Raises:
         OptionError: the named kernel cannot do it; the message names kernels that can.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     kind = device_type, str(dtype).removeprefix("torch."), head_dim
-    able = able_kernels(name, *kind, bands=bands, deterministic=deterministic)
+    able = able_kernels(name, *kind, bands=bands, deterministic=deterministic, softcap=bool(softcap))
     on_gpu = device_type == "cuda"
     capability, package = (gpu_capability(), newer_flash(head_dim)) if on_gpu else (None, None)
     chosen = auto_kernel(able, calls, capability=capability, fixed=fixed, newer_flash=package is not None)
     chosen = chosen if name == "auto" else name
     if capability is not None:
         _log_once(kernel_words(chosen, capability, package, deterministic=deterministic))
-    return KERNELS[chosen]
+    return Math(softcap) if softcap else KERNELS[chosen]
 
 
 @cache

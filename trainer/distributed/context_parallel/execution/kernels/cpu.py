@@ -36,10 +36,16 @@ class CpuFlash:
 
 
 class Math:
-    """Attention by its definition, in float32 at least; the reference, and the kernel where no other one can."""
+    """Attention by its definition, in float32 at least; the reference, and the kernel where no other one can.
+
+    softcap: c of scores c * tanh(score / c), 0 for none.
+    """
 
     name = "math"
     capabilities = CAPABILITIES["math"]
+
+    def __init__(self, softcap: float = 0.0) -> None:
+        self._softcap = softcap
 
     def forward(self, q, k, v, *, relation, scale):
         scores = self._scores(q, k, relation, scale)
@@ -48,19 +54,23 @@ class Math:
         return ((scores - lse[..., None]).exp() @ values).to(q.dtype), lse
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
-        p = (self._scores(q, k, relation, scale) - lse[..., None]).exp()
+        scores = self._scores(q, k, relation, scale)
+        p = (scores - lse[..., None]).exp()
         dout, out, q_, k_, v_ = (x.to(p.dtype) for x in (dout, out, q, k, v))
         dp = dout @ repeated(v_, q.shape[1]).transpose(-1, -2)
         ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
+        if self._softcap:  # a hidden pair has p = 0
+            ds = ds * (1 - (scores.clamp(min=-self._softcap) / self._softcap).square())
         dk = summed(ds.transpose(-1, -2) @ q_, k.shape[1])
         dv = summed(p.transpose(-1, -2) @ dout, k.shape[1])
         dq = ds @ repeated(k_, q.shape[1])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    @staticmethod
-    def _scores(q: torch.Tensor, k: torch.Tensor, relation: Relation, scale: float) -> torch.Tensor:
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, relation: Relation, scale: float) -> torch.Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
         scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
+        if self._softcap:
+            scores = self._softcap * torch.tanh(scores / self._softcap)
         if relation is not Relation.FULL:
             scores = scores.masked_fill(hidden_pairs(relation, *scores.shape[-2:], q.device), -torch.inf)
         return scores

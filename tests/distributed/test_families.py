@@ -1,0 +1,75 @@
+"""Law: each family computes what transformers computes, and trains on every layout as on one process."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.harness import assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_experts import ep
+from tests.distributed.test_generation import opened
+from tests.distributed.test_parity import degrees, reference
+from tests.hf_families import MODELS, hf_decoder, in_double
+from tests.unit.test_expert_hugging_face import relative
+from trainer.checkpoint.weights import load_weights
+from trainer.components import generation
+from trainer.config.schema import Model
+from trainer.hugging_face.reader import HFReader
+from trainer.models.model_spec import hf_model, model_spec
+
+
+def both_ways(family: str, folder: str, texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the token after each text, with planned attention, and with a cache of keys and values."""
+    with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
+        load_weights([HFReader(Path(folder), hf_model(model_spec(family), job.model))], [part])
+        planned = next(islice(generation._again(part, job, dims, texts), 1))
+        return planned, next(islice(generation._cached(part, job, dims, texts, max(map(len, texts))), 1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    family, args = MODELS[name]
+    texts = [[i * 7 % 50 for i in range(length)] for length in (1, 29)]
+    with in_double(), torch.no_grad():
+        theirs = hf_decoder(family, args)
+        wanted = [theirs(torch.tensor([text])).logits[0, -1] for text in texts]
+    theirs.save_pretrained(tmp_path)
+    for got in pool.run(1, both_ways, family, str(tmp_path), texts)[0]:
+        for logits, right in zip(got, wanted, strict=True):
+            assert relative(logits, right) < 1e-10
+
+
+A2A = "--parallelism.context_parallel_method=all_to_all"
+LAYOUTS = {
+    "fsdp2": (2, degrees(dp_shard=2)),
+    "cp2": (2, degrees(cp=2)),
+    "cp2, all_to_all": (2, [*degrees(cp=2), A2A]),
+    "tp2": (2, degrees(tp=2)),
+    "pp2": (2, degrees(pp=2)),
+    "cp2+tp2": (4, degrees(cp=2, tp=2)),
+    "tp2, compiled": (2, [*degrees(tp=2), "--compile.enable", "--compile.backend=aot_eager"]),
+    "fsdp2, in parts": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mlp_chunk_tokens=5"]),
+}
+NEW = dict.fromkeys(family for family, _ in MODELS.values() if not family.startswith("qwen3"))
+QUICK = {(family, "cp2+tp2") for family in ("gemma2", "gemma3", "olmo3", "glm4_moe")} | {("smollm3", "pp2")}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=[] if (family, layout) in QUICK else pytest.mark.slow)
+        for family in NEW
+        for layout in LAYOUTS
+    ],
+)
+def test_a_layout_equals_one_process(pool: WorkerPool, family: str, layout: str) -> None:
+    """With experts these are divided, too; packed documents, so that windows and positions count."""
+    ranks, arguments = LAYOUTS[layout]
+    model = [f"--model.name={family}", "--training.dtype=float64", "--training.attention_mask=document"]
+    if dict(MODELS.values())[family].experts is not None:
+        model.append("--model.router_bias_update_rate=0.01")
+        arguments = [*arguments, *([] if layout == "pp2" else [ep(2)])]
+    got = pool.run(ranks, run_layout, [*model, *arguments])[0]
+    assert_parity(got, reference(pool, *model), 1e-10)

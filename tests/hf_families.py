@@ -1,0 +1,183 @@
+"""Models of transformers that compute wholly in float64, and small arguments of each family."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch import nn
+
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
+from trainer.families.registry import hf_config
+
+LLAMA = TransformerArgs(
+    dim=32,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_hidden_dim=48,
+    vocab_size=4354,
+    max_seq_len=64,
+    norm_eps=1e-6,
+    rope_theta=10000.0,
+)
+_OLMO = replace(LLAMA, norm_place="after", qk_norm=True, qk_norm_of_all_heads=True)
+_GEMMA = replace(
+    LLAMA,
+    tie_embeddings=True,
+    head_size=16,
+    norm_place="around",
+    norm_offset=True,
+    activation="gelu_tanh",
+    embedding_scale=32**0.5,
+    attention_scale=24**-0.5,
+    logits_softcap=3.0,
+    sliding_window=5,
+)
+_YARN = RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
+_WINDOWS = tuple(LayerKind(window=window) for window in (False, True, True))
+_EXPERTS = replace(LLAMA, ffn_hidden_dim=24, experts=ExpertArgs(6, 2, 24))
+_SIGMOID = ExpertArgs(6, 2, 24, sigmoid=True)
+MODELS: dict[str, tuple[str, TransformerArgs]] = {
+    "qwen3, windows from a layer on": ("qwen3", replace(LLAMA, qk_norm=True, sliding_window=5, layers=_WINDOWS)),
+    "qwen3_moe, dense layers, a window": (
+        "qwen3_moe",
+        replace(
+            _EXPERTS,
+            qk_norm=True,
+            sliding_window=5,
+            attention_bias=True,
+            output_bias=True,
+            ffn_hidden_dim=40,
+            layers=(LayerKind(), LayerKind(experts=False)),
+        ),
+    ),
+    "olmo2": ("olmo2", _OLMO),
+    "olmo2, biases": ("olmo2", replace(_OLMO, attention_bias=True, output_bias=True, n_kv_heads=4)),
+    "olmo3": (
+        "olmo3",
+        replace(
+            _OLMO,
+            n_layers=4,
+            rope_scaling=_YARN,
+            sliding_window=5,
+            layers=(*(LayerKind(rope_theta=10000.0),) * 3, LayerKind(window=False)),
+        ),
+    ),
+    "olmo3, no scaling": (
+        "olmo3",
+        replace(_OLMO, n_layers=4, sliding_window=5, layers=(*(LayerKind(),) * 3, LayerKind(window=False))),
+    ),
+    "smollm3": (
+        "smollm3",
+        replace(LLAMA, tie_embeddings=True, n_layers=4, layers=(*(LayerKind(),) * 3, LayerKind(rope=False))),
+    ),
+    "smollm3, windows": (
+        "smollm3",
+        replace(LLAMA, sliding_window=5, layers=(LayerKind(window=False), LayerKind(rope=False), LayerKind())),
+    ),
+    "granite": (
+        "granite",
+        replace(
+            LLAMA,
+            tie_embeddings=True,
+            embedding_scale=12.0,
+            residual_scale=0.22,
+            logits_divisor=8.0,
+            attention_scale=0.0625,
+        ),
+    ),
+    "phi3": ("phi3", LLAMA),
+    "phi3, a window, heads rotated in part": ("phi3", replace(LLAMA, sliding_window=5, rope_share=0.75)),
+    "gemma2": (
+        "gemma2",
+        replace(_GEMMA, attention_softcap=2.0, layers=(LayerKind(), LayerKind(window=False))),
+    ),
+    "gemma3": (
+        "gemma3",
+        replace(
+            _GEMMA,
+            qk_norm=True,
+            rope_theta=1e6,
+            rope_scaling=RopeScaling(8.0, kind="linear"),
+            logits_softcap=None,
+            attention_scale=None,
+            layers=(LayerKind(rope_theta=10000.0), LayerKind(rope_theta=10000.0), LayerKind(window=False)),
+        ),
+    ),
+    "mixtral": ("mixtral", _EXPERTS),
+    "olmoe": (
+        "olmoe",
+        replace(_EXPERTS, qk_norm=True, qk_norm_of_all_heads=True, experts=replace(_EXPERTS.experts, normalise=False)),
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        replace(
+            _EXPERTS,
+            attention_bias=True,
+            ffn_hidden_dim=40,
+            experts=replace(_EXPERTS.experts, shared_dim=20, shared_gate=True, normalise=False),
+            layers=(LayerKind(), LayerKind(experts=False)),
+        ),
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        replace(
+            _EXPERTS,
+            head_size=16,
+            rope_share=0.5,
+            ffn_hidden_dim=40,
+            attention_bias=True,
+            qk_norm=True,
+            experts=replace(_SIGMOID, groups=3, groups_per_token=2, scale=2.5, shared_dim=48),
+            layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
+        ),
+    ),
+    "glm4_moe-plain": (
+        "glm4_moe",
+        replace(_EXPERTS, head_size=16, rope_scaling=_YARN, rope_share=0.5, experts=replace(_SIGMOID, shared_dim=24)),
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        replace(_EXPERTS, head_size=16, rope_share=0.5, qk_norm=True, qk_norm_of_all_heads=True, experts=_SIGMOID),
+    ),
+}
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Inside, transformers builds and computes in float64, also where it says float32 of itself."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    names = {"float32": torch.float64, "float": torch.float64}
+    try:
+        with ExitStack() as patches:
+            for name, dtype in names.items():
+                patches.enter_context(mock.patch.object(torch, name, dtype))
+            patches.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def hf_decoder(family: str, args: TransformerArgs) -> nn.Module:
+    """A random model of the same shape, in float64; norms, biases, sinks and biases for the choice are random, too.
+
+    Call it, and the model, inside `in_double`.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**hf_config(family).write(args), pad_token_id=0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+    if args.experts is not None:
+        model.set_experts_implementation("eager")  # the other ones know no float64
+    generator = torch.Generator().manual_seed(1)
+    tensors = [*model.named_parameters(), *((n, x) for n, x in model.named_buffers() if "correction" in n)]
+    for name, x in tensors:
+        one = 1.0 if "norm" in name and not args.norm_offset else 0.0
+        nn.init.normal_(x, one, 0.5 if x.ndim == 1 else 0.2, generator=generator)
+    return model.eval()

@@ -1,0 +1,66 @@
+"""Planted mistakes in the kinds of layers and in the parts that some families have."""
+
+from tests.mutants.mutant import Mutant
+
+_HERE, _WEIGHTS = "tests/distributed/test_families.py", "tests/unit/test_families.py"
+_LOGITS, _LAYOUTS = f"{_HERE}::test_logits_are_those_of_transformers", f"{_HERE}::test_a_layout_equals_one_process"
+_THERE_AND_BACK = f"{_WEIGHTS}::test_a_model_goes_there_and_back_bit_for_bit"
+
+FAMILIES = (
+    Mutant(
+        "the mean square of a norm over all heads is that of a rank's heads",
+        "trainer/models/norms.py",
+        "wide.square().mean(-1, keepdim=True) + self.eps",
+        "DTensor.from_local(wide.to_local().square().mean(-1, keepdim=True), x.device_mesh) + self.eps",
+        f"{_LAYOUTS}[olmo3-cp2+tp2]",
+    ),
+    Mutant(
+        "layers with a window have the frequencies of the others",
+        "trainer/models/decoder.py",
+        "zip(self.thetas, self.own_frequencies, strict=True)",
+        "zip(self.thetas, [self.frequencies] * len(self.thetas), strict=True)",
+        f"{_LOGITS}[gemma3]",
+    ),
+    Mutant(
+        "the backward of a soft-cap has the slope of the scores without it",
+        "trainer/distributed/context_parallel/execution/kernels/cpu.py",
+        "ds = ds * (1 - (scores.clamp(min=-self._softcap) / self._softcap).square())",
+        "ds = ds * 1.0",
+        "tests/unit/test_kernels.py::test_a_soft_cap_is_that_of_autograd",
+    ),
+    Mutant(
+        "the loss in chunks has the gradient of logits without a soft-cap",
+        "trainer/models/chunked_loss.py",
+        "return softcap * shares, 1 - shares.square()",
+        "return softcap * shares, torch.ones_like(shares)",
+        "tests/unit/test_chunked_loss.py::test_capped_logits_have_the_loss_and_gradients_of_autograd",
+    ),
+    Mutant(
+        "the channels that are not rotated are multiplied by YaRN's factor",
+        "trainer/models/rotary.py",
+        "cosines[..., :rotated].mul_(magnitude)",
+        "cosines.mul_(magnitude)",
+        f"{_LOGITS}[glm4_moe-plain]",
+    ),
+    Mutant(
+        "each fused matrix begins with the first row",
+        "trainer/families/decoder_tensors.py",
+        '"first_row": sum(rows[: parts.index(part)])',
+        '"first_row": 0',
+        f"{_WEIGHTS}::test_parts_of_fused_matrices_are_read",
+    ),
+    Mutant(
+        "a group of experts counts as much as its best one",
+        "trainer/models/moe.py",
+        "by_group.topk(2, dim=-1)",
+        "by_group.topk(1, dim=-1)",
+        f"{_LOGITS}[glm4_moe]",
+    ),
+    Mutant(
+        "the bias that chooses is no weight of Hugging Face",
+        "trainer/families/decoder_tensors.py",
+        "return None if there is None else HFTensor(prefix + there)",
+        "return None",
+        f"{_THERE_AND_BACK}[minimax_m2]",
+    ),
+)

@@ -1,0 +1,129 @@
+"""Law: the decoders of transformers are read as meant, written as they were, and no weight changes on the way.
+
+What they compute: tests/distributed/test_families.py.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.hf_families import MODELS, hf_decoder, in_double
+from tests.unit.test_expert_hugging_face import read_here, whole_folder, write_here
+from trainer.config.errors import ConfigError
+from trainer.families.registry import MODELS as FAMILIES
+from trainer.families.registry import hf_config
+from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.reader import HFReader
+from trainer.models.model_spec import hf_model, model_spec
+
+_OLD = {"rope_theta", "rope_scaling", "num_experts", "partial_rotary_factor"}
+"""Names of before transformers 5."""
+
+
+def saved(folder: Path, name: str) -> Path:
+    with in_double():
+        hf_decoder(*MODELS[name]).save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_goes_there_and_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+    family, args = MODELS[name]
+    there = read_config(saved(tmp_path / "theirs", name))
+    assert hf_config(family).read(there) == args
+    written = {key: value for key, value in hf_config(family).write(args).items() if key not in _OLD}
+    unused = {"sliding_window"} if there.content.get("use_sliding_window") is False else set()
+    assert {key: there.content[key] for key in written if key not in unused} == {
+        key: value for key, value in written.items() if key not in unused
+    }
+    ours = read_here(tmp_path / "theirs", family, args)
+    assert sum(p.numel() for p in ours.parameters()) == args.n_params()
+    write_here(tmp_path / "ours", family, args, ours)
+    files, back = (whole_folder(tmp_path / folder) for folder in ("theirs", "ours"))
+    assert files.keys() == back.keys()
+    assert [there for there, x in files.items() if not torch.equal(back[there], x)] == []
+
+
+def test_parts_of_fused_matrices_are_read(tmp_path: Path) -> None:
+    family, args = MODELS["phi3, a window, heads rotated in part"]
+    reader = HFReader(saved(tmp_path, "phi3, a window, heads rotated in part"), hf_model(model_spec(family), args))
+    fused = whole_folder(tmp_path)
+    for layer in range(args.n_layers):
+        qkv, gates = (fused[f"model.layers.{layer}.{x}_proj.weight"] for x in ("self_attn.qkv", "mlp.gate_up"))
+        assert torch.equal(reader.read(f"layers.{layer}.attention.wv.weight"), qkv[48:])
+        assert torch.equal(reader.read(f"layers.{layer}.feed_forward.w3.weight"), gates[48:])
+        wk = reader.read(f"layers.{layer}.attention.wk.weight")
+        assert torch.equal(wk[[0, 1, 6, 7]], qkv[32:48][[0, 3, 6, 7]])  # of 8 rows of a head 6 are rotated
+        part = reader.read(f"layers.{layer}.attention.wk.weight", [3, 4], [9, 7])
+        assert torch.equal(part, wk[3:12, 4:11])
+
+
+def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
+    family, args = MODELS["glm4_moe"]
+    saved(tmp_path, "glm4_moe")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    for name, wrong in (("model.layers.3.eh_proj.weight", False), ("model.layers.2.eh_proj.weight", True)):
+        safetensors.torch.save_file({name: torch.zeros(2)}, tmp_path / "more.safetensors")
+        index.write_text(json.dumps(content | {"weight_map": content["weight_map"] | {name: "more.safetensors"}}))
+        if wrong:
+            with pytest.raises(ConfigError, match=r"eh_proj\.weight is no tensor of this model"):
+                HFReader(tmp_path, hf_model(model_spec(family), args))
+        else:
+            HFReader(tmp_path, hf_model(model_spec(family), args))
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types = ['full_attention'] is not supported"),
+        ("olmo3", {"sliding_window": None}, "sliding_window = None must be a number above 0"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers = [1] must have a 0 or a 1 for each of 4 layers"),
+        ("smollm3", {"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0 must be a number above 0"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop = 0.1 is not supported"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ("glm4_moe", {"n_group": 4}, "n_group = 4 must divide 6 experts"),
+        ("glm4_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 must be at most num_experts = 4"),
+        ("glm4_moe", {"partial_rotary_factor": 0.7, "rope_parameters": None}, "partial_rotary_factor = 0.7 must leave"),
+        ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; it must be 1.0"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, name: str, entries: dict, message: str) -> None:
+    file = saved(tmp_path, name) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    with pytest.raises(ConfigError) as error:
+        hf_config(MODELS[name][0]).read(read_config(tmp_path))
+    assert f"{file}: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("granite", {"logits_softcap": 30.0}, "logits_softcap = None, and this model 30.0"),
+        ("phi3", {"norm_place": "after"}, "norm_place = 'before', and this model 'after'"),
+        ("olmo2", {"residual_scale": 0.5}, "residual_scale = 1.0, and this model 0.5"),
+        ("mixtral", {"experts": None}, "needs experts, and this model has none"),
+    ],
+)
+def test_what_an_architecture_lacks_is_not_written(name: str, change: dict, message: str) -> None:
+    family, args = MODELS[name]
+    with pytest.raises(ConfigError) as error:
+        hf_config(family).write(replace(args, **change))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_size_can_be_written(family: str) -> None:
+    for args in FAMILIES[family].flavors.values():
+        there = hf_config(family).write(args)
+        assert there["num_hidden_layers"] == args.n_layers

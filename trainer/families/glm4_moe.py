@@ -1,0 +1,67 @@
+"""What transformers calls GLM-4.5, 4.6 and 4.7; sizes.toml has the sizes and their sources. Torch-free."""
+
+from typing import Any
+
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import TransformerArgs, sizes
+from trainer.families.decoder_config_json import HFDecoder, check_choice, experts_to_write, layer_kinds
+from trainer.families.decoder_tensors import SELECTION_BIAS
+from trainer.hugging_face.config_json import Entries
+
+FLAVORS = sizes("glm4_moe")
+
+
+def _read(config: Entries) -> dict[str, Any]:
+    """The first layers are dense; a router has sigmoids, a bias for the choice, and groups of experts."""
+    n_layers, dense = config.whole("num_hidden_layers"), config.content["first_k_dense_replace"]
+    width, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts")
+    experts = ExpertArgs(
+        config.whole("n_routed_experts"),
+        config.whole("num_experts_per_tok"),
+        width,
+        normalise=config.switch("norm_topk_prob"),
+        sigmoid=True,
+        groups=config.whole("n_group"),
+        groups_per_token=config.whole("topk_group"),
+        scale=float(config.number("routed_scaling_factor")),
+        shared_dim=shared * width,
+    )
+    return {
+        "qk_norm": config.switch("use_qk_norm"),
+        "attention_bias": config.switch("attention_bias"),
+        "experts": check_choice(config, experts),
+        **layer_kinds(n_layers, experts=[layer >= dense for layer in range(n_layers)]),
+    }
+
+
+def _write(args: TransformerArgs) -> dict[str, Any]:
+    experts = experts_to_write(args, HF.architecture)
+    return {
+        "use_qk_norm": args.qk_norm,
+        "attention_bias": args.attention_bias,
+        "n_routed_experts": experts.number,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.hidden_dim,
+        "n_shared_experts": max(experts.shared_dim // experts.hidden_dim, 1),
+        "norm_topk_prob": experts.normalise,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_per_token,
+        "routed_scaling_factor": experts.scale,
+        "first_k_dense_replace": sum(not args.layer(layer).experts for layer in range(args.n_layers)),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+_SHARED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+HF = HFDecoder(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    _read,
+    _write,
+    names={
+        SELECTION_BIAS: "mlp.gate.e_score_correction_bias",
+        **{f"feed_forward.shared.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in _SHARED.items()},
+    },
+    rotates_a_share=True,
+    has_more_layers=True,
+)
