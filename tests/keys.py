@@ -455,6 +455,8 @@ EFFECTS: dict[str, str | Seen] = {
     # ---- lora
     "lora.rank": f"{_LORA}::test_frozen_weights_stay",
     "lora.alpha": f"{_LORA}::test_adapters_train_here_as_in_peft",
+    "lora.rslora": f"{_LORA}::test_adapters_train_here_as_in_peft",
+    "lora.dropout": f"{_LORA}::test_layouts_drop_the_same_inputs",
     "lora.modules": f"{_LORA}::test_adapters_train_here_as_in_peft",
     # ---- activation_checkpoint
     "activation_checkpoint.mode": Seen(

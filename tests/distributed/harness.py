@@ -142,15 +142,17 @@ class MadeRows(LanguageTask):
         training = self.config.training
         degree, i = self.dims.size("dp"), self.dims.rank("dp")
         while True:
-            rows, padded = [], 0
+            rows, numbers, padded = [], [], 0
             for _ in range(training.local_batch_size):
                 no_labels = i < training.global_batch_size and i % 2 == 1
                 padding = i % 4 if self.config.masks_documents else 0
                 rows.append(make_row(i, training.seq_len, no_labels=no_labels, padding=padding))
+                numbers.append(i)
                 i, padded = i + degree, padded + padding
             batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
             arrays = {name: x.numpy().copy() for name, x in batch.items()}
-            yield batch | {"padding": padded} | ({} if plan is None else {"plan": plan(arrays)})
+            batch |= {"padding": padded, "numbers": torch.tensor(numbers)}
+            yield batch | ({} if plan is None else {"plan": plan(arrays)})
 
     @contextmanager
     def sequence_context(self, batch: Batch, model_parts: Sequence[nn.Module]) -> Iterator[torch.Tensor | None]:

@@ -553,6 +553,34 @@ ADAPTERS = (
         f"{_LORA}::test_layouts_train_the_same_adapters",
     ),
     Mutant(
+        "each tensor-parallel rank drops the features of the first one",
+        "trainer/transforms/lora.py",
+        "range(first, first + features)",
+        "range(features)",
+        f"{_LORA}::test_layouts_drop_the_same_inputs",
+    ),
+    Mutant(
+        "a module drops the same inputs of every token",
+        "trainer/transforms/lora.py",
+        "random_bits(token_numbers.clone(), self.key)",
+        "random_bits(torch.zeros_like(token_numbers), self.key)",
+        "tests/unit/test_lora.py::test_dropout_drops_its_share_and_keeps_the_mean",
+    ),
+    Mutant(
+        "a sequence is numbered within its rank",
+        "trainer/data/order/streams.py",
+        "yield sample, stream.next_sample()",
+        "yield sample // self._degree, stream.next_sample()",
+        "tests/unit/test_loader.py::test_sequences_are_numbered_through_the_run",
+    ),
+    Mutant(
+        "adapters of experts add nothing to what comes in",
+        "trainer/models/experts.py",
+        "linear(rows, experts.w13, experts.b13), experts.w13_lora_a",
+        "linear(rows, experts.w13, experts.b13), None",
+        "tests/distributed/test_expert_hugging_face.py::test_peft_loads_the_adapters_of_experts",
+    ),
+    Mutant(
         "adapters are merged without their factor",
         "trainer/transforms/lora.py",
         "settings.scale * (b.to(wide) @ a.to(wide))",
@@ -593,7 +621,7 @@ ROUNDING = (
     ),
     Mutant(
         "random bits repeat the sign",
-        "trainer/components/rounding.py",
+        "trainer/transforms/random_bits.py",
         "(bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)",
         "bits >> shift",
         f"{_ROUNDING}::test_bits_are_those_of_the_published_generator_and_independent",

@@ -63,14 +63,19 @@ class TransformerBlock(nn.Module):
         freqs_cis: torch.Tensor,
         attention_plan: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan, positions=positions)
+        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan, positions=positions, **of_adapters)
         if self.has_experts:
             return x + self.feed_forward(self.ffn_norm(x), positions)  # routers count no padding
-        return in_tiles(self._with_feed_forward, [x], self.tiles, (self.ffn_norm, self.feed_forward))
+        # With sequence parallelism x has some of the tokens, and the network sees those of all ranks: (B, S / tp, tp).
+        tokens = x.shape[1]
+        rows = [n.unflatten(1, (n.shape[1] // max(tokens, 1), tokens)).mT for n in of_adapters.values()]
+        return in_tiles(self._with_feed_forward, [x, *rows], self.tiles, (self.ffn_norm, self.feed_forward))
 
-    def _with_feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.feed_forward(self.ffn_norm(x))
+    def _with_feed_forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        of_adapters = {} if rows is None else {"token_numbers": rows.mT.flatten(1)}
+        return x + self.feed_forward(self.ffn_norm(x), **of_adapters)
 
 
 class Transformer(nn.Module):
@@ -97,17 +102,18 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         attention_plan: torch.Tensor | None = None,
+        **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
         """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S); by default those of this rank in the layout of the
         plan, or 0 to S - 1 without a plan. Padding has the position -1.
 
         attention_plan: handle of the open `context_parallel`. A pipeline stage without the embedding takes hidden
-        states instead of tokens.
+        states instead of tokens. of_adapters: `token_numbers` (B, S), if adapters have dropout.
         """
         freqs_cis = self._freqs_cis(tokens, positions, attention_plan)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for number, layer in self.layers.items():
-            x = layer(x, freqs_cis, of_layer(attention_plan, int(number)), positions)
+            x = layer(x, freqs_cis, of_layer(attention_plan, int(number)), positions, **of_adapters)
         if self.norm is not None:
             return self.norm(x)
         # A stage of the output alone: torch 2.11 finds no gradient for an input that is also the result.

@@ -46,7 +46,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     apply_float8(model, config.float8, sharded=dims.size("dp_shard_cp") > 1)
     if dims.size("tp") > 1:
         _tensor_parallel(model, dims, job)
-    apply_lora(model, config.lora)
+    apply_lora(model, config.lora, config.training.seed)
     blocks = list(model.layers.values())
     experts = {block: block.feed_forward.experts for block in blocks if isinstance(block.feed_forward, MoE)}
     if dims.degrees.ep not in (None, 1):
