@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import JobConfig
+from trainer.config.schema import CONVERSATIONS, JobConfig
 from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
@@ -215,7 +215,7 @@ def make_row(i: int, seq_len: int, *, no_labels: bool = False, padding: int = 0)
 
 def makes_rows(job: ResolvedJob) -> bool:
     """Whether a job trains on made-up rows; fields and conversations are those of its data set."""
-    return job.model.task == "tokens" and job.config.training.dataset != "chat"
+    return job.model.task == "tokens" and job.config.training.dataset not in CONVERSATIONS
 
 
 def settled_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from trainer.config.errors import ConfigError
+from trainer.config.schema import CONVERSATIONS
 from trainer.data.order.streams import AGAIN, assigned
 from trainer.data.packing.concatenate import DocumentStream
 from trainer.data.packing.whole import WholeStream
 from trainer.data.sources.bad_records import Tally
+from trainer.data.sources.preferences import Pairs
 from trainer.data.sources.registry import DataSettings, check_streams, source_of
 from trainer.data.token_files.catalog import open_documents
 from trainer.data.token_files.reader import TokenFiles
@@ -24,10 +26,14 @@ class TextData:
     conversations: a document that is longer than a sequence is not cut into pieces: its end is left out.
     """
 
-    source: TokenFiles
+    source: TokenFiles | Pairs
     packing: str = "concatenate"
     conversations: bool = False
-    _left_out: Tally = field(default_factory=lambda: Tally("ends of conversations"), compare=False, repr=False)
+    _left_out: Tally = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        what = "pairs longer than a sequence" if isinstance(self.source, Pairs) else "ends of conversations"
+        object.__setattr__(self, "_left_out", Tally(what))
 
     @property
     def items(self) -> int:
@@ -91,5 +97,6 @@ def open_text(settings: DataSettings, packing: str | None = None, catalog: str |
         from trainer.data.iterable_data import IterableData
 
         return IterableData(settings, packing or "concatenate")
-    is_chat = settings.dataset == "chat"
-    return TextData(open_documents(settings, catalog), packing or ("best_fit" if is_chat else "concatenate"), is_chat)
+    has_answers, documents = settings.dataset in CONVERSATIONS, open_documents(settings, catalog)
+    source = Pairs(documents) if settings.dataset == "preferences" else documents
+    return TextData(source, packing or ("best_fit" if has_answers else "concatenate"), has_answers)

@@ -61,7 +61,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
                 styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
             parallelize_module(block, dims["cp"], styles)
     if job.loss_chunk_tokens and model.output is not None:
-        apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, in_forward=job.pipeline is None)
+        in_forward = job.pipeline is None and job.task.sums_losses
+        apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, in_forward=in_forward)
     if job.mlp_tiles > 1:
         for block in blocks:
             if block in experts:

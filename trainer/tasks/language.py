@@ -11,6 +11,7 @@ import torch
 
 from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.components.source_losses import SourceLosses
+from trainer.config.schema import CONVERSATIONS
 from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
 from trainer.data.batch import TextBatch
@@ -40,6 +41,9 @@ from trainer.transforms.offload import CopyStream, HostInputs
 
 class LanguageTask:
     """The task on this rank. A batch is a `TextBatch`."""
+
+    cut = ("token_numbers",)
+    """What of a batch is cut as tokens are, beside labels and positions, if it is there."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
         self.job, self.config, self.dims, self._device = job, job.config, dims, torch.device(job.device_type)
@@ -99,7 +103,7 @@ class LanguageTask:
 
     def observers(self) -> list[Observer]:
         training, names = self.config.training, self.config.mixture.names
-        pads = self.job.balances or training.dataset == "chat" or training.packing not in (None, "concatenate")
+        pads = self.job.balances or training.dataset in CONVERSATIONS or training.packing not in (None, "concatenate")
         padding = [Padding(self.job, self.dims)] if pads else []
         return [*padding, SourceLosses(names, training.seq_len, self.dims)] if names else padding
 
@@ -135,7 +139,7 @@ class LanguageTask:
     def _on_device(self, batch: TextBatch) -> Iterator[None]:
         """Replace the rows of this rank, which are cut on the host, by their copies on the device."""
         positions = () if self._positions(batch) is None else ("positions",)
-        names = ("tokens", "labels", "sources", "token_numbers", *positions)
+        names = ("tokens", "labels", "sources", *self.cut, *positions)
         on_host = {name: batch[name] for name in names if name in batch}
         batch.update({name: to_device(x, self._device) for name, x in on_host.items()})
         try:
@@ -170,7 +174,7 @@ class LanguageTask:
         # Either the given positions are cut, or the tables that have a row per position.
         tables = [table for part in model_parts for table in self.spec.cp_buffers(part)]
         per_token = tables if positions is None else [(positions, 1)]
-        per_token = [*per_token, *((numbers, 1) for numbers in of_adapters(batch).values())]
+        per_token = [*per_token, *((batch[name], 1) for name in self.cut if name in batch)]
         if self.job.balances and "sources" in batch:
             per_token = [*per_token, (batch["sources"], 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)

@@ -22,6 +22,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, StreamState
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
 from trainer.data.sources.bad_records import Tally
+from trainer.data.sources.preferences import Pairs
 from trainer.data.token_files.reader import TokenFiles
 
 WINDOW = 1024
@@ -32,14 +33,15 @@ class WholeStream(ItemStream):
     """One numbered, endless stream of packed sequences over some of the documents; see `DocumentStream`.
 
     Each epoch has every document once. alone: each has a sequence of its own; left_out: counts the ends of documents
-    that are longer than a sequence; None: these documents are cut into pieces.
+    that are longer than a sequence; None: these documents are cut into pieces. One of several parts is never cut: it is
+    left out as a whole, also if one of its parts has no label.
     """
 
     ITEM = "document"
 
     def __init__(
         self,
-        source: TokenFiles,
+        source: TokenFiles | Pairs,
         documents: Sequence[int],
         *,
         stream: int,
@@ -132,11 +134,15 @@ class WholeStream(ItemStream):
 
     def _pieces(self, place: int) -> list[Sample]:
         """Return the pieces of the document at a place in the epoch's order; a bad record has no text, and none."""
-        tokens, labels = sample_of(self._source[self._item_at(place)])
+        tokens, labels, lengths = sample = sample_of(self._source[self._item_at(place)])
         seq_len = self._seq_len
         if self._left_out is not None:
             if len(tokens) > seq_len:
                 self._left_out.count(f"{len(tokens):,} tokens, and a sequence has {seq_len:,}")
+            if lengths:
+                parts = np.split(labels, np.cumsum(lengths)[:-1])
+                learned = all((part != IGNORE_INDEX).any() for part in parts)
+                return [sample] if learned and len(tokens) <= seq_len else []
             return [Sample(tokens[:seq_len], labels[:seq_len])] if (labels[:seq_len] != IGNORE_INDEX).any() else []
         # The last token has no label; a piece of it alone would teach nothing.
         starts = range(0, len(tokens) - 1, seq_len)
