@@ -151,7 +151,7 @@ class MadeRows(LanguageTask):
                 i, padded = i + degree, padded + padding
             batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
             arrays = {name: x.numpy().copy() for name, x in batch.items()}
-            batch |= {"padding": padded, "numbers": torch.tensor(numbers)}
+            batch |= {"padding": padded, "numbers": numbers}
             yield batch | ({} if plan is None else {"plan": plan(arrays)})
 
     @contextmanager

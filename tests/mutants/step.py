@@ -571,7 +571,7 @@ ADAPTERS = (
         "trainer/data/order/streams.py",
         "yield sample, stream.next_sample()",
         "yield sample // self._degree, stream.next_sample()",
-        "tests/unit/test_loader.py::test_sequences_are_numbered_through_the_run",
+        "tests/unit/test_data_loader.py::test_sequences_are_numbered_through_the_run",
     ),
     Mutant(
         "adapters of experts add nothing to what comes in",

@@ -131,9 +131,7 @@ class Checkpointer:
             return step, self._resume(folder, step, without=True)
         adapts = self._config.lora.rank > 0
         if initial is not None and (step == 0 or adapts):
-            say_waiting(f"reading the weights in {initial}")
-            base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
-            raise_on_all_ranks(lambda: load_weights([base], self._model_parts, adapters=False), world)
+            self.load_initial(self._model_parts)
             logger.info(f"the weights are those of {initial}" + "; all else starts from step 0" * (step == 0))
         if step == 0:
             return 0, 0
@@ -145,6 +143,17 @@ class Checkpointer:
         self.best = loss if best_step <= step else math.inf  # a later one is of another history
         self._last_step = step
         return step, tokens_seen
+
+    def load_initial(self, model_parts: Sequence[nn.Module]) -> None:
+        """Load the weights of `checkpoint.initial_load_path` into the parts of a model. A collective.
+
+        Raises:
+            SharedConfigError: on every rank, if they are damaged, or of another model.
+        """
+        world = self._dims["world"]
+        say_waiting(f"reading the weights in {self.settings.initial_load_path}")
+        base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
+        raise_on_all_ranks(lambda: load_weights([base], model_parts, adapters=False), world)
 
     def _once(self, read: Callable[[], bytes]) -> bytes:
         """Return on every rank what rank 0 reads: files are not opened by a thousand ranks at once."""

@@ -65,7 +65,7 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
             batch: dict[str, Any] = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
             if isinstance(self._data, Mixture):
                 batch["sources"] = torch.tensor([sequence.source for sequence in sequences])
-            batch["numbers"] = torch.tensor(numbers)
+            batch["numbers"] = list(numbers)
             batch["padding"] = sum(sequence.padding for sequence in sequences)
             yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
 

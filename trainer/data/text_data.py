@@ -8,9 +8,9 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import CONVERSATIONS
 from trainer.data.order.streams import AGAIN, assigned
 from trainer.data.packing.concatenate import DocumentStream
+from trainer.data.packing.pairs import Pairs
 from trainer.data.packing.whole import WholeStream
 from trainer.data.sources.bad_records import Tally
-from trainer.data.sources.preferences import Pairs
 from trainer.data.sources.registry import DataSettings, check_streams, source_of
 from trainer.data.token_files.catalog import open_documents
 from trainer.data.token_files.reader import TokenFiles

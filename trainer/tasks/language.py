@@ -125,7 +125,7 @@ class LanguageTask:
     def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:
         if self.config.lora.dropout and "numbers" in batch:
             length = batch["tokens"].shape[1]
-            batch["token_numbers"] = batch["numbers"][:, None] * length + torch.arange(length)
+            batch["token_numbers"] = torch.tensor(batch["numbers"])[:, None] * length + torch.arange(length)
         with loss_context(self.dims["tp"], disabled=self.config.parallelism.disable_loss_parallel):
             if self.job.chunks > 1:
                 with self._on_device(batch), self._chunks(batch) as chunks:

@@ -14,13 +14,12 @@ every pair, and counts its share, so that a loss is counted once.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.checkpoint.weights import load_weights, open_initial
 from trainer.config.preferences import DPO
 from trainer.data.batch import TextBatch
 from trainer.data.packing.sequence import IGNORE_INDEX
@@ -34,7 +33,6 @@ from trainer.job.preferences import reference_of
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Decoder
 from trainer.observer import Observer
-from trainer.runtime.agreement import raise_on_all_ranks, read_once
 from trainer.runtime.console import logger
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
@@ -47,6 +45,8 @@ class Loop(Protocol):
 
     model_parts: list[nn.Module]
     pipeline: Pipeline | None
+    checkpoint: Any
+    """Its `load_initial(model_parts)` loads the first weights."""
 
     def build_model_parts(self) -> list[nn.Module]: ...
 
@@ -69,16 +69,13 @@ class PreferenceTask(LanguageTask):
         self._reference, self._reference_pipeline = loop.model_parts, loop.pipeline
         if reference_of(self.config) == "adapters":
             return
-        world, initial = self.dims["world"], self.config.checkpoint.initial_load_path
         self._reference = loop.build_model_parts()
         for part in self._reference:
             part.requires_grad_(False)
-        once = partial(read_once, over=world)
-        reader = raise_on_all_ranks(lambda: open_initial(self.config, self.job.model, once), world)
-        raise_on_all_ranks(lambda: load_weights([reader], self._reference, adapters=False), world)
+        loop.checkpoint.load_initial(self._reference)
         if self.job.pipeline is not None:
             self._reference_pipeline = loop.build_pipeline(self.job.pipeline, self._reference)
-        logger.info(f"the reference is a frozen copy of the weights in {initial}")
+        logger.info(f"the reference is a frozen copy of the weights in {self.config.checkpoint.initial_load_path}")
 
     def observers(self) -> list[Observer]:
         return [*super().observers(), self._rewards]

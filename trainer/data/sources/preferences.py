@@ -4,8 +4,8 @@
     {"chosen": [messages], "rejected": [messages]}                           the prompt is what both begin with
     {"prompt": "...", "chosen": "...", "rejected": "..."}
 
-Each line becomes two documents of token files, one after the other: the chosen side, then the rejected one. `Pairs`
-puts them together again. Answers within the prompt are not learned.
+Each line becomes two documents of token files, one after the other: the chosen side, then the rejected one, which are
+packed together (`packing/pairs.py`). Answers within the prompt are not learned.
 """
 
 import json
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.errors import ConfigError
 from trainer.data.sources.bad_records import BadRecord
 from trainer.data.sources.conversations import conversation
 from trainer.data.sources.records import Where
-from trainer.data.token_files.reader import TokenFiles
-from trainer.data.tokenizers.encoders import NOTHING, ConversationEncoder, Encoded
+from trainer.data.tokenizers.encoders import ConversationEncoder, Encoded
 
 _EXAMPLE = '{"chosen": [{"role": "user", "content": "..."}, ...], "rejected": [...]}'
 
@@ -32,7 +32,10 @@ def preference(content: bytes, where: Where) -> Iterator[dict[str, Any] | BadRec
     try:
         line = json.loads(content)
         sides = list(_sides(line)) if isinstance(line, dict) else []
-    except (ValueError, RecursionError, KeyError, TypeError):
+    except ConfigError as error:
+        yield from (BadRecord(f"{where()}: {error}"), "")
+        return
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         sides = []
     if sides and line["chosen"] == line["rejected"]:
         found: list[Any] = [BadRecord(f"{where()}: chosen and rejected are the same; leave the line out")]
@@ -53,11 +56,15 @@ def _sides(line: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
     if all(isinstance(answer, str) for answer in answers):
         yield from (({"prompt": prompt, "answer": answer}, 0) for answer in answers)
         return
+    if not all(isinstance(answer, list) for answer in answers):
+        raise TypeError("sides of two kinds")
     if prompt is None:
         prompt = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))]
         answers = tuple(answer[len(prompt) :] for answer in answers)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
+    if not all(answers):
+        raise ConfigError("the prompt alone is a side of the pair; leave the line out")
     before = sum(message.get("role") == "assistant" for message in prompt)
     for answer in answers:
         yield {"messages": [*prompt, *answer], "tools": line.get("tools")}, before
@@ -74,25 +81,3 @@ class PreferenceEncoder(ConversationEncoder):
         learned = answers.copy()
         learned[: starts[before] if before < len(starts) else len(ids)] = False
         return Encoded(ids, learned)
-
-
-class Pairs:
-    """Token files whose documents 2 i and 2 i + 1 are the sides of pair i; it is used as `TokenFiles` is."""
-
-    def __init__(self, documents: TokenFiles) -> None:
-        self._documents, self.made_by = documents, documents.made_by
-
-    def __len__(self) -> int:
-        return len(self._documents) // 2
-
-    def __getitem__(self, i: int) -> Encoded:
-        """Return the sides one after the other; nothing if one of them is a bad record. It raises as `TokenFiles`."""
-        sides = [self._documents[2 * i + side] for side in range(2)]
-        if not all(len(side.ids) for side in sides):
-            return NOTHING
-        ids, answers = (np.concatenate(column) for column in list(zip(*sides, strict=True))[:2])
-        return Encoded(ids, answers, tuple(len(side.ids) for side in sides))
-
-    def fingerprint(self, pairs: int) -> int:
-        """Return a 63-bit hash of the content of the first pairs; 0: they end within a file."""
-        return self._documents.fingerprint(2 * pairs)
