@@ -198,6 +198,34 @@ def test_frozen_weights_stay(one: dict) -> None:
     assert all(gradients.keys() == adapters for gradients in one["gradients"])
 
 
+# ---- modules that are trained whole
+
+WHOLE = ["--lora.whole", "tok_embeddings", "output"]
+
+
+@pytest.mark.parametrize("layout", ["tp2", *slow("cp2+pp2", "fsdp2+tp2")])
+def test_layouts_train_embedding_and_output_beside_adapters(
+    pool: WorkerPool, hf: Path, tmp_path: Path, layout: str
+) -> None:
+    """They are in checkpoints, in the merged weights, and in what peft loads."""
+    one = pool.run(1, train, str(tmp_path / "one"), str(hf), WHOLE)[0]
+    world_size, arguments = LAYOUTS[layout]
+    got = pool.run(world_size, train, str(tmp_path / "run"), str(hf), [*WHOLE, *arguments])[0]
+    assert differences(got, one) == []
+    changed = {name for name, x in got["after"].items() if not torch.equal(x, got["before"][name])}
+    assert {name for name in changed if not lora.is_adapter(name)} == {"tok_embeddings.weight", "output.weight"}
+    run = tmp_path / "run"
+    convert.to_peft(run, tmp_path / "adapters", step=-1)
+    convert.to_hf(run, tmp_path / "merged", step=-1, dtype=None, most_bytes=10**9)
+    with precise("plain", "float64"):
+        base, whole = (LlamaForCausalLM.from_pretrained(x, dtype=torch.float64) for x in (hf, tmp_path / "merged"))
+        loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").to(torch.float64)
+        assert error(logits_of(loaded), logits_of(whole)) < 1e-6  # the file is float32
+    there = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
+    for name, theirs in zip(("tok_embeddings.weight", "output.weight"), there, strict=True):
+        assert torch.equal(theirs, got["after"][name])
+
+
 # ---- peft
 
 

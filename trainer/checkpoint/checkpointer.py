@@ -33,7 +33,7 @@ from trainer.config.writable import nearest_existing
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.job.lora import adapter_sizes
+from trainer.job.lora import adapter_sizes, whole_sizes
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import ITEMSIZE
 from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
@@ -361,7 +361,8 @@ class Checkpointer:
     def _size(self) -> int:
         """Return the bytes of a checkpoint, without the small files: each trained parameter, and its two moments."""
         sizes = adapter_sizes(self._config, self._model)
-        trained = sum(sizes.values()) if sizes else self._model.n_params()
+        beside = whole_sizes(self._config, self._model)
+        trained = sum([*sizes.values(), *beside.values()]) if sizes else self._model.n_params()
         weight, moment = (ITEMSIZE[name] for name in (self._config.training.dtype, self._config.state_dtype))
         return trained * (weight + 2 * moment)
 

@@ -1,7 +1,7 @@
 """The weights of a run in the formats of Hugging Face, read from its checkpoint tensor by tensor."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from trainer.families.args import DecoderArgs
 from trainer.families.registry import hf_config
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.hugging_face.files import grouped
-from trainer.hugging_face.tensors import Shape
+from trainer.hugging_face.tensors import HFTensor, Shape
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
-from trainer.job.lora import adapter_names, adapter_shapes
+from trainer.job.lora import adapter_names, adapter_shapes, whole_sizes
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.initial import hf_folder
 from trainer.transforms.lora import merged
@@ -102,7 +102,36 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
     """
     hf_config(config.model.name).check_start(args)
     pairs, adapters = hf_model(model_spec(config.model.name), args).pairs, adapter_shapes(config, args)
-    ours = _read(config, _named(adapters), [open_step(config, args, step)[1]])
+    whole = {f"{name}.weight": tuple(pairs[f"{name}.weight"][0].shape) for name in whole_sizes(config, args)}
+    ours = _read(config, _named(adapters) | whole, [open_step(config, args, step)[1]])
+    theirs, modules, stacked = _of_peft(adapters, pairs, ours)
+    saved = [pairs[name][1].name.removesuffix(".weight") for name in whole]
+    theirs |= {f"base_model.model.{there}.weight": ours[name] for there, name in zip(saved, whole, strict=True)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(config.checkpoint.initial_load_path).absolute()),
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "use_rslora": config.lora.rslora,
+        "lora_dropout": config.lora.dropout,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        **({"target_parameters": sorted(stacked)} if stacked else {}),
+        **({"modules_to_save": [there.rpartition(".")[2] for there in saved]} if saved else {}),
+        "inference_mode": True,
+    }
+    with NewFolder(output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model") as folder:
+        for name, tensor in theirs.items():
+            folder.put(name, tensor)
+        folder.finish("adapter_config.json", content)
+
+
+def _of_peft(
+    adapters: Iterable[str], pairs: Mapping[str, tuple[torch.Tensor, HFTensor]], ours: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
+    """Return peft's tensors of adapters, and the names of the modules and of the stacked weights that have one."""
     theirs, modules, stacked = {}, set(), set()
     for module in adapters:
         a, b = (ours[name] for name in adapter_names(module))
@@ -120,21 +149,4 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
             modules.add(there.split(".")[-2])
         theirs[f"base_model.model.{there}lora_A.weight"] = a
         theirs[f"base_model.model.{there}lora_B.weight"] = b
-    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-    content = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(config.checkpoint.initial_load_path).absolute()),
-        "r": config.lora.rank,
-        "lora_alpha": config.lora.alpha,
-        "use_rslora": config.lora.rslora,
-        "lora_dropout": config.lora.dropout,
-        "bias": "none",
-        "target_modules": sorted(modules),
-        **({"target_parameters": sorted(stacked)} if stacked else {}),
-        "inference_mode": True,
-    }
-    with NewFolder(output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model") as folder:
-        for name, tensor in theirs.items():
-            folder.put(name, tensor)
-        folder.finish("adapter_config.json", content)
+    return theirs, modules, stacked

@@ -43,6 +43,9 @@ class LoRA:
     """Linear modules of each layer that have adapters, such as "wq" and "w2", and weights of experts, "w13" and "w2";
     [] means all but routers and experts."""
 
+    whole: tuple[str, ...] = key((), when=_ADAPTING)
+    """Modules that are trained whole beside the adapters, "tok_embeddings" and "output", such as for new tokens."""
+
     @property
     def scale(self) -> float:
         """What an adapter's product is multiplied by."""

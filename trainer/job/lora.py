@@ -26,6 +26,12 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
                 f"lora.modules = {list(settings.modules)}: {module!r} must be a linear module of a layer, or a "
                 f"weight of its experts{did_you_mean(module, [name for name in names if name != 'gate'])}"
             )
+    for module in settings.whole:
+        if module not in ("tok_embeddings", "output"):
+            raise ConfigError(
+                f"lora.whole = {list(settings.whole)}: {module!r} must be 'tok_embeddings' or 'output'; the modules of "
+                "layers have adapters, see lora.modules"
+            )
     if config.checkpoint.initial_load_path is None:
         raise ConfigError(
             f"lora.rank = {settings.rank} adapts given weights, which are never saved again; name them with "
@@ -89,6 +95,14 @@ def adapter_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str,
     return {name: sum(map(math.prod, ab)) // (tp if len(ab[0]) == 3 else 1) for name, ab in shapes.items()}
 
 
+def whole_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, int]:
+    """Return the parameters of each module that is trained whole beside adapters, on one tensor-parallel rank."""
+    names = sorted(set(config.lora.whole)) if config.lora.rank else []
+    if names and model.tie_embeddings:
+        names = ["tok_embeddings"]
+    return dict.fromkeys(names, model.vocab_size * model.dim // tp)
+
+
 def _shapes(model: ModelArgs, tp: int = 1) -> dict[str, Shape]:
     """Return (outputs, inputs) of linear modules, and (experts, outputs, inputs) of stacked weights, by name."""
     shapes: dict[str, Shape] = dict(model.linear_shapes(tp))
@@ -115,4 +129,7 @@ def flops_beside(config: JobConfig, model: ModelArgs) -> float:
         frozen += model.n_layers * experts.per_token * experts.weights(model.dim)
     of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
     idle = of_experts * (1 - experts.per_token / experts.number) if of_experts else 0.0
+    trained = whole_sizes(config, model)
+    if "output" in trained or (model.tie_embeddings and trained):
+        frozen -= math.prod(model.linear_shapes()["output"])
     return 6.0 * (sum(sizes.values()) - idle) - 2.0 * frozen

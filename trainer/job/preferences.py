@@ -38,6 +38,11 @@ class Preferences(Language):
                 "dpo.reference = 'adapters' takes the model without its adapters, and lora.rank = 0 has none; use "
                 "'copy', or set lora.rank"
             )
+        if reference_of(config) == "adapters" and config.lora.whole:
+            raise ConfigError(
+                f"lora.whole = {list(config.lora.whole)} trains weights of the reference itself, which is the model "
+                "without its adapters; use dpo.reference = 'copy'"
+            )
         if initial is None:
             raise ConfigError(
                 f"{dataset} trains away from a reference, which random weights are not; name its weights with "

@@ -50,7 +50,7 @@ class Dropout:
 
 
 def apply_lora(model: nn.Module, settings: LoRA, seed: int = 0) -> None:
-    """Freeze all parameters of a model on meta, or of a stage of it, and add adapters to the chosen modules, in place.
+    """Freeze a model on meta, or a stage of it, but for `settings.whole`, and add adapters to the chosen modules.
 
     Call it after tensor parallelism, before expert parallelism, and before a layer's forward is replaced. seed: of the
     dropout. With dropout the linear modules of layers take `token_numbers` (B, S), see `Dropout`.
@@ -58,6 +58,9 @@ def apply_lora(model: nn.Module, settings: LoRA, seed: int = 0) -> None:
     if not settings.rank:
         return
     model.requires_grad_(False)
+    for name in settings.whole:
+        if (module := getattr(model, name)) is not None:  # a stage of a pipeline may lack it
+            module.requires_grad_(True)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and settings.adapts(name):
             dropout = Dropout(parameter_seed(seed, f"{name}/dropout"), settings.dropout)
