@@ -543,6 +543,80 @@ VALIDATION = (
     ),
 )
 
+_DPO, _PAIRS_OF = "tests/distributed/test_preferences.py", "tests/unit/test_preferences.py"
+PREFERENCES = (
+    Mutant(
+        "the loss of pairs has no adjoint over context-parallel ranks",
+        "trainer/tasks/preferences.py",
+        "with_adjoint(of_documents, add, add)",
+        "add(of_documents.detach()) + of_documents - of_documents.detach()",
+        f"{_DPO}::test_layouts_train_on_the_same_pairs",
+    ),
+    Mutant(
+        "each context-parallel rank counts the whole loss",
+        "trainer/tasks/preferences.py",
+        'share = 1 / self.dims.size("cp")',
+        "share = 1",
+        f"{_DPO}::test_layouts_train_on_the_same_pairs",
+    ),
+    Mutant(
+        "the reference is the model itself",
+        "trainer/tasks/preferences.py",
+        "self._reference = loop.build_model_parts()",
+        "pass",
+        f"{_DPO}::test_losses_and_gradients_are_those_of_the_formula",
+    ),
+    Mutant(
+        "the reference keeps its adapters",
+        "trainer/transforms/lora.py",
+        "        module.adapters_on = False",
+        "        module.adapters_on = True",
+        "tests/unit/test_lora.py::test_a_forward_without_adapters_is_that_of_the_frozen_weights",
+    ),
+    Mutant(
+        "a resumed run has the reference of its last checkpoint",
+        "trainer/tasks/preferences.py",
+        "        loop.checkpoint.load_initial(self._reference)\n",
+        "        self._reference = loop.model_parts\n",
+        f"{_DPO}::test_a_resumed_run_has_the_reference_of_its_start",
+    ),
+    Mutant(
+        "answers of the prompt are learned",
+        "trainer/data/sources/preferences.py",
+        "starts[before] if before < len(starts) else len(ids)",
+        "0",
+        f"{_PAIRS_OF}::test_answers_of_the_prompt_are_not_learned",
+    ),
+    Mutant(
+        "the last token of a side has the first one of the other side as its label",
+        "trainer/data/packing/sequence.py",
+        "labels[np.cumsum(document.lengths, dtype=np.int64) - 1] = IGNORE_INDEX",
+        "pass",
+        f"{_PAIRS_OF}::test_a_pair_is_two_documents_of_one_sequence",
+    ),
+    Mutant(
+        "a pair that is too long is cut",
+        "trainer/data/packing/whole.py",
+        "return [sample] if learned and len(tokens) <= seq_len else []",
+        "return [Sample(tokens[:seq_len], labels[:seq_len], lengths)] if learned else []",
+        f"{_PAIRS_OF}::test_a_pair_is_two_documents_of_one_sequence",
+    ),
+    Mutant(
+        "rows of new tokens are the mean of spare rows, too",
+        "trainer/hugging_face/new_tokens.py",
+        "for block in tensor[:first].split(_BLOCK)",
+        "for block in tensor.split(_BLOCK)",
+        "tests/unit/test_new_tokens.py::test_rows_are_the_mean_and_all_else_is_as_before",
+    ),
+    Mutant(
+        "modules that are trained whole stay frozen",
+        "trainer/transforms/lora.py",
+        "            module.requires_grad_(True)\n",
+        "            pass\n",
+        "tests/distributed/test_lora.py::test_layouts_train_embedding_and_output_beside_adapters",
+    ),
+)
+
 _LORA = "tests/distributed/test_lora.py"
 ADAPTERS = (
     Mutant(

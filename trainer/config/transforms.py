@@ -40,8 +40,7 @@ class LoRA:
     dropout: float = key(0.0, Bounds(lambda x: 0 <= x < 1, "in [0, 1)"), when=_ADAPTING)
     """Share of the inputs of each adapter that a training step sets to zero, at random; the others grow to match."""
     modules: tuple[str, ...] = key((), when=_ADAPTING)
-    """Linear modules of each layer that have adapters, such as "wq" and "w2", and weights of experts, "w13" and "w2";
-    [] means all but routers and experts."""
+    """Linear modules of layers that have adapters, such as "wq"; of experts w13, w2. []: all but routers, experts."""
 
     whole: tuple[str, ...] = key((), when=_ADAPTING)
     """Modules that are trained whole beside the adapters, "tok_embeddings" and "output", such as for new tokens."""
