@@ -96,8 +96,8 @@ LOSS = (
     Mutant(
         "a pipeline keeps gradients from the forward to the backward",
         "trainer/models/parallelize.py",
-        "in_forward=job.pipeline is None",
-        "in_forward=True",
+        "in_forward = job.pipeline is None and",
+        "in_forward = True and",
         "tests/distributed/test_chunked_loss.py::test_a_pipeline_makes_no_gradient_in_the_forward",
     ),
     Mutant(
@@ -358,7 +358,7 @@ GRADIENTS = (
     ),
     Mutant(
         "all parameters start alike",
-        "trainer/models/initialization.py",
+        "trainer/transforms/random_bits.py",
         'f"{seed}/{name}"',
         'f"{seed}"',
         "tests/unit/test_model.py",

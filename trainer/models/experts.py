@@ -148,7 +148,7 @@ def _one_by_one(
 ) -> torch.Tensor:
     """Return the outputs of rows in the order of experts. An expert without rows gets a gradient of zeros."""
     each = zip(*([None] * len(sizes) if x is None else x.unbind() for x in experts), strict=True)
-    parts = zip(rows.split(list(sizes)), map(ExpertWeights._make, each), strict=True)
+    parts = zip(rows.split(list(sizes)), (ExpertWeights(*one) for one in each), strict=True)
     return torch.cat([_outputs(part, one, F.linear, clamped=clamped, scale=scale) for part, one in parts])
 
 
