@@ -271,8 +271,8 @@ RULES = [
     ),
     Rule(
         r"lct convert add-tokens (\S+) (\S+) .*",
-        r"rm -rf \2; trap 'rm -rf \1 \2' EXIT; python -c \"from tests.unit.test_new_tokens import *; "
-        r"folder_with(Path('\1'), 320)\"; \g<0>",
+        r"rm -rf \2; trap 'rm -rf \1 \2' EXIT; "
+        r"""python -c "from tests.unit.test_new_tokens import *; folder_with(Path('\1'), 320)" && \g<0>""",
         why="a small model stands in",
         says="name it in model.path to train them",
     ),
