@@ -47,9 +47,9 @@ def in_float64(model: nn.Module, angles: torch.Tensor, scale: float = 1.0) -> It
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights, chosen
 
-    halves = angles if type(model).__name__ == "GptOssForCausalLM" else torch.cat((angles, angles), -1)
-    table = scale * halves.cos()[None], scale * halves.sin()[None]
     kinds = {type(module).__name__: type(module) for module in model.modules()}
+    halves = angles if "GptOssForCausalLM" in kinds else torch.cat((angles, angles), -1)
+    table = scale * halves.cos()[None], scale * halves.sin()[None]
     forwards = {"RMSNorm": normalise, "TopKRouter": route, "RotaryEmbedding": lambda *_args, **_named: table}
     with ExitStack() as patches:
         for ending, forward in forwards.items():

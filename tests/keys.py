@@ -129,6 +129,7 @@ _MANY = (
     "--comm.checkpoint_timeout_seconds=99 --comm.trace_buf_size=123"
 )
 _LORA = "tests/distributed/test_lora.py"
+_PREFERENCES = "tests/distributed/test_preferences.py"
 _CHECKPOINTS = "tests/distributed/test_checkpoint_settings.py"
 _SKIPPED = "tests/distributed/test_skipped_steps.py"
 _VALIDATION = "tests/distributed/test_validation.py"
@@ -463,7 +464,15 @@ EFFECTS: dict[str, str | Seen] = {
     # ---- lora
     "lora.rank": f"{_LORA}::test_frozen_weights_stay",
     "lora.alpha": f"{_LORA}::test_adapters_train_here_as_in_peft",
+    "lora.rslora": f"{_LORA}::test_adapters_train_here_as_in_peft",
+    "lora.dropout": f"{_LORA}::test_layouts_drop_the_same_inputs",
+    "lora.whole": f"{_LORA}::test_layouts_train_embedding_and_output_beside_adapters",
     "lora.modules": f"{_LORA}::test_adapters_train_here_as_in_peft",
+    # ---- dpo
+    "dpo.beta": f"{_PREFERENCES}::test_losses_and_gradients_are_those_of_the_formula",
+    "dpo.loss": f"{_PREFERENCES}::test_losses_and_gradients_are_those_of_the_formula",
+    "dpo.label_smoothing": f"{_PREFERENCES}::test_losses_and_gradients_are_those_of_the_formula",
+    "dpo.reference": f"{_PREFERENCES}::test_a_resumed_run_has_the_reference_of_its_start",
     # ---- activation_checkpoint
     "activation_checkpoint.mode": Seen(
         "--activation_checkpoint.mode=full", lambda off, on: (off.order.count("F"), on.order.count("F")) == (2, 4)

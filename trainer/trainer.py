@@ -90,7 +90,7 @@ class Trainer:
         set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
         self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
         self.observers = self.build_observers()
-        self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
+        self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = build_optimizer(self.model_parts, config)
         self.updates_masked = can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
@@ -108,6 +108,8 @@ class Trainer:
         self.validation = self.build_validation() if job.validates else None
         self._has_validated = False
         self.start_step, tokens_before = self.checkpoint.load()
+        if job.task.uses_model:
+            self.task.use_model(self)
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
 
     def build_task(self) -> Task:
@@ -143,11 +145,11 @@ class Trainer:
             model_parts.append(part)
         return model_parts
 
-    def build_pipeline(self, plan: PipelinePlan) -> Pipeline:
-        """Return the pipeline, which runs the stages of this rank by its schedule."""
+    def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline:
+        """Return the pipeline, which runs these stages of this rank by its schedule."""
         settings = {"device": self.device, "dtype": self.compute_dtype, "dim": self.job.model.dim}
         settings["tp"], pp = self.dims.size("tp"), self.dims["pp"]
-        pipeline = raise_on_all_ranks(lambda: Pipeline(plan, self.model_parts, pp, **settings), self.dims["world"])
+        pipeline = raise_on_all_ranks(lambda: Pipeline(plan, model_parts, pp, **settings), self.dims["world"])
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
         return pipeline
 

@@ -68,7 +68,7 @@ class FieldLoader(StreamLoader[ItemStream]):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:
-            items = self._next_samples(self._batch_size)
+            items = (item for _, item in self._next_samples(self._batch_size))
             yield self._batch([divmod(item, self._starts) for item in items])
 
     def evaluation_samples(self) -> Iterator[dict[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.hf_families import MODELS
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import JobConfig
+from trainer.config.schema import CONVERSATIONS, JobConfig
 from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
@@ -149,15 +149,17 @@ class MadeRows(LanguageTask):
         training = self.config.training
         degree, i = self.dims.size("dp"), self.dims.rank("dp")
         while True:
-            rows, padded = [], 0
+            rows, numbers, padded = [], [], 0
             for _ in range(training.local_batch_size):
                 no_labels = i < training.global_batch_size and i % 2 == 1
                 padding = i % 4 if self.config.masks_documents else 0
                 rows.append(make_row(i, training.seq_len, no_labels=no_labels, padding=padding))
+                numbers.append(i)
                 i, padded = i + degree, padded + padding
             batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
             arrays = {name: x.numpy().copy() for name, x in batch.items()}
-            yield batch | {"padding": padded} | ({} if plan is None else {"plan": plan(arrays)})
+            batch |= {"padding": padded, "numbers": numbers}
+            yield batch | ({} if plan is None else {"plan": plan(arrays)})
 
     @contextmanager
     def sequence_context(self, batch: Batch, model_parts: Sequence[nn.Module]) -> Iterator[torch.Tensor | None]:
@@ -220,7 +222,7 @@ def make_row(i: int, seq_len: int, *, no_labels: bool = False, padding: int = 0)
 
 def makes_rows(job: ResolvedJob) -> bool:
     """Whether a job trains on made-up rows; fields and conversations are those of its data set."""
-    return job.model.task == "tokens" and job.config.training.dataset != "chat"
+    return job.model.task == "tokens" and job.config.training.dataset not in CONVERSATIONS
 
 
 def settled_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

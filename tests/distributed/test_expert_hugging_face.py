@@ -1,5 +1,6 @@
 """Law: ranks start from the experts of transformers and export them again; planned attention computes the same."""
 
+import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -7,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import PeftModel
 
 from tests.distributed import harness
 from tests.distributed.harness import BASE, Record, RecordingTrainer, assert_parity
@@ -18,6 +20,7 @@ from tests.hf_experts import hf_experts
 from tests.slow import slow
 from tests.unit.test_expert_hugging_face import GPT_OSS, QWEN, logits_there, relative, whole_folder
 from trainer.checkpoint.weights import load_weights
+from trainer.commands import convert
 from trainer.components import generation
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
@@ -87,19 +90,85 @@ def test_ranks_read_their_experts_and_write_all(
     assert [name for name, x in given.items() if not torch.equal(back[name], x)] == []
 
 
-def adapted_case(folder: str, arguments: list[str]) -> Record:
-    """Train adapters of attention beside given experts."""
-    with mock.patch.object(harness, "VOCAB", 4354):
-        given = ["--model.name=qwen3_moe", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
-        adapters = ["--lora.rank=4", "--lora.modules", "wq", "wv", "wo"]
-        return harness.run_layout([*given, *adapters, "--training.dtype=float64", *arguments])
+ADAPTERS = ["--lora.rank=4", "--lora.alpha=8", "--lora.rslora", "--lora.modules", "wq", "wo", "w13", "w2"]
 
 
-@pytest.mark.slow
-def test_adapters_train_beside_frozen_experts(pool: WorkerPool, tmp_path: Path) -> None:
-    args = replace(MODELS["qwen3_moe"], n_heads=8, n_kv_heads=4)
-    hf_experts("qwen3_moe", args).save_pretrained(tmp_path)
-    wanted = pool.run(1, adapted_case, str(tmp_path), [])[0]
-    got = pool.run(2, adapted_case, str(tmp_path), [*degrees(tp=2), ep(2)])[0]
+def adapted_case(family: str, folder: str, output: str, arguments: list[str]) -> Record:
+    """Train adapters of attention and experts of given weights, save them, and export their sum."""
+    given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
+    given += [f"--job.dump_folder={output}", "--training.dtype=float64", "--checkpoint.export_dtype=float64"]
+    given += ["--training.data_streams=8", *harness.EXPORTED, *ADAPTERS]
+    config, process = parse_command_line([*BASE, *given, *arguments]).config, Process.from_environment()
+    with process_group(process, config.comm), mock.patch.object(harness, "VOCAB", MODELS[family].vocab_size):
+        record = Record()
+        trainer = RecordingTrainer(harness.resolved(config, process), process.device, record=record)
+        for step in range(1, harness.STEPS + 1):
+            trainer.train_step(step)
+        record.weights = trainer.of_all_stages(lambda p: p)
+        harness.exported(trainer, harness.STEPS)
+        trainer.metrics.close()
+    if process.rank:
+        return Record()
+    lines = (Path(output) / "metrics.jsonl").read_text().splitlines()
+    record.metrics = [json.loads(line) for line in lines]
+    return record
+
+
+def adapted(pool: WorkerPool, family: str, folder: Path, ranks: int, arguments: list[str]) -> tuple[Record, Path]:
+    """The record of a run of adapters, and the folder of its sum."""
+    output = folder / f"run-{ranks}"
+    record = pool.run(ranks, adapted_case, family, str(folder / "hf"), str(output), arguments)[0]
+    return record, output / "checkpoint" / f"step-{harness.STEPS}-hf"
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "arguments"),
+    [
+        ("qwen3_moe", 2, [*degrees(tp=2), ep(2)]),
+        *slow(
+            ("gpt_oss", 4, [*degrees(cp=2, tp=2), ep(4)]),
+            ("gpt_oss", 4, [*degrees(dp_shard=4), ep(2), "--training.local_batch_size=1"]),
+            ("qwen3_moe", 2, degrees(dp_shard=2)),
+            ("qwen3_moe", 4, [*degrees(dp_shard=2, pp=2), ep(2)]),
+            ("qwen3_moe", 4, [*degrees(dp_shard=2, cp=2), ep(2), "--activation_checkpoint.mode=full"]),
+            ("qwen3_moe", 2, [*degrees(cp=2), ep(2), "--activation_checkpoint.mlp_chunk_tokens=3"]),
+        ),
+    ],
+)
+def test_adapters_of_experts_train_and_merge_alike_on_every_layout(
+    pool: WorkerPool, tmp_path: Path, family: str, ranks: int, arguments: list[str]
+) -> None:
+    args = replace(MODELS[family], n_heads=8, n_kv_heads=4)
+    hf_experts(family, args).save_pretrained(tmp_path / "hf")
+    wanted, merged = adapted(pool, family, tmp_path, 1, [])
+    got, merged_there = adapted(pool, family, tmp_path, ranks, arguments)
     assert_parity(got, wanted, 1e-10)
-    assert {name.rpartition(".")[2] for name in got.gradients[0]} == {"lora_a", "lora_b"}
+    names = {name.rpartition(".")[2] for name in got.gradients[0]}
+    assert names == {"lora_a", "lora_b", "w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"}
+    given, one, many = map(whole_folder, (tmp_path / "hf", merged, merged_there))
+    changed = set()
+    for name, x in one.items():
+        assert relative(many[name], x) < 1e-10
+        if not torch.equal(given[name], x):
+            changed.add(name.removesuffix(".weight").rpartition(".")[2])
+    experts = {"gate_up_proj", "down_proj"} if family == "gpt_oss" else {"gate_proj", "up_proj", "down_proj"}
+    assert changed == {"q_proj", "o_proj", *experts}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", *slow("gpt_oss")])
+def test_peft_loads_the_adapters_of_experts(pool: WorkerPool, tmp_path: Path, family: str) -> None:
+    """Its logits are those of the merged weights, and of other ones."""
+    args: TransformerArgs = MODELS[family]
+    theirs = hf_experts(family, args)
+    theirs.save_pretrained(tmp_path / "hf")
+    _, merged = adapted(pool, family, tmp_path, 1, [])
+    convert.to_peft(tmp_path / "run-1", tmp_path / "adapters", step=-1)
+    tokens = torch.arange(0, 63, 7)[None]
+    before = logits_there(theirs, args, tokens)
+    whole, base = (type(theirs).from_pretrained(path, dtype=torch.float64) for path in (merged, tmp_path / "hf"))
+    for model in (whole, base):
+        model.set_experts_implementation("eager")  # the other ones know no float64
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapters")
+    sums = logits_there(whole, args, tokens)
+    assert relative(logits_there(loaded.to(torch.float64), args, tokens), sums) < 1e-7  # the file is float32
+    assert relative(before, sums) > 1e-4

@@ -37,10 +37,12 @@ LORA = [f"--lora.rank={RANK}", f"--lora.alpha={ALPHA}"]
 SAVED = [*harness.EXPORTED, "--training.data_streams=8"]
 
 
-def sums_of_one_rank(module: nn.Linear, linear: lora.Linear, scale: float, x: DTensor) -> DTensor:
+def sums_of_one_rank(
+    module: nn.Linear, linear: lora.Linear, scale: float, dropout: lora.Dropout, x: DTensor
+) -> DTensor:
     """The planted mistake: what an adapter adds is the part of the first rank."""
     only = x.device_mesh.get_local_rank() == 0
-    return lora_row_wise(module, linear, scale * only, x)
+    return lora_row_wise(module, linear, scale * only, dropout, x)
 
 
 lora_row_wise = lora._row_wise
@@ -138,12 +140,90 @@ def test_features_train_the_same_adapters(pool: WorkerPool, hf: Path, one: dict,
     assert differences(got, one) == []
 
 
+RECOMPUTED = ["--activation_checkpoint.mode=full"]
+DROPOUT = ["--lora.dropout=0.3", "--lora.rslora"]
+
+
+@pytest.fixture(scope="module")
+def dropped(pool: WorkerPool, hf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """A run of one process with dropout."""
+    return pool.run(1, train, str(tmp_path_factory.mktemp("dropped") / "run"), str(hf), DROPOUT)[0]
+
+
+@pytest.mark.parametrize("layout", [*QUICK, *slow(*SLOW)])
+def test_layouts_drop_the_same_inputs(pool: WorkerPool, hf: Path, dropped: dict, tmp_path: Path, layout: str) -> None:
+    """Each with micro-batches of another size than one process, whose masks they share."""
+    world_size, arguments = LAYOUTS[layout]
+    got = pool.run(world_size, train, str(tmp_path / "run"), str(hf), [*DROPOUT, *arguments])[0]
+    assert differences(got, dropped) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*RECOMPUTED, "--activation_checkpoint.mlp_chunk_tokens=5"],
+        *slow(
+            [*RECOMPUTED, "--compile.enable", "--compile.backend=aot_eager"],
+            ["--training.sequence_chunks=3"],
+            ["--training.local_batch_size=8"],
+            ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+        ),
+    ],
+)
+def test_features_drop_the_same_inputs(
+    pool: WorkerPool, hf: Path, dropped: dict, tmp_path: Path, arguments: list[str]
+) -> None:
+    got = pool.run(1, train, str(tmp_path / "run"), str(hf), [*DROPOUT, *arguments])[0]
+    assert differences(got, dropped) == []
+
+
+@pytest.mark.slow
+def test_layouts_drop_the_same_inputs_of_packed_documents_and_parts(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+    documents = [*DROPOUT, "--training.attention_mask=document"]
+    parts = ["--activation_checkpoint.mlp_chunk_tokens=2", *RECOMPUTED]
+    one = pool.run(1, train, str(tmp_path / "one"), str(hf), documents)[0]
+    got = pool.run(4, train, str(tmp_path / "run"), str(hf), [*documents, *parts, *LAYOUTS["cp2+tp2"][1]])[0]
+    assert differences(got, one) == []
+
+
+def test_the_comparison_sees_other_masks(one: dict, dropped: dict) -> None:
+    assert any(what.startswith("gradient") for what in differences(one, dropped))
+
+
 def test_frozen_weights_stay(one: dict) -> None:
     changed = {name for name, x in one["after"].items() if not torch.equal(x, one["before"][name])}
     adapters = {name for name in one["after"] if lora.is_adapter(name)}
     assert changed == adapters
     assert len(adapters) == 2 * 2 * 7
     assert all(gradients.keys() == adapters for gradients in one["gradients"])
+
+
+# ---- modules that are trained whole
+
+WHOLE = ["--lora.whole", "tok_embeddings", "output"]
+
+
+@pytest.mark.parametrize("layout", ["tp2", *slow("cp2+pp2", "fsdp2+tp2")])
+def test_layouts_train_embedding_and_output_beside_adapters(
+    pool: WorkerPool, hf: Path, tmp_path: Path, layout: str
+) -> None:
+    """They are in checkpoints, in the merged weights, and in what peft loads."""
+    one = pool.run(1, train, str(tmp_path / "one"), str(hf), WHOLE)[0]
+    world_size, arguments = LAYOUTS[layout]
+    got = pool.run(world_size, train, str(tmp_path / "run"), str(hf), [*WHOLE, *arguments])[0]
+    assert differences(got, one) == []
+    changed = {name for name, x in got["after"].items() if not torch.equal(x, got["before"][name])}
+    assert {name for name in changed if not lora.is_adapter(name)} == {"tok_embeddings.weight", "output.weight"}
+    run = tmp_path / "run"
+    convert.to_peft(run, tmp_path / "adapters", step=-1)
+    convert.to_hf(run, tmp_path / "merged", step=-1, dtype=None, most_bytes=10**9)
+    with precise("plain", "float64"):
+        base, whole = (LlamaForCausalLM.from_pretrained(x, dtype=torch.float64) for x in (hf, tmp_path / "merged"))
+        loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").to(torch.float64)
+        assert error(logits_of(loaded), logits_of(whole)) < 1e-6  # the file is float32
+    there = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
+    for name, theirs in zip(("tok_embeddings.weight", "output.weight"), there, strict=True):
+        assert torch.equal(theirs, got["after"][name])
 
 
 # ---- peft
@@ -156,11 +236,13 @@ def of_peft(name: str) -> str:
     return f"layers.{layer}.{names[module]}.{ {'lora_A': 'lora_a', 'lora_B': 'lora_b'}[matrix] }"
 
 
-def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rslora", [["--lora.rslora"], *slow([])])
+def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Path, rslora: list[str]) -> None:
     """From the same start: losses; then what is converted there, alone and merged, has the logits of their loop."""
     run = tmp_path / "run"
-    got = pool.run(1, train, str(run), str(hf), ["--lora.modules", "wq", "wo", "w2"])[0]
-    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "o_proj", "down_proj"])
+    got = pool.run(1, train, str(run), str(hf), [*rslora, "--lora.modules", "wq", "wo", "w2"])[0]
+    targets = ["q_proj", "o_proj", "down_proj"]
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, use_rslora=bool(rslora))
     theirs = get_peft_model(LlamaForCausalLM.from_pretrained(hf, dtype=torch.float64), settings).to(torch.float64)
     trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
     with torch.no_grad():

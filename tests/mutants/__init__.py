@@ -50,6 +50,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *memory.TILES,
     *planner.PLANNER,
     *memory.SEQUENCE_CHUNKS,
+    *step.PREFERENCES,
     *step.ADAPTERS,
     *step.ROUNDING,
     *step.EVALUATION,

@@ -419,8 +419,8 @@ CONVOLUTIONS = (
     Mutant(
         "layers are not told where documents begin",
         "trainer/models/decoder.py",
-        "of_layer(attention_plan, int(number)), positions)",
-        "of_layer(attention_plan, int(number)))",
+        "of_layer(attention_plan, int(number)), positions,",
+        "of_layer(attention_plan, int(number)), None,",
         "tests/unit/test_short_convolution.py",
     ),
 )

@@ -114,8 +114,8 @@ EXPERTS = (
     Mutant(
         "routers get adapters",
         "trainer/config/transforms.py",
-        'module in self.modules if self.modules else module != "gate"',
-        "not self.modules or module in self.modules",
+        'module != "gate" and ".experts." not in name',
+        '".experts." not in name',
         "tests/unit/test_experts.py::test_routers_get_no_adapters",
     ),
 )

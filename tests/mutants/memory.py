@@ -332,8 +332,8 @@ SEQUENCE_CHUNKS = (
     Mutant(
         "positions of each chunk start at 0",
         "trainer/tasks/language.py",
-        '"positions": places,',
-        '"positions": places - places[:, :1],',
+        'per_token = {"positions": positions,',
+        'per_token = {"positions": positions % -(-seq_len // self.job.chunks),',
         _PARITY,
     ),
     Mutant(

@@ -96,8 +96,8 @@ LOSS = (
     Mutant(
         "a pipeline keeps gradients from the forward to the backward",
         "trainer/models/parallelize.py",
-        "in_forward=job.pipeline is None",
-        "in_forward=True",
+        "in_forward = job.pipeline is None and",
+        "in_forward = True and",
         "tests/distributed/test_chunked_loss.py::test_a_pipeline_makes_no_gradient_in_the_forward",
     ),
     Mutant(
@@ -358,7 +358,7 @@ GRADIENTS = (
     ),
     Mutant(
         "all parameters start alike",
-        "trainer/models/initialization.py",
+        "trainer/transforms/random_bits.py",
         'f"{seed}/{name}"',
         'f"{seed}"',
         "tests/unit/test_model.py",
@@ -543,6 +543,80 @@ VALIDATION = (
     ),
 )
 
+_DPO, _PAIRS_OF = "tests/distributed/test_preferences.py", "tests/unit/test_preferences.py"
+PREFERENCES = (
+    Mutant(
+        "the loss of pairs has no adjoint over context-parallel ranks",
+        "trainer/tasks/preferences.py",
+        "with_adjoint(of_documents, add, add)",
+        "add(of_documents.detach()) + of_documents - of_documents.detach()",
+        f"{_DPO}::test_layouts_train_on_the_same_pairs",
+    ),
+    Mutant(
+        "each context-parallel rank counts the whole loss",
+        "trainer/tasks/preferences.py",
+        'share = 1 / self.dims.size("cp")',
+        "share = 1",
+        f"{_DPO}::test_layouts_train_on_the_same_pairs",
+    ),
+    Mutant(
+        "the reference is the model itself",
+        "trainer/tasks/preferences.py",
+        "self._reference = loop.build_model_parts()",
+        "pass",
+        f"{_DPO}::test_losses_and_gradients_are_those_of_the_formula",
+    ),
+    Mutant(
+        "the reference keeps its adapters",
+        "trainer/transforms/lora.py",
+        "        module.adapters_on = False",
+        "        module.adapters_on = True",
+        "tests/unit/test_lora.py::test_a_forward_without_adapters_is_that_of_the_frozen_weights",
+    ),
+    Mutant(
+        "a resumed run has the reference of its last checkpoint",
+        "trainer/tasks/preferences.py",
+        "        loop.checkpoint.load_initial(self._reference)\n",
+        "        self._reference = loop.model_parts\n",
+        f"{_DPO}::test_a_resumed_run_has_the_reference_of_its_start",
+    ),
+    Mutant(
+        "answers of the prompt are learned",
+        "trainer/data/sources/preferences.py",
+        'message | {"weight": 0}',
+        'message | {"weight": 1}',
+        f"{_PAIRS_OF}::test_answers_of_the_prompt_are_not_learned",
+    ),
+    Mutant(
+        "the last token of a side has the first one of the other side as its label",
+        "trainer/data/packing/sequence.py",
+        "labels[np.cumsum(document.lengths, dtype=np.int64) - 1] = IGNORE_INDEX",
+        "pass",
+        f"{_PAIRS_OF}::test_a_pair_is_two_documents_of_one_sequence",
+    ),
+    Mutant(
+        "a pair that is too long is cut",
+        "trainer/data/packing/whole.py",
+        "return [sample] if kept and all(part.any() for part in parts) else []",
+        "return [Sample(tokens[:seq_len], labels[:seq_len], lengths)] if all(part.any() for part in parts) else []",
+        f"{_PAIRS_OF}::test_a_pair_is_two_documents_of_one_sequence",
+    ),
+    Mutant(
+        "rows of new tokens are the mean of spare rows, too",
+        "trainer/hugging_face/new_tokens.py",
+        "for block in tensor[:first].split(_BLOCK)",
+        "for block in tensor.split(_BLOCK)",
+        "tests/unit/test_new_tokens.py::test_rows_are_the_mean_and_all_else_is_as_before",
+    ),
+    Mutant(
+        "modules that are trained whole stay frozen",
+        "trainer/transforms/lora.py",
+        "            module.requires_grad_(True)\n",
+        "            pass\n",
+        "tests/distributed/test_lora.py::test_layouts_train_embedding_and_output_beside_adapters",
+    ),
+)
+
 _LORA = "tests/distributed/test_lora.py"
 ADAPTERS = (
     Mutant(
@@ -551,6 +625,34 @@ ADAPTERS = (
         "module.lora_b.to_local(grad_placements=[Partial()])",
         "module.lora_b.to_local()",
         f"{_LORA}::test_layouts_train_the_same_adapters",
+    ),
+    Mutant(
+        "each tensor-parallel rank drops the features of the first one",
+        "trainer/transforms/lora.py",
+        "range(first, first + features)",
+        "range(features)",
+        f"{_LORA}::test_layouts_drop_the_same_inputs",
+    ),
+    Mutant(
+        "a module drops the same inputs of every token",
+        "trainer/transforms/lora.py",
+        "random_bits(token_numbers.clone(), self.key)",
+        "random_bits(torch.zeros_like(token_numbers), self.key)",
+        "tests/unit/test_lora.py::test_dropout_drops_its_share_and_keeps_the_mean",
+    ),
+    Mutant(
+        "a sequence is numbered within its rank",
+        "trainer/data/order/streams.py",
+        "yield sample, stream.next_sample()",
+        "yield sample // self._degree, stream.next_sample()",
+        "tests/unit/test_data_loader.py::test_sequences_are_numbered_through_the_run",
+    ),
+    Mutant(
+        "adapters of experts add nothing to what comes in",
+        "trainer/models/experts.py",
+        "linear(rows, experts.w13, experts.b13), experts.w13_lora_a",
+        "linear(rows, experts.w13, experts.b13), None",
+        "tests/distributed/test_expert_hugging_face.py::test_peft_loads_the_adapters_of_experts",
     ),
     Mutant(
         "adapters are merged without their factor",
@@ -593,7 +695,7 @@ ROUNDING = (
     ),
     Mutant(
         "random bits repeat the sign",
-        "trainer/components/rounding.py",
+        "trainer/transforms/random_bits.py",
         "(bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)",
         "bits >> shift",
         f"{_ROUNDING}::test_bits_are_those_of_the_published_generator_and_independent",

@@ -122,6 +122,10 @@ _ON_TRAJECTORIES = (
     "--training.seq_len=128 --training.steps=2 --training.global_batch_size=-1"
 )
 TALK = f"{TRAJECTORIES}; test -d outputs/talk || {_ON_TRAJECTORIES} --job.dump_folder=outputs/talk"
+PAIRS = """for i in $(seq 20); do
+echo '{"prompt": [{"role": "user", "content": "2 + 3?"}], "chosen": [{"role": "assistant", "content": "5"}],
+ "rejected": [{"role": "assistant", "content": "6"}]}' | tr -d '\\n'; echo
+echo '{"prompt": "Who wrote Faust?", "chosen": "Goethe", "rejected": "Schiller"}'; done > pairs.jsonl"""
 
 ADAPT = (
     f"{CHAT}; lct train --model.path ./Llama-3.2-1B-Instruct "
@@ -297,6 +301,13 @@ RULES = [
         says=r"weights saved for Hugging Face(?s:.*)training done",
     ),
     Rule(
+        r"(lct train --model\.path \./Llama.*) (--training\.dataset preferences .*)",
+        rf"trap 'rm -rf chat.jsonl pairs.jsonl Llama-3.2-1B-Instruct' EXIT; {CHAT}; {PAIRS}; \g<0> {SHORT}",
+        why=f"{LONG}; a small model stands in",
+        first=f"rm -rf outputs/dpo; {LLAMA}",
+        says=r"rewards_accuracy(?s:.*)training done|training done",
+    ),
+    Rule(
         r"lct train --model\.path \./Llama\S+(?: .*)?",
         rf"\g<0> {SHORT}",
         why=f"{LONG}; a small model stands in",
@@ -323,6 +334,13 @@ RULES = [
         why=f"{LONG}; a small model stands in",
         first=LLAMA,
         says="peft loads them",
+    ),
+    Rule(
+        r"lct convert add-tokens (\S+) (\S+) .*",
+        r"rm -rf \2; trap 'rm -rf \1 \2' EXIT; "
+        r"""python -c "from tests.unit.test_new_tokens import *; folder_with(Path('\1'), 320)" && \g<0>""",
+        why="a small model stands in",
+        says="name it in model.path to train them",
     ),
     Rule(r"lct convert to-hf .*", r"rm -rf exported && \g<0>", why=OWN, first=SAVED, says="transformers loads it"),
     Rule(r"python scripts/check_model.py .*", first=LLAMA, says=r"gradients  equal"),

@@ -49,7 +49,7 @@ TYPOS = {
 }
 # Nothing here has a similar name.
 UNRELATED = {
-    "training": "dropout compiled patience shuffle criterion curriculum",
+    "training": "temperature compiled patience shuffle criterion curriculum",
     "optimizer": "momentum nesterov muon",
     "model": "bias experts init_std act",
     "checkpoint": "hub s3",

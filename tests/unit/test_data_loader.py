@@ -218,7 +218,7 @@ def test_only_the_current_document_is_read_again():
 def test_batches_own_resizable_memory_and_have_the_right_shape():
     batches = list(islice(iter(loader(b=3)), 2))
     tensors = [batch[key] for batch in batches for key in KEYS]
-    assert all(set(batch) == {*KEYS, "padding"} for batch in batches)
+    assert all(set(batch) == {*KEYS, "numbers", "padding"} for batch in batches)
     assert all(t.shape == (3, SEQ_LEN) and t.dtype == torch.int64 and t.is_contiguous() for t in tensors)
     assert all(t.untyped_storage().nbytes() == t.numel() * 8 and t.untyped_storage().resizable() for t in tensors)
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
@@ -372,3 +372,14 @@ def test_a_refused_state_changes_nothing():
     del states[3]
     refusal(lambda: one.load_state_dict(states))
     assert one.state_dict() == before
+
+
+def test_sequences_are_numbered_through_the_run():
+    """On any number of ranks, and after a resume: the numbers are those of the global samples."""
+    one = loader(b=2, n=4)
+    assert [batch["numbers"] for batch in islice(iter(one), 3)] == [[0, 1], [2, 3], [4, 5]]
+    resumed = [loader(b=1, n=4, r=r, d=2) for r in range(2)]
+    for rank in resumed:
+        rank.load_state_dict(one.state_dict())
+    found = [[batch["numbers"] for batch in islice(iter(rank), 2)] for rank in resumed]
+    assert found == [[[6], [8]], [[7], [9]]]

@@ -1,5 +1,6 @@
 """Laws of adapters: what cannot work is one sentence, and memory and FLOPs are those of what is trained."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,15 @@ from trainer.components.optimizer import build_optimizer
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig, LoRA
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import TransformerArgs
 from trainer.families.llama3 import FLAVORS
 from trainer.job import resolve
 from trainer.job.lora import adapter_sizes, check_lora, flops_beside
 from trainer.job.memory import rank_memory
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
-from trainer.transforms.lora import A, B, apply_lora, is_adapter, merged
+from trainer.transforms.lora import A, B, Dropout, apply_lora, is_adapter, merged, without_adapters
 
 INITIAL = "--checkpoint.initial_load_path=somewhere"
 
@@ -31,6 +34,16 @@ def job_of(tmp_path: Path, *arguments: str, ranks: int = 1):
         (["--lora.modules", "wq", "q_proj", INITIAL], 1, "'q_proj' must be a linear module of a layer"),
         (["--lora.modules", "output", INITIAL], 1, "'output' must be a linear module of a layer"),
         (["--model.name=qwen3_moe", "--lora.modules", "w1", INITIAL], 1, "'w1' must be a linear module of a layer"),
+        (
+            ["--model.name=qwen3_moe", "--lora.modules", "wq", "w13", "--lora.dropout=0.1", INITIAL],
+            1,
+            "lora.dropout = 0.1 does not reach the experts' 'w13' of lora.modules",
+        ),
+        (
+            ["--lora.dropout=0.1", "--training.balance=step", "--training.attention_mask=document", INITIAL],
+            2,
+            "lora.dropout = 0.1 numbers the tokens of sequences, which training.balance = 'step' takes apart",
+        ),
         (["--model.name=qwen3_moe", "--lora.modules", "gate", INITIAL], 1, "'gate' must be a linear module of a layer"),
         ([], 1, "lora.rank = 8 adapts given weights, which are never saved again; name them with checkpoint.initial"),
         (
@@ -77,9 +90,9 @@ def test_what_cannot_work_is_one_sentence(tmp_path: Path, arguments: list[str], 
     assert "\n" not in str(raised.value)
 
 
-def model_with(settings: LoRA) -> Transformer:
+def model_with(settings: LoRA, args: TransformerArgs | None = None) -> Transformer:
     with torch.device("meta"):
-        model = Transformer(FLAVORS["debugmodel"])
+        model = Transformer(args or FLAVORS["debugmodel"])
     apply_lora(model, settings)
     return model
 
@@ -135,6 +148,50 @@ def test_the_preset_adapts_on_one_gpu_or_more(ranks: int) -> None:
 
 def test_alpha_over_rank_is_the_factor() -> None:
     assert LoRA(rank=4, alpha=8.0).scale == 2.0
+    assert LoRA(rank=4, alpha=8.0, rslora=True).scale == 4.0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_dropout_drops_its_share_and_keeps_the_mean(share: float) -> None:
+    """Independently for tokens, features, modules and seeds: counts of 2^18 bits lie within five deviations."""
+    numbers = torch.arange(2**10).view(2, -1)
+    factors = [Dropout(key, share).factors(numbers, range(256), torch.float64) for key in (1, 2)]
+    for factor in factors:
+        assert factor.unique().tolist() == pytest.approx([0, 1 / (1 - share)], rel=1e-4)
+        assert abs(factor.mean() - 1) < 5 * (share / (1 - share) / 2**18) ** 0.5
+        for dim, size in (((0, 1), 2**10), (2, 2**8)):
+            spread = factor.mean(dim).flatten() - 1
+            assert spread.abs().max() < 6 * (share / (1 - share) / size) ** 0.5
+    both = ((factors[0] == 0) & (factors[1] == 0)).double().mean()
+    assert abs(both - share**2) < 5 * (share**2 / 2**18) ** 0.5
+
+
+def test_a_part_of_tokens_and_features_has_the_factors_of_the_whole() -> None:
+    numbers, dropout = torch.arange(24).view(3, 8), Dropout(7, 0.4)
+    whole = dropout.factors(numbers, range(14), torch.float64)
+    part = dropout.factors(numbers[1:, ::2], range(5, 13), torch.float64)
+    assert torch.equal(part, whole[1:, ::2, 5:13])
+    assert torch.equal(numbers, torch.arange(24).view(3, 8))
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+def test_a_forward_without_adapters_is_that_of_the_frozen_weights(family: str) -> None:
+    args = replace(FLAVORS["debugmodel"], experts=ExpertArgs(4, 2, 48)) if family == "qwen3_moe" else None
+    modules = ("wq", "w13", "w2") if args else ()
+    plain, adapted = (model_with(LoRA(rank=rank, modules=modules), args) for rank in (0, 4))
+    for model in (plain, adapted):
+        initialize(model, seed=1, device=torch.device("cpu"))
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert len(trained) == 2 * 4 * (3 if args else 7)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.normal_()
+        tokens = torch.arange(12)[None]
+        wanted, other = plain(tokens), adapted(tokens)
+        with without_adapters([adapted]):
+            assert torch.equal(adapted(tokens), wanted)
+        assert torch.equal(adapted(tokens), other)
+        assert not torch.allclose(other, wanted)
 
 
 def test_check_takes_a_job_without_adapters(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from trainer.families.decoder_args import RopeScaling, TransformerArgs
 from trainer.families.llama3 import FLAVORS
 from trainer.families.registry import MODELS
 from trainer.models.decoder import Transformer
-from trainer.models.initialization import initialize, parameter_seed
+from trainer.models.initialization import initialize
 from trainer.models.rotary import (
     apply_rope,
     apply_rope_to_halves,
@@ -21,6 +21,7 @@ from trainer.models.rotary import (
     precompute_freqs_cis,
     rope_frequencies,
 )
+from trainer.transforms.random_bits import parameter_seed
 
 ARGS = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 

@@ -33,7 +33,7 @@ from trainer.config.writable import nearest_existing
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.job.lora import adapter_sizes
+from trainer.job.lora import adapter_sizes, whole_sizes
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import ITEMSIZE
 from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
@@ -131,9 +131,7 @@ class Checkpointer:
             return step, self._resume(folder, step, without=True)
         adapts = self._config.lora.rank > 0
         if initial is not None and (step == 0 or adapts):
-            say_waiting(f"reading the weights in {initial}")
-            base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
-            raise_on_all_ranks(lambda: load_weights([base], self._model_parts, adapters=False), world)
+            self.load_initial(self._model_parts)
             logger.info(f"the weights are those of {initial}" + "; all else starts from step 0" * (step == 0))
         if step == 0:
             return 0, 0
@@ -145,6 +143,17 @@ class Checkpointer:
         self.best = loss if best_step <= step else math.inf  # a later one is of another history
         self._last_step = step
         return step, tokens_seen
+
+    def load_initial(self, model_parts: Sequence[nn.Module]) -> None:
+        """Load the weights of `checkpoint.initial_load_path` into the parts of a model. A collective.
+
+        Raises:
+            SharedConfigError: on every rank, if they are damaged, or of another model.
+        """
+        world = self._dims["world"]
+        say_waiting(f"reading the weights in {self.settings.initial_load_path}")
+        base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
+        raise_on_all_ranks(lambda: load_weights([base], model_parts, adapters=False), world)
 
     def _once(self, read: Callable[[], bytes]) -> bytes:
         """Return on every rank what rank 0 reads: files are not opened by a thousand ranks at once."""
@@ -352,7 +361,8 @@ class Checkpointer:
     def _size(self) -> int:
         """Return the bytes of a checkpoint, without the small files: each trained parameter, and its two moments."""
         sizes = adapter_sizes(self._config, self._model)
-        trained = sum(sizes.values()) if sizes else self._model.n_params()
+        beside = whole_sizes(self._config, self._model)
+        trained = sum([*sizes.values(), *beside.values()]) if sizes else self._model.n_params()
         weight, moment = (ITEMSIZE[name] for name in (self._config.training.dtype, self._config.state_dtype))
         return trained * (weight + 2 * moment)
 

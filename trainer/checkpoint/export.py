@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from trainer.families.args import DecoderArgs
 from trainer.families.registry import hf_config
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.hugging_face.files import grouped
-from trainer.hugging_face.tensors import Shape
+from trainer.hugging_face.tensors import HFTensor, Shape
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
-from trainer.job.lora import adapter_sizes
+from trainer.job.lora import adapter_names, adapter_shapes, whole_sizes
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.initial import hf_folder
-from trainer.transforms.lora import A, B, merged
+from trainer.transforms.lora import merged
 
+_STACKED = {"w13": "gate_up_proj", "w2": "down_proj"}
+"""Stacked weights of experts, and their names in transformers' modules."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -98,24 +100,22 @@ def _whole_tensors(
 
     A file of a checkpoint is opened once for them: there may be thousands.
     """
-    adapters, adapted = _adapter_shapes(config, args), adapter_sizes(config, args)
+    adapted = adapter_shapes(config, args)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     for names in grouped(sizes, max(sizes.values())):
         modules = [name.removesuffix(".weight") for name in names]
-        beside = {name: shape for name, shape in adapters.items() if name.rpartition(".")[0] in modules}
+        beside = _named({module: adapted[module] for module in modules if module in adapted})
         tensors = _read(config, {name: shapes[name] for name in names} | beside, readers)
         for name, module in zip(names, modules, strict=True):
-            if module in adapted and name != module:
-                a, b = tensors[f"{module}.{A}"], tensors[f"{module}.{B}"]
+            if module in adapted:
+                a, b = map(tensors.pop, adapter_names(module))
                 tensors[name] = merged(tensors[name], a, b, config.lora)
             yield name, tensors.pop(name)
 
 
-def _adapter_shapes(config: JobConfig, args: DecoderArgs) -> dict[str, Shape]:
-    """Return name and shape of every tensor of adapters."""
-    shapes, rank = args.linear_shapes(), config.lora.rank
-    pairs = ((module, shapes[module]) for module in adapter_sizes(config, args))
-    return {f"{m}.{x}": shape for m, (n, k) in pairs for x, shape in ((A, (rank, k)), (B, (n, rank)))}
+def _named(adapters: Mapping[str, tuple[Shape, Shape]]) -> dict[str, Shape]:
+    """Return name and shape of every tensor of these adapters."""
+    return {name: x for module, ab in adapters.items() for name, x in zip(adapter_names(module), ab, strict=True)}
 
 
 def _read(config: JobConfig, shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, torch.Tensor]:
@@ -134,20 +134,12 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         OSError: the folder cannot be written.
     """
     hf_config(config.model.name).check_start(args)
-    pairs = hf_model(model_spec(config.model.name), args).pairs
-    ours = _read(config, _adapter_shapes(config, args), [open_step(config, args, step)[1]])
-    theirs, modules = {}, set()
-    for module in adapter_sizes(config, args):
-        hf = pairs[f"{module}.weight"][1]
-        if hf.all_rows:
-            raise ConfigError(
-                f"lora.modules: {module.rpartition('.')[2]!r} is a part of {hf.name} there, and peft has adapters of "
-                "whole tensors; use lct convert to-hf, which adds the adapters to the weights"
-            )
-        there = hf.name.removesuffix(".weight")
-        modules.add(there.rpartition(".")[2])
-        theirs[f"base_model.model.{there}.lora_A.weight"] = ours[f"{module}.{A}"]
-        theirs[f"base_model.model.{there}.lora_B.weight"] = hf.to_hf(ours[f"{module}.{B}"])  # rows as there
+    pairs, adapters = hf_model(model_spec(config.model.name), args).pairs, adapter_shapes(config, args)
+    whole = {f"{name}.weight": tuple(pairs[f"{name}.weight"][0].shape) for name in whole_sizes(config, args)}
+    ours = _read(config, _named(adapters) | whole, [open_step(config, args, step)[1]])
+    theirs, modules, stacked = _of_peft(adapters, pairs, ours)
+    saved = [pairs[name][1].name.removesuffix(".weight") for name in whole]
+    theirs |= {f"base_model.model.{there}.weight": ours[name] for there, name in zip(saved, whole, strict=True)}
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     content = {
         "peft_type": "LORA",
@@ -155,12 +147,48 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         "base_model_name_or_path": str(Path(config.checkpoint.initial_load_path).absolute()),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "lora_dropout": 0.0,
+        "use_rslora": config.lora.rslora,
+        "lora_dropout": config.lora.dropout,
         "bias": "none",
         "target_modules": sorted(modules),
+        **({"target_parameters": sorted(stacked)} if stacked else {}),
+        **({"modules_to_save": [there.rpartition(".")[2] for there in saved]} if saved else {}),
         "inference_mode": True,
     }
     with NewFolder(output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model") as folder:
         for name, tensor in theirs.items():
             folder.put(name, tensor)
         folder.finish({"adapter_config.json": _json(content)})
+
+
+def _of_peft(
+    adapters: Iterable[str], pairs: Mapping[str, tuple[torch.Tensor, HFTensor]], ours: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
+    """Return peft's tensors of adapters, and the names of the modules and of the stacked weights that have one.
+
+    Raises:
+        ConfigError: a module is a part of a tensor there.
+    """
+    theirs, modules, stacked = {}, set(), set()
+    for module in adapters:
+        a, b = (ours[name] for name in adapter_names(module))
+        if a.ndim == 3:
+            _, hf = pairs[module]
+            stacked.add(f"mlp.experts.{_STACKED[module.rpartition('.')[2]]}")
+            # peft wraps an adapted weight of experts around the one before it.
+            within = "base_layer." if module.replace("w13", "w2") in adapters and module.endswith("w13") else ""
+            there = f"{hf.names[0].partition('.experts.')[0]}.experts.{within}"
+            a = a.flatten(0, 1)
+            b = (b if hf.stacked else hf.to_hf(b).mT).permute(1, 2, 0).flatten(1)  # rows as there; (outputs, rank * E)
+        else:
+            _, hf = pairs[f"{module}.weight"]
+            if hf.all_rows:
+                raise ConfigError(
+                    f"lora.modules: {module.rpartition('.')[2]!r} is a part of {hf.name} there, and peft has adapters "
+                    "of whole tensors; use lct convert to-hf, which adds the adapters to the weights"
+                )
+            there, b = hf.name.removesuffix("weight"), hf.to_hf(b)
+            modules.add(there.split(".")[-2])
+        theirs[f"base_model.model.{there}lora_A.weight"] = a
+        theirs[f"base_model.model.{there}lora_B.weight"] = b
+    return theirs, modules, stacked

@@ -1,11 +1,13 @@
 """Convert the weights of a run to a Hugging Face folder, tensor by tensor; all commands read such a folder as it is.
 
 convert to-hf outputs/debug_model exported --dtype bfloat16
+convert add-tokens Qwen3-0.6B with-tools --tokens '<|tool|>' '<|result|>'
 """
 
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.finished_run import configuration
@@ -56,6 +58,20 @@ def to_peft(run: Path, output: Path, *, step: int) -> None:
     write_peft(output, config, args, saved)
 
 
+def add_tokens(folder: Path, output: Path, tokens: Sequence[str]) -> str:
+    """Write a copy of a Hugging Face folder with more special tokens, and return what it has now.
+
+    Raises:
+        ConfigError: see `hugging_face.new_tokens.add_tokens`.
+        OSError: the folder cannot be written.
+    """
+    from trainer.hugging_face import new_tokens
+
+    check_output(output)
+    ids, rows = new_tokens.add_tokens(folder, output, tokens)
+    return f"{output} has the tokens {ids[0]:,} to {ids[-1]:,} and {rows:,} rows; name it in model.path to train them"
+
+
 def size(text: str) -> int:
     """Return the bytes that a size means, such as 5GB.
 
@@ -76,6 +92,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], help="default: as it is saved")
     out.add_argument("--max-shard-size", type=size, default=size("5GB"), help="largest file (default: 5GB)")
     adapters = ways.add_parser("to-peft", help="write the adapters of a run for Hugging Face's peft")
+    more = ways.add_parser("add-tokens", help="copy a Hugging Face folder, with more special tokens")
+    more.add_argument("folder", type=Path, help="Hugging Face folder")
+    more.add_argument("output", type=Path, help="new folder")
+    more.add_argument("--tokens", nargs="+", required=True, help="names of the tokens, such as '<|tool|>'")
     for way in (out, adapters):
         way.add_argument("folder", type=Path, help="job.dump_folder of the run")
         way.add_argument("output", type=Path, help="new folder")
@@ -93,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.way == "to-hf":
             to_hf(args.folder, args.output, step=args.step, dtype=args.dtype, most_bytes=args.max_shard_size)
             print(f"{args.output} holds the weights; transformers loads it with from_pretrained")
+        elif args.way == "add-tokens":
+            print(add_tokens(args.folder, args.output, args.tokens))
         else:
             to_peft(args.folder, args.output, step=args.step)
             print(f"{args.output} holds the adapters; peft loads them with PeftModel.from_pretrained(model, folder)")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import TOKENIZER_FILES, Checkpoint, Job, JobConfig, Model, Training
+from trainer.config.schema import CONVERSATIONS, TOKENIZER_FILES, Checkpoint, Job, JobConfig, Model, Training
 from trainer.families.registry import hf_config, hf_family
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob
@@ -51,7 +51,7 @@ def configuration(folder: Path, step: int, *, command: str, task: str = "tokens"
     """
     config = _saved(folder, step, command=command, task=task)
     # No data are read, and only training on conversations needs their mask.
-    data = {"dataset": "python_stdlib", "dataset_path": None} if config.training.dataset == "chat" else {}
+    data = {"dataset": "python_stdlib", "dataset_path": None} if config.training.dataset in CONVERSATIONS else {}
     one_row = {"local_batch_size": 1, "global_batch_size": -1}
     config = replace(
         config,

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim.adam import adam
 
-from trainer.components.rounding import global_indices, random_bits, round_stochastically
+from trainer.components.rounding import global_indices, round_stochastically
 from trainer.config.schema import JobConfig
 from trainer.distributed.sharding.tensors import local_part
-from trainer.models.initialization import parameter_seed
+from trainer.transforms.random_bits import parameter_seed, random_bits
 
 PIECE, PIECE_ON_CPU = 2**22, 2**18  # which the caches of a CPU hold
 """Elements that are copied at once; copies and random bits take at most 60 bytes each."""

@@ -10,18 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-def random_bits(indices: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
-    """Return 64 random bits for each index: (n,) int64, in the memory of `indices`, which must be int64.
-
-    This is SplitMix64 (Steele, Lea and Flood, 2014) with the state key + index * constant. Products wrap around.
-    """
-    bits = indices.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        shifted = (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # `>>` repeats the sign
-        bits.bitwise_xor_(shifted).mul_(_signed(factor))
-    return bits
-
-
 def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Return x in bfloat16: one of its two neighbours, the nearer one with the higher probability.
 
@@ -50,8 +38,3 @@ def global_indices(parameter: torch.Tensor, start: int, stop: int) -> torch.Tens
         indices.add_(position % size + offset, alpha=stride)
         position, stride = position // size, stride * whole
     return indices
-
-
-def _signed(number: int) -> int:
-    """Return the signed integer of the same 64 bits."""
-    return number - (1 << 64) if number >> 63 else number

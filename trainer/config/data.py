@@ -9,10 +9,21 @@ from typing import Any, Literal
 from trainer.config.errors import ConfigError
 from trainer.config.keys import TOKENS, Condition, key, needs
 
-CHAT = Condition(
-    lambda config, _: "chat" in (config.training.dataset, config.validation.enable and config.validation.dataset),
-    "without training.dataset = 'chat'",
-)
+CONVERSATIONS = ("chat", "preferences")
+"""Data sets whose documents have answers, and never see each other."""
+
+
+def reads(*datasets: str) -> Condition:
+    """Return the condition that training or validation reads data of one of these kinds."""
+    return Condition(
+        lambda config, _: (
+            config.training.dataset in datasets or (config.validation.enable and config.validation.dataset in datasets)
+        ),
+        f"without training.dataset = {' or '.join(map(repr, datasets))}",
+    )
+
+
+CHAT = reads(*CONVERSATIONS)
 _MIXED = needs("mixture.names", remedy="name the sources, or leave it out")
 
 
@@ -30,15 +41,15 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Chat:
-    """How conversations become tokens and labels, with training.dataset = "chat"."""
+    """How conversations become tokens and labels, with training.dataset = "chat" or "preferences"."""
 
     arguments: tuple[str, ...] = key((), when=CHAT)
     """Arguments of the chat template, each name=value in JSON, such as enable_thinking=false."""
-    date: str | None = key(None, example="2026-01-31", when=CHAT)
+    date: str | None = key(None, when=CHAT)
     """Date that a template gets as today's (strftime_now), as YEAR-MONTH-DAY; None: it has no clock."""
     answers: Literal["all", "last"] = key("all", when=CHAT)
     """Answers of a conversation that are trained on; a message with "weight": 0 is never."""
-    too_long: Literal["drop", "cut"] = key("cut", when=CHAT)
+    too_long: Literal["drop", "cut"] = key("cut", when=reads("chat"))
     """A conversation longer than training.seq_len: left out, or cut behind the last answer that fits whole."""
 
     @property

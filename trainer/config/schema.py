@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.config.checkpoint import SAVING, Checkpoint
-from trainer.config.data import CHAT, Chat, Mixture
+from trainer.config.data import CHAT, CONVERSATIONS, Chat, Mixture, reads
 from trainer.config.keys import (
     AT_LEAST_ONE,
     DECAY,
@@ -27,6 +27,7 @@ from trainer.config.keys import (
     unless,
 )
 from trainer.config.parallelism import DATA_PARALLEL, NO_PIPELINE, Comm, Parallelism
+from trainer.config.preferences import DPO
 from trainer.config.registry import TASK_OF_DATASET
 from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 
@@ -37,15 +38,7 @@ _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python
 # ---- when keys have an effect
 
 
-def _reads(dataset: str) -> Condition:
-    """Return the condition that training or validation reads data of this kind."""
-    return Condition(
-        lambda config, _: dataset in (config.training.dataset, config.validation.enable and config.validation.dataset),
-        f"without training.dataset = {dataset!r}",
-    )
-
-
-_LINES = _reads("jsonl")
+_LINES = reads("jsonl")
 _DOCUMENTS = Condition(
     lambda config, _: config.masks_documents,
     "with training.attention_mask = 'causal', under which documents see each other",
@@ -269,7 +262,7 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: str = "python_stdlib"
-    """python_stdlib (Python's own sources), text (files), jsonl (lines), chat, hub, tokens, or one of job.imports."""
+    """python_stdlib (Python's own sources), text, jsonl, chat, preferences, hub, tokens, or one of job.imports."""
     dataset_path: str | None = None
     """File, folder or glob; tokens: what `lct tokenize` made; hub: NAME:CONFIG:SPLIT; python_stdlib: none."""
     dataset_text_field: str = key("text", when=_LINES)
@@ -376,6 +369,7 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     lora: LoRA = field(default_factory=LoRA)
+    dpo: DPO = field(default_factory=DPO)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
@@ -394,7 +388,7 @@ class JobConfig:
     @property
     def masks_documents(self) -> bool:
         """Whether a token sees its own document only."""
-        return self.training.attention_mask == "document" or self.training.dataset == "chat"
+        return self.training.attention_mask == "document" or self.training.dataset in CONVERSATIONS
 
     @property
     def plans_attention(self) -> bool:

@@ -35,18 +35,26 @@ class LoRA:
     """Rank of the adapters; 0: none, all weights are trained."""
     alpha: float = key(16.0, POSITIVE, when=_ADAPTING)
     """What an adapter adds is multiplied by alpha / rank."""
+    rslora: bool = key(False, when=_ADAPTING)
+    """Multiply by alpha / sqrt(rank) instead, which keeps high ranks at the scale of low ones (rsLoRA)."""
+    dropout: float = key(0.0, Bounds(lambda x: 0 <= x < 1, "in [0, 1)"), when=_ADAPTING)
+    """Share of the inputs of each adapter that a training step sets to zero, at random; the others grow to match."""
     modules: tuple[str, ...] = key((), when=_ADAPTING)
-    """Linear modules of each layer that have adapters, such as "wq" and "w2"; [] means all but routers and experts."""
+    """Linear modules of layers that have adapters, such as "wq"; of experts w13, w2. []: all but routers, experts."""
+
+    whole: tuple[str, ...] = key((), when=_ADAPTING)
+    """Modules that are trained whole beside the adapters, "tok_embeddings" and "output", such as for new tokens."""
 
     @property
     def scale(self) -> float:
         """What an adapter's product is multiplied by."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def adapts(self, name: str) -> bool:
-        """Return whether the linear module of that name has an adapter."""
+        """Return whether the linear module, or the stacked weight of experts, of that name has an adapter."""
         module = name.rpartition(".")[2]
-        return name.startswith("layers.") and (module in self.modules if self.modules else module != "gate")
+        by_default = module != "gate" and ".experts." not in name
+        return name.startswith("layers.") and (module in self.modules if self.modules else by_default)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,10 @@ class TextBatch(TypedDict, total=False):
     """Number of the document within its sequence; padding has a number of its own."""
     sources: "torch.Tensor"
     """Of a mixture: number of the source of each sequence (B,), or of each token (B, S) if documents were exchanged."""
+    numbers: list[int]
+    """Of each sequence how many sequences of the run come before it, on all ranks."""
+    token_numbers: "torch.Tensor"
+    """Of each token of the run, (B, S); made by the task for the dropout of adapters."""
     padding: int
     """Tokens of no document; absent if there are none."""
     plan: "BatchPlan"

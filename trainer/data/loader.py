@@ -58,13 +58,14 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
-            sequences = list(self._next_samples(self._batch_size))
+            numbers, sequences = zip(*self._next_samples(self._batch_size), strict=True)
             names = ("tokens", "labels", "positions", "document_ids")
             arrays = {name: np.stack([getattr(sequence, name) for sequence in sequences]) for name in names}
             # Cloned, because torch never resizes memory that numpy has seen.
             batch: dict[str, Any] = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
             if isinstance(self._data, Mixture):
                 batch["sources"] = torch.tensor([sequence.source for sequence in sequences])
+            batch["numbers"] = list(numbers)
             batch["padding"] = sum(sequence.padding for sequence in sequences)
             yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from trainer.config.errors import ConfigError
+from trainer.config.schema import CONVERSATIONS
 from trainer.data.order.streams import AGAIN, assigned
 from trainer.data.packing.concatenate import DocumentStream
+from trainer.data.packing.pairs import Pairs
 from trainer.data.packing.whole import TooLong, WholeStream
 from trainer.data.sources.registry import DataSettings, check_streams, source_of
 from trainer.data.token_files.catalog import open_documents
@@ -23,7 +25,7 @@ class TextData:
     conversations: what is used of documents that are longer than a sequence; None: they are texts, cut into pieces.
     """
 
-    source: TokenFiles
+    source: TokenFiles | Pairs
     packing: str = "concatenate"
     conversations: TooLong | None = field(default=None, compare=False)
 
@@ -88,5 +90,10 @@ def open_text(settings: DataSettings, packing: str | None = None, catalog: str |
         from trainer.data.iterable_data import IterableData
 
         return IterableData(settings, packing or "concatenate")
-    chats = TooLong(drops=settings.chat.too_long == "drop") if settings.dataset == "chat" else None
-    return TextData(open_documents(settings, catalog), packing or ("best_fit" if chats else "concatenate"), chats)
+    chats, documents = None, open_documents(settings, catalog)
+    if settings.dataset in CONVERSATIONS:
+        chats = TooLong(drops=settings.chat.too_long == "drop")
+    source = documents
+    if settings.dataset == "preferences":
+        chats, source = TooLong(drops=True, what="pairs longer than a sequence"), Pairs(documents)
+    return TextData(source, packing or ("best_fit" if chats else "concatenate"), chats)

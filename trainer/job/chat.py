@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.config.schema import JobConfig
+from trainer.config.schema import CONVERSATIONS, JobConfig
 from trainer.data.settings import training_data, validation_data
 from trainer.data.sources.registry import all_documents
 from trainer.data.tokenizers.chat_template import find_template
@@ -18,10 +18,10 @@ def check_chat(config: JobConfig) -> None:
         ConfigError: a template that is missing or damaged, or does not fit the conversation; a packing that cuts them.
     """
     settings, training = config.validation, config.training
-    if training.dataset == "chat" and training.packing == "concatenate":
+    if training.dataset in CONVERSATIONS and training.packing == "concatenate":
         raise ConfigError(
-            "training.packing = 'concatenate' would cut conversations of training.dataset = 'chat'; use 'best_fit' or "
-            "'pad', or leave it out"
+            f"training.packing = 'concatenate' would cut conversations of training.dataset = {training.dataset!r}; use "
+            "'best_fit' or 'pad', or leave it out"
         )
     sources = training_data(config)
     if settings.enable:
@@ -31,7 +31,7 @@ def check_chat(config: JobConfig) -> None:
                 "validation.dataset = 'chat' needs training.attention_mask = 'document', so that conversations in one "
                 "sequence do not see each other; set it, or train on 'chat' as well"
             )
-    chats = [source for source in sources if source.dataset == "chat"]
+    chats = [source for source in sources if source.dataset in CONVERSATIONS]
     template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat) if chats else None
     for source in chats:
         with suppress(MissingFile):  # reported by the checks of data

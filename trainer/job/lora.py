@@ -6,6 +6,7 @@ from itertools import chain
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs, expert_layers, experts_of
+from trainer.hugging_face.tensors import Shape
 from trainer.job.pipeline_stages import PipelinePlan
 
 _GATES = ("gate", "shared_gate")
@@ -21,17 +22,38 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
     settings = config.lora
     if not settings.rank:
         return
-    names = sorted({name.split(".")[-1] for name in model.linear_shapes() if name.startswith("layers.")})
+    names = sorted({name.split(".")[-1] for name in _shapes(model) if name.startswith("layers.")})
     for module in settings.modules:
         if module not in names or module in _GATES:
             raise ConfigError(
-                f"lora.modules = {list(settings.modules)}: {module!r} must be a linear module of a layer"
-                f"{did_you_mean(module, [name for name in names if name not in _GATES])}"
+                f"lora.modules = {list(settings.modules)}: {module!r} must be a linear module of a layer, or a "
+                f"weight of its experts{did_you_mean(module, [name for name in names if name not in _GATES])}"
+            )
+    for module in settings.whole:
+        if module not in ("tok_embeddings", "output"):
+            raise ConfigError(
+                f"lora.whole = {list(settings.whole)}: {module!r} must be 'tok_embeddings' or 'output'; the modules of "
+                "layers have adapters, see lora.modules"
             )
     if config.checkpoint.initial_load_path is None:
         raise ConfigError(
             f"lora.rank = {settings.rank} adapts given weights, which are never saved again; name them with "
             "checkpoint.initial_load_path, a Hugging Face folder or a folder step-N of another run"
+        )
+    if settings.dropout and (of_experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]):
+        raise ConfigError(
+            f"lora.dropout = {settings.dropout} does not reach the experts' {of_experts[0]!r} of lora.modules, whose "
+            "tokens are sorted by expert (peft refuses it as well); use 0, or leave the experts out of lora.modules"
+        )
+    if settings.dropout and any(".shared." in name and settings.adapts(name) for name in _shapes(model)):
+        raise ConfigError(
+            f"lora.dropout = {settings.dropout} does not reach shared experts, which have adapters by lora.modules = "
+            f"{list(settings.modules)}; use 0, or modules of attention alone, such as ['wq', 'wv']"
+        )
+    if settings.dropout and config.training.balance == "step":
+        raise ConfigError(
+            f"lora.dropout = {settings.dropout} numbers the tokens of sequences, which training.balance = 'step' takes "
+            "apart, so that the masks would depend on the ranks; use balance = 'off', or no dropout"
         )
     if config.float8.enable:
         raise ConfigError(
@@ -54,20 +76,58 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
             )
 
 
+def adapter_shapes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, tuple[Shape, Shape]]:
+    """Return the shapes of A and B of every adapted module, or stacked weight of experts, by its name.
+
+    tp: ranks of tensor parallelism, of which one has such a part. Of experts it has all, or those of some experts.
+    """
+    rank, found = config.lora.rank, {}
+    for name, (*number, outputs, inputs) in _shapes(model, tp).items() if rank else ():
+        if config.lora.adapts(name):
+            found[name] = (*number, rank, inputs), (*number, outputs, rank)
+    return found
+
+
+def adapter_names(module: str) -> tuple[str, str]:
+    """Return the names of A and B of a module, or of a stacked weight of experts."""
+    before = f"{module}{'_' if '.experts.' in module else '.'}"
+    return f"{before}lora_a", f"{before}lora_b"
+
+
 def adapter_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, int]:
-    """Return the adapter parameters of every adapted module on one of `tp` tensor-parallel ranks, by its name."""
-    settings = config.lora
-    if not settings.rank:
-        return {}
-    return {
-        name: settings.rank * sum(shape) for name, shape in model.linear_shapes(tp).items() if settings.adapts(name)
-    }
+    """Return the adapter parameters of every adapted module on one of `tp` tensor-parallel ranks, by its name.
+
+    Experts are divided among these ranks, at least by FSDP.
+    """
+    shapes = adapter_shapes(config, model, tp)
+    return {name: sum(map(math.prod, ab)) // (tp if len(ab[0]) == 3 else 1) for name, ab in shapes.items()}
+
+
+def whole_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, int]:
+    """Return the parameters of each module that is trained whole beside adapters, on one tensor-parallel rank."""
+    names = sorted(set(config.lora.whole)) if config.lora.rank else []
+    if names and model.tie_embeddings:
+        names = ["tok_embeddings"]
+    return dict.fromkeys(names, model.vocab_size * model.dim // tp)
+
+
+def _shapes(model: ModelArgs, tp: int = 1) -> dict[str, Shape]:
+    """Return (outputs, inputs) of linear modules, and (experts, outputs, inputs) of stacked weights, by name."""
+    shapes: dict[str, Shape] = dict(model.linear_shapes(tp))
+    if (experts := experts_of(model)) is not None:
+        hidden, dim = experts.hidden_dim, model.dim
+        for layer in expert_layers(model):
+            of_layer = f"layers.{layer}.feed_forward.experts"
+            shapes[f"{of_layer}.w13"] = experts.number, 2 * hidden, dim
+            shapes[f"{of_layer}.w2"] = experts.number, dim, hidden
+    return shapes
 
 
 def flops_beside(config: JobConfig, model: ModelArgs) -> float:
     """Return how many FLOPs per token a training step has more than without adapters, usually a negative number.
 
-    A frozen weight has no gradient, which saves a third of its 6 FLOPs; a weight of an adapter has 6.
+    A frozen weight has no gradient, which saves a third of its 6 FLOPs; a weight of an adapter has 6. Of the experts
+    those count that a token chooses.
     """
     sizes = adapter_sizes(config, model)
     if not sizes:
@@ -75,4 +135,9 @@ def flops_beside(config: JobConfig, model: ModelArgs) -> float:
     frozen = sum(map(math.prod, model.linear_shapes().values()))
     if (experts := experts_of(model)) is not None:
         frozen += len(expert_layers(model)) * experts.per_token * experts.weights(model.dim)
-    return 6.0 * sum(sizes.values()) - 2.0 * frozen
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    idle = of_experts * (1 - experts.per_token / experts.number) if of_experts else 0.0
+    trained = whole_sizes(config, model)
+    if "output" in trained or (model.tie_embeddings and trained):
+        frozen -= math.prod(model.linear_shapes()["output"])
+    return 6.0 * (sum(sizes.values()) - idle) - 2.0 * frozen

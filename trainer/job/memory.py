@@ -8,7 +8,7 @@ import math
 
 from trainer.config.errors import ConfigError
 from trainer.families.args import expert_layers, experts_of
-from trainer.job.lora import adapter_sizes
+from trainer.job.lora import adapter_sizes, whole_sizes
 from trainer.job.pipeline_stages import layers_of, layers_of_stages
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
@@ -52,6 +52,7 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     if job.pipeline is not None:
         modules = tuple(name for stage in job.pipeline.stages_of(pp_rank) for name in job.pipeline.stages[stage])
     adapters = _by_module(adapter_sizes(job.config, model, degrees.tp))
+    trained_whole = whole_sizes(job.config, model, degrees.tp)
     sizes = _parameters(job)
     shards = degrees.dp_shard * degrees.cp
     layers = layers_of(modules)
@@ -60,10 +61,12 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     of_experts = sparse and _experts(job)
     own = sum(sizes.get(name, 0) for name in modules)
     local = math.ceil(own / shards) + sparse * math.ceil(of_experts / degrees.efsdp)
-    trained = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards) if adapters else local
+    added = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards)
+    beside = math.ceil(sum(trained_whole.get(name, 0) for name in modules) / shards)
+    trained = added + beside if adapters else local
     rows, of_batch = training.seq_len // degrees.cp, 2 * 8 * training.local_batch_size  # tokens and labels
     return RankMemory(
-        weights=(local + (trained if adapters else 0)) * stored,
+        weights=(local + added) * stored,
         gradients=trained * stored,
         optimizer=2 * trained * ITEMSIZE[job.config.state_dtype],
         tables=rows * (model.head_dim * max(stored, 4) + of_batch),

@@ -147,6 +147,10 @@ class TaskSpec(ABC):
     """Whether the table [validation] is for it."""
     copies_batches: ClassVar[bool] = False
     """Whether its `Task` copies to the device what a rank computes of a batch; else the loop copies whole batches."""
+    sums_losses: ClassVar[bool] = True
+    """Whether the loss of a step is a sum of the positions' losses, so that each has the same cotangent."""
+    uses_model: ClassVar[bool] = False
+    """Whether its `Task` has a method `use_model`, for forwards of its own."""
     fixed_shapes: ClassVar[bool] = True
     """Whether every batch has the same shapes, so that the compiler need not expect others."""
 

@@ -15,7 +15,7 @@ from trainer.job.keys import check_bounds, check_effects
 from trainer.job.model import check_tensor_parallel_sizes, with_windows_of_flavor
 from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.record import ResolvedJob, TaskDecisions
-from trainer.job.tasks import TASKS, resolve_model
+from trainer.job.tasks import resolve_model, task_of
 from trainer.job.training import check_batch, check_cpu_offload, check_profiling, check_schedule, check_trackers
 from trainer.stores.initial import check_initial_weights
 
@@ -49,7 +49,7 @@ def resolve(
     if model is not None and degrees is not None:
         notes = problems.check(check_effects, with_windows_of_flavor(config), degrees)
     problems.raise_all()  # what follows counts on them
-    task = TASKS[config.task]
+    task = task_of(config)
     problems.check(check_batch, config, degrees)
     problems.check(check_cpu_offload, config, degrees, device_type)
     problems.check(check_tensor_parallel_sizes, model, config.model.flavor, degrees)

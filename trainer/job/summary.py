@@ -73,6 +73,7 @@ def _model(job: ResolvedJob) -> str:
         lora = job.config.lora
         where = ", ".join(lora.modules) or "all linear modules of layers"
         text += f"; trained are {adapters:,} of adapters of rank {lora.rank} on {where} (LoRA)"
+        text += f", and {' and '.join(lora.whole)} whole" * bool(lora.whole)
     return text
 
 

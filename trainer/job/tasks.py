@@ -6,9 +6,17 @@ from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
 from trainer.families.registry import MODELS, flavor_args
 from trainer.job.language import Language
+from trainer.job.preferences import Preferences
 from trainer.job.record import TaskSpec
 
 TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
+_OF_TOKENS: dict[str, TaskSpec] = {"preferences": Preferences()}
+"""Data sets of tokens that are for a task of their own."""
+
+
+def task_of(config: JobConfig) -> TaskSpec:
+    """Return the task of a configuration."""
+    return _OF_TOKENS.get(config.training.dataset) or TASKS[config.task]
 
 
 def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelArgs:
@@ -17,7 +25,7 @@ def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelA
     Raises:
         ConfigError: no such model, flavor or data, or a model of another kind of data.
     """
-    flavor, task = flavor_args(config.model), TASKS[config.task]
+    flavor, task = flavor_args(config.model), task_of(config)
     if flavor.task != task.name:
         other, name = TASKS[flavor.task], f"model.name = {config.model.name!r}"
         models = [

@@ -134,11 +134,14 @@ class Attention(nn.Module):
         attention_plan: torch.Tensor | None = None,
         *,
         positions: torch.Tensor | None = None,
+        **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
         """x: (B, S, dim) -> the same shape. freqs_cis: None if nothing is rotated. positions: (B, S) within packed
         documents, for the short convolution.
+
+        of_adapters: passed to the linear modules, see `transforms/lora.py`.
         """
-        q, k, v = (w(x) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x, **of_adapters) for w in (self.wq, self.wk, self.wv))
         if self.short_conv is not None:
             q, k, v = self.short_conv(q, k, v, positions=positions, plan=attention_plan)
         if self.norm_all_heads:
@@ -154,7 +157,7 @@ class Attention(nn.Module):
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D) twice
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention(q, k, v, scale=self.scale, sinks=sinks, plan=attention_plan)
-        return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, dim)
+        return self.wo(out.transpose(1, 2).flatten(2), **of_adapters)  # (B, S, dim)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         if parameter.ndim == 1:

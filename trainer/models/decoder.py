@@ -76,22 +76,25 @@ class TransformerBlock(nn.Module):
         freqs_cis: torch.Tensor | None,
         attention_plan: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
         """x: (B, S, dim) -> the same shape. freqs_cis: of this layer's frequencies, None if it rotates nothing."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = self._with_branch(
-            x, self.attention(normed, freqs_cis, attention_plan, positions=positions), self.attention_post_norm
-        )
+        out = self.attention(normed, freqs_cis, attention_plan, positions=positions, **of_adapters)
+        x = self._with_branch(x, out, self.attention_post_norm)
         if isinstance(self.feed_forward, MoE):
             normed = x if self.ffn_norm is None else self.ffn_norm(x)
             return self._with_branch(x, self.feed_forward(normed, positions), self.ffn_post_norm)  # count no padding
+        # With sequence parallelism x has some of the tokens, and the network sees those of all ranks: (B, S / tp, tp).
+        tokens = x.shape[1]
+        rows = [n.unflatten(1, (n.shape[1] // max(tokens, 1), tokens)).mT for n in of_adapters.values()]
         parts = self.ffn_norm, self.feed_forward, self.ffn_post_norm
-        return in_tiles(self._with_feed_forward, [x], self.tiles, [part for part in parts if part is not None])
+        return in_tiles(self._with_feed_forward, [x, *rows], self.tiles, [part for part in parts if part is not None])
 
-    def _with_feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._with_branch(
-            x, self.feed_forward(x if self.ffn_norm is None else self.ffn_norm(x)), self.ffn_post_norm
-        )
+    def _with_feed_forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        of_adapters = {} if rows is None else {"token_numbers": rows.mT.flatten(1)}
+        normed = x if self.ffn_norm is None else self.ffn_norm(x)
+        return self._with_branch(x, self.feed_forward(normed, **of_adapters), self.ffn_post_norm)
 
     def _with_branch(self, x: torch.Tensor, out: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
         """Add the output of a branch to its input."""
@@ -134,17 +137,18 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         attention_plan: torch.Tensor | None = None,
+        **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
         """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S); by default those of this rank in the layout of the
         plan, or 0 to S - 1 without a plan. Padding has the position -1.
 
         attention_plan: handle of the open `context_parallel`. A pipeline stage without the embedding takes hidden
-        states instead of tokens.
+        states instead of tokens. of_adapters: `token_numbers` (B, S), if adapters have dropout.
         """
         tables = self._freqs_cis(tokens, positions, attention_plan)
         x = tokens if self.tok_embeddings is None else self._embedded(tokens)
         for number, layer in self.layers.items():
-            x = layer(x, tables.get(layer.theta), of_layer(attention_plan, int(number)), positions)
+            x = layer(x, tables.get(layer.theta), of_layer(attention_plan, int(number)), positions, **of_adapters)
         if self.norm is not None:
             x = self.norm(x)
             return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor

@@ -7,7 +7,7 @@
 No token is dropped: the rows of an expert are as many as tokens have chosen it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from trainer.families.args import ExpertArgs
 from trainer.models.initialization import draw
+from trainer.transforms.lora import is_adapter
 
 # torch 2.13 made it public
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -24,13 +25,20 @@ _LIMIT, _STEEPNESS = 7.0, 1.702  # of gpt-oss
 
 
 class ExpertWeights(NamedTuple):
-    """Stacked weights of some experts: (E, 2 * hidden, dim), (E, dim, hidden), and biases (E, 2 * hidden), (E, dim)."""
+    """Stacked weights of some experts: (E, 2 * hidden, dim), (E, dim, hidden), and biases (E, 2 * hidden), (E, dim).
+
+    Adapters of both: (E, rank, inputs), (E, outputs, rank), see `transforms/lora.py`.
+    """
 
     w13: torch.Tensor
     """Gates in the first half of the rows, then what they multiply."""
     w2: torch.Tensor
     b13: torch.Tensor | None = None
     b2: torch.Tensor | None = None
+    w13_lora_a: torch.Tensor | None = None
+    w13_lora_b: torch.Tensor | None = None
+    w2_lora_a: torch.Tensor | None = None
+    w2_lora_b: torch.Tensor | None = None
 
 
 class Experts(nn.Module):
@@ -39,9 +47,12 @@ class Experts(nn.Module):
     branches: of the model, see `initialization.draw`.
     """
 
+    stacked = ("w13", "w2")
+    """Parameters that can have adapters, which add `adapter_scale` times their product."""
+
     def __init__(self, dim: int, args: ExpertArgs, *, branches: int = 1) -> None:
         super().__init__()
-        self.branches = branches
+        self.branches, self.adapter_scale = branches, 0.0
         number, hidden = args.number, args.hidden_dim
         self.clamped = args.clamped
         self.w13 = nn.Parameter(torch.empty(number, 2 * hidden, dim))
@@ -69,7 +80,10 @@ class Experts(nn.Module):
         sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Compute the forward with other parameters, such as those of some of the experts. See `expert_sums`."""
-        return expert_sums(x, chosen, weights, ExpertWeights(**parameters), clamped=self.clamped, sizes=sizes)
+        if not getattr(self, "adapters_on", True):
+            parameters = {name: p for name, p in parameters.items() if not is_adapter(name)}
+        experts, how = ExpertWeights(**parameters), {"clamped": self.clamped, "scale": self.adapter_scale}
+        return expert_sums(x, chosen, weights, experts, **how, sizes=sizes)
 
 
 def expert_sums(
@@ -79,24 +93,25 @@ def expert_sums(
     experts: ExpertWeights,
     *,
     clamped: bool,
+    scale: float = 0.0,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts: (N, dim), added up in float32 at least.
 
     x: (N, dim); weights: (N, k); chosen: (N, k) int64. A choice of E or more is of no expert here and counts as zero.
-    sizes: how many pairs each expert has; None: all choices are of experts here. It is known to the host, which reads
-    it otherwise where there is no grouped product.
+    scale: of what adapters add. sizes: how many pairs each expert has; None: all choices are of experts here. It is
+    known to the host, which reads it otherwise where there is no grouped product.
     """
     pairs = chosen.numel() if sizes is None else sum(sizes)
     order = chosen.flatten().argsort(stable=True)[:pairs]
     owner, token = chosen.flatten()[order], order.div(chosen.shape[1], rounding_mode="floor")
     rows = x.index_select(0, token)
     if pairs and _has_grouped_product(rows, experts):
-        rows = _grouped(rows, owner, experts, clamped=clamped)
+        rows = _grouped(rows, owner, experts, clamped=clamped, scale=scale)
     else:
         if sizes is None:
             sizes = count_pairs(owner, len(experts.w13))
-        rows = _one_by_one(rows, sizes, experts, clamped=clamped)
+        rows = _one_by_one(rows, sizes, experts, clamped=clamped, scale=scale)
     rows = rows * weights.flatten()[order].unsqueeze(1)
     total = rows.new_zeros(x.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
     return total.index_add(0, token, rows.to(total.dtype)).to(x.dtype)
@@ -109,30 +124,45 @@ def count_pairs(owner: torch.Tensor, experts: int) -> list[int]:
 
 def _has_grouped_product(rows: torch.Tensor, experts: ExpertWeights) -> bool:
     """Return whether one kernel computes all experts; it wants rows of matrices at multiples of 16 bytes."""
-    aligned = rows.shape[1] % 8 == 0 and experts.w2.shape[2] % 8 == 0
+    ranks = [a.shape[1] for a in (experts.w13_lora_a, experts.w2_lora_a) if a is not None]
+    aligned = all(size % 8 == 0 for size in (rows.shape[1], experts.w2.shape[2], *ranks))
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
 
 
-def _grouped(rows: torch.Tensor, owner: torch.Tensor, experts: ExpertWeights, *, clamped: bool) -> torch.Tensor:
+def _grouped(
+    rows: torch.Tensor, owner: torch.Tensor, experts: ExpertWeights, *, clamped: bool, scale: float
+) -> torch.Tensor:
     """Return the outputs of rows in the order of experts. owner: (R,), the expert of each."""
     numbers = torch.arange(len(experts.w13), device=owner.device)
     ends = torch.searchsorted(owner, numbers, right=True).to(torch.int32)
-    hidden = _grouped_mm(rows, experts.w13.transpose(1, 2), offs=ends)
-    if experts.b13 is not None:
-        hidden = hidden + experts.b13.index_select(0, owner)
-    out = _grouped_mm(_gated(hidden, clamped=clamped), experts.w2.transpose(1, 2), offs=ends)
-    return out if experts.b2 is None else out + experts.b2.index_select(0, owner)
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = _grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        return out if bias is None else out + bias.index_select(0, owner)
+
+    return _outputs(rows, experts, linear, clamped=clamped, scale=scale)
 
 
-def _one_by_one(rows: torch.Tensor, sizes: Sequence[int], experts: ExpertWeights, *, clamped: bool) -> torch.Tensor:
+def _one_by_one(
+    rows: torch.Tensor, sizes: Sequence[int], experts: ExpertWeights, *, clamped: bool, scale: float
+) -> torch.Tensor:
     """Return the outputs of rows in the order of experts. An expert without rows gets a gradient of zeros."""
-    w13, w2, b13, b2 = ([None] * len(sizes) if x is None else x.unbind() for x in experts)
-    return torch.cat(
-        [
-            F.linear(_gated(F.linear(part, w13[i], b13[i]), clamped=clamped), w2[i], b2[i])
-            for i, part in enumerate(rows.split(list(sizes)))
-        ]
-    )
+    each = zip(*([None] * len(sizes) if x is None else x.unbind() for x in experts), strict=True)
+    parts = zip(rows.split(list(sizes)), (ExpertWeights(*one) for one in each), strict=True)
+    return torch.cat([_outputs(part, one, F.linear, clamped=clamped, scale=scale) for part, one in parts])
+
+
+def _outputs(
+    rows: torch.Tensor, experts: ExpertWeights, linear: Callable[..., torch.Tensor], *, clamped: bool, scale: float
+) -> torch.Tensor:
+    """Return the outputs of rows. linear: (rows, weight, bias or None) -> rows, of one expert or of many."""
+
+    def adapted(x: torch.Tensor, out: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
+        return out if a is None else out + linear(scale * linear(x, a), b)
+
+    hidden = adapted(rows, linear(rows, experts.w13, experts.b13), experts.w13_lora_a, experts.w13_lora_b)
+    hidden = _gated(hidden, clamped=clamped)
+    return adapted(hidden, linear(hidden, experts.w2, experts.b2), experts.w2_lora_a, experts.w2_lora_b)
 
 
 def _gated(hidden: torch.Tensor, *, clamped: bool) -> torch.Tensor:

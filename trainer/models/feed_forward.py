@@ -26,8 +26,9 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(hidden_dim, dim, bias=bias)
         self.w3 = nn.Linear(dim, hidden_dim, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(self.activation(self.w1(x)) * self.w3(x))
+    def forward(self, x: torch.Tensor, **of_adapters: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, dim) -> the same shape. of_adapters: passed to the linear modules, see `transforms/lora.py`."""
+        return self.w2(self.activation(self.w1(x, **of_adapters)) * self.w3(x, **of_adapters), **of_adapters)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         if parameter.ndim == 1:

@@ -7,7 +7,6 @@ A module that owns weights draws them; the model draws those of its other module
 generator)` of a module fills the whole parameter of that name in place.
 """
 
-import hashlib
 import math
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.distributed.tensor_parallel import preserve_ties
 from trainer.transforms.lora import init_adapter, is_adapter
+from trainer.transforms.random_bits import parameter_seed
 
 
 def draw(parameter: torch.Tensor, generator: torch.Generator, *, fan_in: int | None = None, branches: int = 1) -> None:
@@ -31,11 +31,6 @@ def draw(parameter: torch.Tensor, generator: torch.Generator, *, fan_in: int | N
 def start(name: str, parameter: torch.Tensor) -> None:
     """Set a vector: biases to zero, weights of norms to one."""
     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
-def parameter_seed(seed: int, name: str) -> int:
-    """Return a 63-bit seed for one parameter, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 @torch.no_grad()

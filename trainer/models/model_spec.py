@@ -43,7 +43,8 @@ class Decoder(Model, Protocol):
         """tokens, positions: (B, S) int64 -> hidden: (B, S, dim). Without positions, token i of the sequence has
         position i; under context parallelism `own_positions(attention_plan, device)`, in which tables are cut.
 
-        attention_plan: handle of the open `context_parallel`, for attention that is parallelised.
+        attention_plan: handle of the open `context_parallel`, for attention that is parallelised. With `lora.dropout`
+        also `token_numbers`, (B, S) int64, which the linear modules of layers take.
         """
 
     def output(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:

@@ -47,7 +47,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     apply_float8(model, config.float8, sharded=dims.size("dp_shard_cp") > 1)
     if dims.size("tp") > 1:
         _tensor_parallel(model, dims, job)
-    apply_lora(model, config.lora)
+    apply_lora(model, config.lora, config.training.seed)
     blocks = list(model.layers.values())
     experts = {block: block.feed_forward.experts for block in blocks if isinstance(block.feed_forward, MoE)}
     if dims.degrees.ep not in (None, 1):
@@ -63,7 +63,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
                 styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
             parallelize_module(block, dims["cp"], styles)
     if job.loss_chunk_tokens and model.output is not None:
-        apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, in_forward=job.pipeline is None)
+        in_forward = job.pipeline is None and job.task.sums_losses
+        apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, in_forward=in_forward)
     if job.mlp_tiles > 1:
         for block in blocks:
             if block in experts:

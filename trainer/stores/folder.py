@@ -74,7 +74,8 @@ def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
     lora = config.lora
     adapters: dict[str, Any] = {"lora.rank": lora.rank}
     if lora.rank:
-        adapters |= {"lora.alpha": lora.alpha, "lora.modules": sorted(lora.modules)}
+        adapters |= {"lora.alpha": lora.alpha, "lora.rslora": lora.rslora, "lora.modules": sorted(lora.modules)}
+        adapters["lora.whole"] = sorted(lora.whole)
     return {"name": config.model.name, **fixed, "dtype": config.training.dtype, **adapters}
 
 
@@ -176,7 +177,8 @@ def check_same_model(
     Raises:
         ConfigError: another model or data type.
     """
-    defaults = {argument.name: argument.default for argument in fields(model)} | {"lora.rank": 0}
+    defaults = {argument.name: argument.default for argument in fields(model)}
+    defaults |= {"lora.rank": 0, "lora.rslora": False, "lora.whole": []}
     for key, now in model_description(config, model).items():
         saved = state.model.get(key, defaults.get(key))  # an older checkpoint has the default of a newer field
         if isinstance(saved, dict) and is_dataclass(part := getattr(model, key, None)):

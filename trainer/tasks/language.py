@@ -11,6 +11,7 @@ import torch
 
 from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.components.source_losses import SourceLosses
+from trainer.config.schema import CONVERSATIONS
 from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
 from trainer.data.batch import TextBatch
@@ -41,6 +42,9 @@ from trainer.transforms.offload import CopyStream, HostInputs
 
 class LanguageTask:
     """The task on this rank. A batch is a `TextBatch`."""
+
+    cut = ("token_numbers",)
+    """What of a batch is cut as tokens are, beside labels and positions, if it is there."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
         self.job, self.config, self.dims, self._device = job, job.config, dims, torch.device(job.device_type)
@@ -102,7 +106,7 @@ class LanguageTask:
 
     def observers(self) -> list[Observer]:
         training, names = self.config.training, self.config.mixture.names
-        pads = self.job.balances or training.dataset == "chat" or training.packing not in (None, "concatenate")
+        pads = self.job.balances or training.dataset in CONVERSATIONS or training.packing not in (None, "concatenate")
         padding = [Padding(self.job, self.dims)] if pads else []
         return [*padding, SourceLosses(names, training.seq_len, self.dims)] if names else padding
 
@@ -122,19 +126,23 @@ class LanguageTask:
 
     @contextmanager
     def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:
+        if self.config.lora.dropout and "numbers" in batch:
+            length = batch["tokens"].shape[1]
+            batch["token_numbers"] = torch.tensor(batch["numbers"])[:, None] * length + torch.arange(length)
         with loss_context(self.dims["tp"], disabled=self.config.parallelism.disable_loss_parallel):
             if self.job.chunks > 1:
                 with self._on_device(batch), self._chunks(batch) as chunks:
                     yield RankInputs(batch["tokens"], {}, batch["labels"], chunks)
                 return
             with self.sequence_context(batch, model_parts) as plan, self._on_device(batch):
-                arguments = {"positions": self._positions(batch), "attention_plan": plan}
+                arguments = {"positions": self._positions(batch), "attention_plan": plan, **of_adapters(batch)}
                 yield RankInputs(batch["tokens"], arguments, batch["labels"])
 
     @contextmanager
     def _on_device(self, batch: TextBatch) -> Iterator[None]:
         """Replace the rows of this rank, which are cut on the host, by their copies on the device."""
-        names = ("tokens", "labels", "sources", *(() if self._positions(batch) is None else ("positions",)))
+        positions = () if self._positions(batch) is None else ("positions",)
+        names = ("tokens", "labels", "sources", *self.cut, *positions)
         on_host = {name: batch[name] for name in names if name in batch}
         batch.update({name: to_device(x, self._device) for name, x in on_host.items()})
         try:
@@ -152,10 +160,11 @@ class LanguageTask:
         mask, waits = batch["plan"].mask if "plan" in batch else None, {"sequences": rows, "keep": self.keep_rows}
         with sequence_chunks(self.dims["cp"], layout, mask, self.job.attention, **waits) as plans:
             sizes = [stop - start for ((start, stop),) in layout.ranges]
-            columns = (x.split(sizes, 1) for x in (batch["tokens"], positions, batch["labels"]))
+            per_token = {"positions": positions, **of_adapters(batch)}
+            columns = (x.split(sizes, 1) for x in (batch["tokens"], batch["labels"], *per_token.values()))
             yield tuple(
-                RankInputs(tokens, {"positions": places, "attention_plan": plan}, labels)
-                for tokens, places, labels, plan in zip(*columns, plans, strict=True)
+                RankInputs(tokens, dict(zip(per_token, rows, strict=True)) | {"attention_plan": plan}, labels)
+                for plan, tokens, labels, *rows in zip(plans, *columns, strict=True)
             )
 
     @contextmanager
@@ -168,6 +177,7 @@ class LanguageTask:
         # Either the given positions are cut, or the tables that have a row per position.
         tables = [table for part in model_parts for table in self.spec.cp_buffers(part)]
         per_token = tables if positions is None else [(positions, 1)]
+        per_token = [*per_token, *((batch[name], 1) for name in self.cut if name in batch)]
         if self.job.balances and "sources" in batch:
             per_token = [*per_token, (batch["sources"], 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
@@ -194,6 +204,11 @@ class LanguageTask:
         """
         used = self.config.masks_documents or batch.get("uses_positions")
         return batch["positions"] if used else None
+
+
+def of_adapters(batch: TextBatch) -> dict[str, torch.Tensor]:
+    """Return the arguments of the model that its adapters need: the tokens' numbers, (B, S), if they have dropout."""
+    return {name: batch[name] for name in ("token_numbers",) if name in batch}
 
 
 class Padding(Observer):

@@ -33,7 +33,10 @@ class RankInputs(NamedTuple):
 
 
 class Task(Protocol):
-    """What a batch is, how ranks share it, and the loss of a position."""
+    """What a batch is, how ranks share it, and the loss of a position.
+
+    If `TaskSpec.uses_model`, the loop calls `use_model(trainer)` before the first step, when the model has its weights.
+    """
 
     def build_loader(self) -> Loader:
         """Return the loader of this rank's share of the data."""

@@ -76,9 +76,14 @@ def forward_only(
                 hidden = (pipeline or model_parts[0])(part.inputs, **part.arguments)
                 if hidden is not None:
                     measure(model_parts[-1], hidden, part)
+    reshard(model_parts)
+
+
+def reshard(model_parts: Sequence[nn.Module]) -> None:
+    """Free the weights that FSDP has gathered for forwards which no backward follows."""
     for module in chain.from_iterable(part.modules() for part in model_parts):
         if isinstance(module, FSDPModule):
-            module.reshard()  # no backward does it
+            module.reshard()
 
 
 class Validation:

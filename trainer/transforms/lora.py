@@ -1,12 +1,19 @@
-"""Low-rank adapters of linear modules (LoRA, arXiv 2106.09685): weights are frozen, and only adapters are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): weights are frozen, and only adapters are trained.
 
-    y = W x + b + (alpha / rank) B A x        A: (rank, inputs), B: (outputs, rank), zero at the start
+    y = W x + b + scale B A dropout(x)        A: (rank, inputs), B: (outputs, rank), zero at the start
+    scale = alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732)
 
-Adapters are parameters `lora_a` and `lora_b` of the module itself, so that names of weights stay. With tensor
-parallelism W is cut over rows or columns, so are B or A, and the other one is whole on each rank.
+Adapters are parameters `lora_a` and `lora_b` of the linear module itself, so that names of weights stay. With tensor
+parallelism W is cut over rows or columns, so are B or A, and the other one is whole on each rank. A stacked weight of
+experts, such as `w13`, has an adapter for each expert: `w13_lora_a` (E, rank, inputs), `w13_lora_b` (E, outputs, rank).
+
+A dropped input is chosen by a hash of the seed, the module's name, the token's number in the run, and the feature. So
+every layout, a recomputed layer and a resumed run drop the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,45 +23,91 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from trainer.config.schema import LoRA
 from trainer.distributed.sharding.forward import replace_forward
+from trainer.transforms.random_bits import parameter_seed, random_bits
 
 A, B = "lora_a", "lora_b"
 
 
-def apply_lora(model: nn.Module, settings: LoRA) -> None:
-    """Freeze all parameters of a model on meta, or of a stage of it, and add adapters to the chosen modules, in place.
+@dataclass(frozen=True)
+class Dropout:
+    """Sets a share of the features of each token to zero, and multiplies the others by 1 / (1 - share).
 
-    Call it after tensor parallelism, and before a layer's forward is replaced.
+    key: of the module, 63 bits. The share is rounded to a multiple of 2^-16.
+    """
+
+    key: int
+    share: float
+
+    def factors(self, token_numbers: torch.Tensor, features: range, dtype: torch.dtype) -> torch.Tensor:
+        """Return the factor of each feature of each token: (B, S) int64, tokens of the run -> (B, S, features)."""
+        dropped = round(self.share * 2**16)
+        groups = torch.arange(features.start // 4, -(-features.stop // 4), device=token_numbers.device)
+        of_tokens = random_bits(token_numbers.clone(), self.key).unsqueeze(-1)
+        bits = random_bits(groups.expand(*token_numbers.shape, -1).clone(), of_tokens)  # 16 for each of four features
+        first = features.start % 4
+        kept = bits.view(torch.int16)[..., first : first + len(features)] >= dropped - 2**15
+        return kept.to(dtype) * (2**16 / (2**16 - dropped))
+
+
+def apply_lora(model: nn.Module, settings: LoRA, seed: int = 0) -> None:
+    """Freeze a model on meta, or a stage of it, but for `settings.whole`, and add adapters to the chosen modules.
+
+    Call it after tensor parallelism, before expert parallelism, and before a layer's forward is replaced. seed: of the
+    dropout. With dropout the linear modules of layers take `token_numbers` (B, S), see `Dropout`.
     """
     if not settings.rank:
         return
     model.requires_grad_(False)
+    for name in settings.whole:
+        if (module := getattr(model, name)) is not None:  # a stage of a pipeline may lack it
+            module.requires_grad_(True)
     for name, module in model.named_modules():
-        if settings.adapts(name) and isinstance(module, nn.Linear):
-            _adapt(module, settings.rank, settings.scale)
+        if isinstance(module, nn.Linear) and settings.adapts(name):
+            dropout = Dropout(parameter_seed(seed, f"{name}/dropout"), settings.dropout)
+            _adapt(module, settings, dropout)
+        elif isinstance(module, nn.Linear) and settings.dropout and name.startswith("layers."):
+            replace_forward(module, "adapters", partial(_without_adapter, module.forward))
+        for weight in getattr(module, "stacked", ()):
+            if settings.adapts(f"{name}.{weight}"):
+                module.adapter_scale = settings.scale
+                _adapt_stacked(module, weight, settings.rank)
+
+
+@contextmanager
+def without_adapters(model_parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Let forwards inside be those of the frozen weights alone."""
+    adapted = [module for part in model_parts for module in part.modules() if hasattr(module, "adapters_on")]
+    for module in adapted:
+        module.adapters_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.adapters_on = True
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, settings: LoRA) -> torch.Tensor:
-    """Return W + (alpha / rank) B A of whole tensors, multiplied in at least float32, in the data type of W."""
+    """Return W + scale B A of whole tensors, or of each expert's, multiplied in at least float32, in the type of W."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + settings.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of that name is one of an adapter."""
-    return name.rpartition(".")[2] in (A, B)
+    return name.endswith((A, B))
 
 
 def init_adapter(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
     """Draw A uniformly, with a variance of 1 / (3 inputs), and set B to zero, so that training starts from W."""
     if name.endswith(A):
-        bound = parameter.shape[1] ** -0.5
+        bound = parameter.shape[-1] ** -0.5
         parameter.uniform_(-bound, bound, generator=generator)
     else:
         parameter.zero_()
 
 
-def _adapt(module: nn.Linear, rank: int, scale: float) -> None:
-    weight = module.weight
+def _adapt(module: nn.Linear, settings: LoRA, dropout: Dropout) -> None:
+    weight, rank = module.weight, settings.rank
     sizes = {A: (rank, module.in_features), B: (module.out_features, rank)}
     for name, size in sizes.items():
         parameter = torch.empty(size, dtype=weight.dtype, device=weight.device)
@@ -65,21 +118,61 @@ def _adapt(module: nn.Linear, rank: int, scale: float) -> None:
                 parameter, weight.device_mesh, [cut if cut == placement else Replicate()], src_data_rank=None
             )
         module.register_parameter(name, nn.Parameter(parameter))
+    module.adapters_on = True
     over_inputs = isinstance(weight, DTensor) and weight.placements[0] == Shard(1)
-    forward = partial(_row_wise if over_inputs else _adapted, module, module.forward, scale)
+    forward = partial(_row_wise if over_inputs else _adapted, module, module.forward, settings.scale, dropout)
     replace_forward(module, "adapters", forward)
+
+
+def _adapt_stacked(module: nn.Module, name: str, rank: int) -> None:
+    weight = getattr(module, name)
+    number, outputs, inputs = weight.shape
+    for adapter, size in ((A, (number, rank, inputs)), (B, (number, outputs, rank))):
+        module.register_parameter(f"{name}_{adapter}", nn.Parameter(weight.new_empty(size)))
+    module.adapters_on = True
 
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _adapted(module: nn.Linear, linear: Linear, scale: float, x: torch.Tensor) -> torch.Tensor:
-    return linear(x) + scale * F.linear(F.linear(x, module.lora_a), module.lora_b)
+def _without_adapter(linear: Linear, x: torch.Tensor, token_numbers: torch.Tensor | None = None) -> torch.Tensor:
+    return linear(x)
 
 
-def _row_wise(module: nn.Linear, linear: Linear, scale: float, x: DTensor) -> DTensor:
+def _adapted(
+    module: nn.Linear,
+    linear: Linear,
+    scale: float,
+    dropout: Dropout,
+    x: torch.Tensor,
+    token_numbers: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not module.adapters_on:
+        return linear(x)
+    kept = x
+    if token_numbers is not None:
+        factors = dropout.factors(token_numbers, range(x.shape[-1]), x.dtype)
+        if isinstance(x, DTensor):
+            factors = DTensor.from_local(factors, x.device_mesh, [Replicate()], run_check=False)
+        kept = x * factors
+    return linear(x) + scale * F.linear(F.linear(kept, module.lora_a), module.lora_b)
+
+
+def _row_wise(
+    module: nn.Linear,
+    linear: Linear,
+    scale: float,
+    dropout: Dropout,
+    x: DTensor,
+    token_numbers: torch.Tensor | None = None,
+) -> DTensor:
     """As `_adapted` where each rank has a part of the inputs: the sums over ranks stay open, as those of W x do."""
-    mesh = x.device_mesh
-    low = F.linear(x.to_local(), module.lora_a.to_local())
+    if not module.adapters_on:
+        return linear(x)
+    mesh, kept = x.device_mesh, x.to_local()
+    if token_numbers is not None:
+        first, features = mesh.get_local_rank() * kept.shape[-1], kept.shape[-1]
+        kept = kept * dropout.factors(token_numbers, range(first, first + features), kept.dtype)
+    low = F.linear(kept, module.lora_a.to_local())
     added = scale * F.linear(low, module.lora_b.to_local(grad_placements=[Partial()]))
     return linear(x) + DTensor.from_local(added, mesh, [Partial()], run_check=False)

@@ -177,8 +177,8 @@ class StreamLoader(Generic[S]):
         order = {"order": ORDER} if most > SORTED else {}
         return {"data_streams": data_streams, "seed": self._seed} | order | self.describe(items)
 
-    def _next_samples(self, number: int) -> Iterator[Any]:
-        """Yield this rank's next samples: global sample i is of rank i % degree, and of stream i % data_streams.
+    def _next_samples(self, number: int) -> Iterator[tuple[int, Any]]:
+        """Yield this rank's next samples i: global sample i is of rank i % degree, and of stream i % data_streams.
 
         Samples of other ranks in the streams of this rank are made and left out, also at the end.
         """
@@ -186,7 +186,7 @@ class StreamLoader(Generic[S]):
         for sample in range(first, first + number * self._degree, self._degree):
             stream = self._streams[sample % self._n]
             _skip_to(stream, sample // self._n)
-            yield stream.next_sample()
+            yield sample, stream.next_sample()
         self._given += number * self._degree
         for s, stream in self._streams.items():
             _skip_to(stream, -(-(self._given - s) // self._n))

@@ -43,7 +43,7 @@ class DocumentStream(ItemStream):
         while missing:
             if self._sample is None:
                 self._sample = sample_of(self._source[self._item_at(self._place)])
-            tokens, labels = self._sample
+            tokens, labels, _ = self._sample
             here = slice(self._token, self._token + missing)
             parts.append(Sample(tokens[here], labels[here]))
             taken = len(parts[-1].tokens)

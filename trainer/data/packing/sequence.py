@@ -20,10 +20,14 @@ NO_POSITION = -1  # of padding, which has a row of the rotary table like any tok
 
 
 class Sample(NamedTuple):
-    """tokens (n,) and labels (n,) int32 of a document or a part of it; a label is the next token, or IGNORE_INDEX."""
+    """tokens (n,) and labels (n,) int32 of a document or a part of it; a label is the next token, or IGNORE_INDEX.
+
+    lengths: as of `Encoded`.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,13 @@ def sample_of(document: Encoded) -> Sample:
     ids = document.ids.astype(np.int32)
     labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
     labels[:-1] = ids[1:] if document.answers is None else np.where(document.answers[1:], ids[1:], IGNORE_INDEX)
-    return Sample(ids, labels)
+    labels[np.cumsum(document.lengths, dtype=np.int64) - 1] = IGNORE_INDEX
+    return Sample(ids, labels, document.lengths)
 
 
 def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
     """Return samples in one sequence, and padding behind them: token 0 without a label, a document of its own."""
-    lengths = [len(sample.tokens) for sample in samples]
+    lengths = [length for sample in samples for length in sample.lengths or (len(sample.tokens),)]
     padding = seq_len - sum(lengths)
     lengths.append(padding)
     sequence = PackedSequence(

@@ -20,6 +20,7 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, StreamState
+from trainer.data.packing.pairs import Pairs
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
 from trainer.data.sources.bad_records import Tally
 from trainer.data.token_files.reader import TokenFiles
@@ -29,19 +30,26 @@ TOKENS = 8
 
 
 class TooLong:
-    """What is used of conversations that are longer than a sequence: nothing, or all up to the end of an answer."""
+    """What is used of conversations that are longer than a sequence: nothing, or all up to the end of an answer.
 
-    def __init__(self, *, drops: bool = False) -> None:
-        self._drops, self.left_out = drops, Tally("conversations" if drops else "ends of conversations")
+    One of several parts, such as a pair, is never cut, and left out also if one of its parts has no label.
+    """
 
-    def pieces(self, tokens: np.ndarray, labels: np.ndarray, seq_len: int) -> list[Sample]:
-        """Return the part of a conversation that is used, if any. tokens, labels: (n,)."""
+    def __init__(self, *, drops: bool = False, what: str = "conversations") -> None:
+        self._drops, self.left_out = drops, Tally(what if drops else f"ends of {what}")
+
+    def pieces(self, sample: Sample, seq_len: int) -> list[Sample]:
+        """Return the part of a conversation that is used, if any."""
+        tokens, labels, lengths = sample
         learned = labels != IGNORE_INDEX
         kept = len(tokens)
         if kept > seq_len:
             ends = np.flatnonzero(learned[:seq_len] & ~learned[1 : seq_len + 1])
             kept = 0 if self._drops or not len(ends) else int(ends[-1]) + 1
             self.left_out.count(f"{len(tokens):,} tokens, and a sequence has {seq_len:,}; {kept:,} are used")
+        if lengths:
+            parts = np.split(learned, np.cumsum(lengths)[:-1])
+            return [sample] if kept and all(part.any() for part in parts) else []
         return [Sample(tokens[:kept], labels[:kept])] if learned[:kept].any() else []
 
 
@@ -56,7 +64,7 @@ class WholeStream(ItemStream):
 
     def __init__(
         self,
-        source: TokenFiles,
+        source: TokenFiles | Pairs,
         documents: Sequence[int],
         *,
         stream: int,
@@ -149,10 +157,11 @@ class WholeStream(ItemStream):
 
     def _pieces(self, place: int) -> list[Sample]:
         """Return the pieces of the document at a place in the epoch's order; a bad record has no text, and none."""
-        tokens, labels = sample_of(self._source[self._item_at(place)])
+        sample = sample_of(self._source[self._item_at(place)])
+        tokens, labels, _ = sample
         seq_len = self._seq_len
         if self._conversations is not None:
-            return self._conversations.pieces(tokens, labels, seq_len)
+            return self._conversations.pieces(sample, seq_len)
         # The last token has no label; a piece of it alone would teach nothing.
         starts = range(0, len(tokens) - 1, seq_len)
         return [Sample(tokens[start : start + seq_len], labels[start : start + seq_len]) for start in starts]

@@ -6,7 +6,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise, starmap
+from itertools import chain, islice, pairwise, starmap
 from typing import Any
 
 from trainer.config.errors import ConfigError, did_you_mean
@@ -16,6 +16,7 @@ from trainer.data.sources.bad_records import BadRecord, Tally
 from trainer.data.sources.conversations import conversation
 from trainer.data.sources.files import DataKeys, find_files, stdlib_files
 from trainer.data.sources.hub import HubData
+from trainer.data.sources.preferences import preference
 from trainer.data.sources.records import COMPRESSED, STREAMED, lines_of, rows_of, text_of_file, text_of_line
 from trainer.data.tokenizers.encoders import ConversationEncoder, Encoder, TextEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer
@@ -254,6 +255,12 @@ DATASETS: Registry[Source] = Registry(
             (".jsonl", *COMPRESSED),
             _ranges_of_lines,
             _chats,
+            lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat),
+        ),
+        "preferences": Source(
+            (".jsonl", *COMPRESSED),
+            _ranges_of_lines,
+            lambda _, part: chain.from_iterable(starmap(preference, lines_of(part.files[0], part.start, part.stop))),
             lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat),
         ),
         "hub": Source(

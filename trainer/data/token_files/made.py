@@ -21,6 +21,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.imports import IMPORTED, import_packages
+from trainer.config.schema import CONVERSATIONS
 from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
 from trainer.data.sources.hub import HubData
 from trainer.data.sources.records import text_of_file
@@ -117,10 +118,9 @@ def made_by(settings: DataSettings) -> dict[str, int]:
     found = {"tokenizer": _hash(tokenizer_hash(settings.tokenizer), tokenizer.bos_id, tokenizer.eos_id)}
     if settings.dataset in ("jsonl", "hub"):
         found["text_field"] = _hash(settings.text_field)
-    if settings.dataset == "chat":
-        found["template"] = _hash(
-            ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat).identity
-        )
+    if settings.dataset in CONVERSATIONS:
+        encoder = ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat)
+        found["template"] = _hash(encoder.identity)
     return found
 
 
@@ -155,7 +155,7 @@ def described(settings: DataSettings, size: int) -> str:
     """Return what token files are made of, and about how large they become. size: of the data, in bytes; 0: unknown."""
     if not size:
         return f"{settings.dataset} {settings.path or ''}".strip()
-    id_bytes = (2 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4) + (settings.dataset == "chat")
+    id_bytes = (2 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4) + (settings.dataset in CONVERSATIONS)
     about = size * _TOKENS_A_BYTE * id_bytes
     return f"{size / 2**20:,.1f} MiB of {settings.dataset}, about {about / 2**20:,.1f} MiB of ids,"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.schema import CONVERSATIONS
 from trainer.data.sources.bad_records import Tally
 from trainer.data.sources.files import write_whole
 from trainer.data.sources.registry import DataSettings, Part, documents_of, source_of
@@ -38,7 +39,7 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
             return
         stream.truncate(0)
         for document in documents_of(settings, part, skipped):
-            ids, marks = encoder.encode(document) if document else NOTHING
+            ids, marks, _ = encoder.encode(document) if document else NOTHING
             stream.write(content := ids.astype(dtype).tobytes())
             lengths.append(len(ids))
             sums.append(zlib.crc32(content))
@@ -48,7 +49,7 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
         stream.flush()
         os.fsync(stream.fileno())
         write_whole(stem.with_suffix(".crc"), np.array(sums, dtype="<u4").tobytes())
-        if settings.dataset == "chat":
+        if settings.dataset in CONVERSATIONS:
             write_whole(stem.with_suffix(".answers"), *answers)
         if skipped.number:
             note = {"skipped": skipped.number, "first": skipped.first}

@@ -7,7 +7,7 @@ is the date chat.date, because data must not depend on the day. Without it templ
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import partial
@@ -185,7 +185,7 @@ def find_template(
         folders.append(folders[0].parent)
     settings = [(folder, read_settings(folder / "tokenizer_config.json")) for folder in folders]
     special = next((_special_tokens(found) for _, found in settings if found), ends or {})
-    made = partial(ChatTemplate, special=special, chat=chat, tokens=special_names(tokenizer_path))
+    made = partial(ChatTemplate, special=special, chat=chat, tokens=_special_names(tokenizer_path))
     if chat_template in TEMPLATES:
         return made(TEMPLATES[chat_template], chat_template)
     if chat_template is not None:
@@ -208,6 +208,13 @@ def find_template(
         if isinstance(source, str):
             return made(source, str(folder / "tokenizer_config.json"))
     return None
+
+
+def _special_names(tokenizer_path: str) -> Sequence[str]:
+    try:
+        return special_names(tokenizer_path)
+    except ConfigError:  # reported when the tokenizer is opened
+        return ()
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -16,10 +16,14 @@ from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 
 class Encoded(NamedTuple):
-    """A document. ids: (n,) integers; answers: (n,) bool, whether a token is learned; None: all are."""
+    """A document. ids: (n,) integers; answers: (n,) bool, whether a token is learned; None: all are.
+
+    lengths: of its parts, which do not see each other but are packed together; empty: it is one part.
+    """
 
     ids: np.ndarray
     answers: np.ndarray | None = None
+    lengths: tuple[int, ...] = ()
 
 
 class Encoder(Protocol):

@@ -1,0 +1,178 @@
+"""Pairs of answers to a prompt, of which one is preferred: direct preference optimization (DPO, arXiv 2305.18290).
+
+    change of an answer = sum over its tokens of (log p - log p of the reference)
+    loss of a pair      = -log sigmoid(beta (change of the chosen answer - change of the rejected one))
+
+With label smoothing e it is (1 - e) times that and e times the loss of the pair turned round (cDPO). The loss `ipo`
+(arXiv 2310.12036) is (difference of the mean changes of a token - 1 / (2 beta))^2. All are those of TRL.
+
+The two sides of a pair are documents 2 i and 2 i + 1 of one sequence. Context-parallel ranks have tokens of an answer
+each: their sums are added up in float64, and the adjoint adds up the gradients. Each of these ranks has the loss of
+every pair, and counts its share, so that a loss is counted once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.config.preferences import DPO
+from trainer.data.batch import TextBatch
+from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.pipeline_parallel import Pipeline
+from trainer.distributed.sharding.exchange import all_reduce
+from trainer.distributed.sharding.placement import summed, with_adjoint
+from trainer.distributed.sharding.tensors import to_device
+from trainer.job.pipeline_stages import PipelinePlan
+from trainer.job.preferences import reference_of
+from trainer.job.record import ResolvedJob
+from trainer.models.model_spec import Decoder
+from trainer.observer import Observer
+from trainer.runtime.console import logger
+from trainer.tasks.language import LanguageTask
+from trainer.tasks.task import RankInputs
+from trainer.tasks.validation import reshard
+from trainer.transforms.lora import without_adapters
+
+
+class Loop(Protocol):
+    """What the task uses of the trainer."""
+
+    model_parts: list[nn.Module]
+    pipeline: Pipeline | None
+    checkpoint: Any
+    """Its `load_initial(model_parts)` loads the first weights."""
+
+    def build_model_parts(self) -> list[nn.Module]: ...
+
+    def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline: ...
+
+
+class PreferenceTask(LanguageTask):
+    """The task on this rank. The loss of a sequence is the sum of those of its pairs."""
+
+    cut = (*LanguageTask.cut, "document_ids")
+
+    def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
+        super().__init__(job, dims)
+        self._pairs = 0
+        """Most pairs of a sequence of the batch that is open."""
+        self._rewards = Rewards(dims)
+
+    def use_model(self, loop: Loop) -> None:
+        """Find the reference: the model of the loop, or another one with the first weights, which stays as it is."""
+        self._reference, self._reference_pipeline = loop.model_parts, loop.pipeline
+        if reference_of(self.config) == "adapters":
+            return
+        self._reference = loop.build_model_parts()
+        for part in self._reference:
+            part.requires_grad_(False)
+        loop.checkpoint.load_initial(self._reference)
+        if self.job.pipeline is not None:
+            self._reference_pipeline = loop.build_pipeline(self.job.pipeline, self._reference)
+        logger.info(f"the reference is a frozen copy of the weights in {self.config.checkpoint.initial_load_path}")
+
+    def observers(self) -> list[Observer]:
+        return [*super().observers(), self._rewards]
+
+    def counts(self, batch: TextBatch) -> torch.Tensor:
+        """Return the number of pairs of each sequence: (B,) int64."""
+        return to_device(pairs_of(batch), self._device)
+
+    @contextmanager
+    def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:
+        """As of `LanguageTask`, with targets (B, S / cp, 3) float64: labels, documents, losses of the reference."""
+        self._pairs = int(pairs_of(batch).max())
+        with super().batch_context(batch, model_parts) as share:
+            columns = share.targets, batch["document_ids"], self._reference_losses(share)
+            yield share._replace(targets=torch.stack([column.double() for column in columns], dim=-1))
+
+    @torch.no_grad()
+    def _reference_losses(self, share: RankInputs) -> torch.Tensor:
+        """Return the loss of each token under the reference: (B, S / cp); zeros on ranks without the output."""
+        copied = reference_of(self.config) == "copy"
+        with nullcontext() if copied else without_adapters(self._reference):
+            forward = self._reference_pipeline or self._reference[0]
+            hidden, losses = forward(share.inputs, **share.arguments), torch.zeros_like(share.targets)
+            if hidden is not None:
+                losses = super().losses(self._reference[-1], hidden, share.targets)
+        reshard(self._reference)
+        return losses
+
+    def losses(self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of the loss of each sequence: (B, 1) float64."""
+        labels, documents, reference = targets.unbind(-1)
+        labels, documents = labels.long(), documents.long()
+        changes = reference - super().losses(part, hidden, labels).double()
+        per_token = torch.stack([changes, (labels != IGNORE_INDEX).double()], dim=-1)
+        of_documents = sums_of_documents(per_token, documents, 2 * self._pairs)
+        add = partial(summed, group=self.dims["cp"])
+        of_documents = with_adjoint(of_documents, add, add)
+        losses, rewards, exists = pair_losses(of_documents.unflatten(1, (-1, 2)), self.config.dpo)
+        share = 1 / self.dims.size("cp")
+        if torch.is_grad_enabled():
+            self._rewards.add(share * rewards, share * exists)
+        return share * (losses * exists).sum(1, keepdim=True)
+
+
+def pairs_of(batch: TextBatch) -> torch.Tensor:
+    """Return the number of pairs of each whole sequence: (B,) int64. Padding is a document behind them."""
+    return (batch["document_ids"].max(1).values + 1) // 2
+
+
+def sums_of_documents(per_token: torch.Tensor, documents: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the sums over the tokens of each document: (B, S, C) -> (B, number, C).
+
+    documents: (B, S), the number of each token's document; that of padding may be `number`, and counts as the last one.
+    """
+    rows, columns = len(documents), per_token.shape[-1]
+    places = documents.clamp(max=number - 1) + number * torch.arange(rows, device=documents.device)[:, None]
+    sums = per_token.new_zeros(rows * number, columns).index_add(0, places.flatten(), per_token.flatten(0, 1))
+    return sums.view(rows, number, columns)
+
+
+def pair_losses(sums: torch.Tensor, dpo: DPO) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the loss of each pair, (B, pairs), its rewards, (B, pairs, 2) without gradient, and whether it exists.
+
+    sums: (B, pairs, 2, 2), for the chosen and the rejected side its change and its number of tokens.
+    """
+    changes, tokens = sums.unbind(-1)
+    exists = (tokens.detach() > 0).all(-1).to(changes.dtype)
+    rewards = dpo.beta * changes
+    if dpo.loss == "ipo":
+        chosen, rejected = (changes / tokens.detach().clamp(min=1)).unbind(-1)
+        losses = (chosen - rejected - 1 / (2 * dpo.beta)) ** 2
+    else:
+        margin = rewards[..., 0] - rewards[..., 1]
+        losses = -(1 - dpo.label_smoothing) * F.logsigmoid(margin) - dpo.label_smoothing * F.logsigmoid(-margin)
+    return losses, rewards.detach(), exists
+
+
+class Rewards(Observer):
+    """Reports the mean rewards of chosen and rejected answers, their difference, and how often it is above zero."""
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self._dims = dims
+        self._of_step = self._sums = torch.zeros(4, dtype=torch.float64, device=dims["world"].device_type)
+
+    def add(self, rewards: torch.Tensor, exists: torch.Tensor) -> None:
+        """Add the pairs of a forward, both times the share that this rank counts. rewards: (B, pairs, 2)."""
+        chosen, rejected = rewards.unbind(-1)
+        right = (chosen > rejected) * exists
+        sums = [(chosen * (exists > 0)).sum(), (rejected * (exists > 0)).sum(), right.sum(), exists.sum()]
+        self._of_step = self._of_step + torch.stack(sums)
+
+    def end_step(self, left_out: torch.Tensor) -> None:
+        self._sums, self._of_step = self._of_step, torch.zeros_like(self._of_step)
+
+    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+        """Return the means of the step's pairs. A collective over all ranks; those of one `tp` have the same."""
+        sums = all_reduce(self._sums / self._dims.size("tp"), self._dims["world"]).tolist()
+        chosen, rejected, right = (x / max(sums[3], 1e-300) for x in sums[:3])
+        names = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
+        return dict(zip(names, (chosen, rejected, chosen - rejected, right), strict=True))
