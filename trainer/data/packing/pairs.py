@@ -23,6 +23,15 @@ class Pairs:
         ids, answers = (np.concatenate(column) for column in list(zip(*sides, strict=True))[:2])
         return Encoded(ids, answers, tuple(len(side.ids) for side in sides))
 
+    def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each pair, (n,) int64."""
+        lengths = self._documents.lengths()
+        return lengths[::2] + lengths[1::2]
+
+    def answers(self) -> int | None:
+        """Return the number of tokens that are learned in both sides."""
+        return self._documents.answers()
+
     def fingerprint(self, pairs: int) -> int:
         """Return a 63-bit hash of the content of the first pairs; 0: they end within a file."""
         return self._documents.fingerprint(2 * pairs)
