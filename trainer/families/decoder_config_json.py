@@ -68,9 +68,10 @@ class HFDecoder:
         computed = _computed(args)
         for name, value in _computed(there).items():
             if value != computed[name]:
+                key = "sliding_window_every" if name == "layers" else name
                 raise ConfigError(
                     f"{self.architecture} of Hugging Face's transformers has {name} = {getattr(there, name)!r}, and "
-                    f"this model {getattr(args, name)!r}; leave out model.{name}"
+                    f"this model {getattr(args, name)!r}; leave out model.{key}"
                 )
 
     def check_start(self, args: TransformerArgs) -> None:
