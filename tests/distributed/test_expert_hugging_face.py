@@ -15,6 +15,7 @@ from tests.distributed.test_experts import ep
 from tests.distributed.test_generation import opened
 from tests.distributed.test_parity import degrees
 from tests.hf_experts import hf_experts
+from tests.hf_families import MODELS as FAMILIES
 from tests.slow import slow
 from tests.unit.test_expert_hugging_face import GPT_OSS, QWEN, logits_there, relative, whole_folder
 from trainer.checkpoint.weights import load_weights
@@ -87,19 +88,25 @@ def test_ranks_read_their_experts_and_write_all(
     assert [name for name, x in given.items() if not torch.equal(back[name], x)] == []
 
 
-def adapted_case(folder: str, arguments: list[str]) -> Record:
-    """Train adapters of attention beside given experts."""
+def adapted_case(family: str, modules: list[str], folder: str, arguments: list[str]) -> Record:
+    """Train adapters of attention, or of a shared expert, beside given experts."""
     with mock.patch.object(harness, "VOCAB", 4354):
-        given = ["--model.name=qwen3_moe", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
-        adapters = ["--lora.rank=4", "--lora.modules", "wq", "wv", "wo"]
+        given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
+        adapters = ["--lora.rank=4", "--lora.modules", *modules]
         return harness.run_layout([*given, *adapters, "--training.dtype=float64", *arguments])
 
 
 @pytest.mark.slow
-def test_adapters_train_beside_frozen_experts(pool: WorkerPool, tmp_path: Path) -> None:
-    args = replace(MODELS["qwen3_moe"], n_heads=8, n_kv_heads=4)
-    hf_experts("qwen3_moe", args).save_pretrained(tmp_path)
-    wanted = pool.run(1, adapted_case, str(tmp_path), [])[0]
-    got = pool.run(2, adapted_case, str(tmp_path), [*degrees(tp=2), ep(2)])[0]
+@pytest.mark.parametrize(
+    ("family", "modules"), [("qwen3_moe", ["wq", "wv", "wo"]), ("qwen2_moe", ["wq", "w1", "w2", "w3"])]
+)
+def test_adapters_train_beside_frozen_experts(
+    pool: WorkerPool, tmp_path: Path, family: str, modules: list[str]
+) -> None:
+    args = replace({**MODELS, **dict(FAMILIES.values())}[family], n_heads=8, n_kv_heads=4)
+    hf_experts(family, args).save_pretrained(tmp_path)
+    case = adapted_case, family, modules, str(tmp_path)
+    wanted = pool.run(1, *case, [])[0]
+    got = pool.run(2, *case, [*degrees(tp=2), ep(2)])[0]
     assert_parity(got, wanted, 1e-10)
     assert {name.rpartition(".")[2] for name in got.gradients[0]} == {"lora_a", "lora_b"}

@@ -26,6 +26,7 @@ from trainer.job import ResolvedJob, resolve
 from trainer.job.memory import rank_memory
 from trainer.job.summary import summary
 from trainer.models.model_spec import hf_model, model_spec
+from trainer.stores.folder import RunState, check_same_model, model_description
 
 _OLD = {"rope_theta", "rope_scaling", "num_experts", "partial_rotary_factor"}
 """Names of before transformers 5."""
@@ -144,6 +145,20 @@ def test_the_summary_and_the_memory_count_kinds_of_layers() -> None:
     more = experts.number * experts.weights(256) + experts.shared_dim * 3 * 256 + 8 * 256 - 512 * 3 * 256
     assert every.model.n_params() - glm.model.n_params() == more
     assert rank_memory(every).weights - rank_memory(glm).weights == 4 * more
+
+
+def test_a_checkpoint_of_before_new_fields_is_of_the_same_model() -> None:
+    job = job_of("qwen3_moe")
+    saved = json.loads(json.dumps(model_description(job.config, job.model)))
+    for new in ("norm_place", "activation", "rope_share", "attention_softcap"):
+        del saved[new]
+    old = "number", "per_token", "hidden_dim", "normalise", "biases", "clamped"
+    saved["experts"] = {key: saved["experts"][key] for key in old}
+    where = {"path": "step-1", "remedy": "use another"}
+    check_same_model(RunState(1, 0, saved, {}, {}), job.config, job.model, **where)
+    saved["experts"]["per_token"] += 1
+    with pytest.raises(ConfigError, match="whose experts"):
+        check_same_model(RunState(1, 0, saved, {}, {}), job.config, job.model, **where)
 
 
 def job_of(family: str, *arguments: str) -> ResolvedJob:
