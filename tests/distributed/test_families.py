@@ -9,11 +9,13 @@ import torch.nn.functional as F
 
 from tests.distributed.harness import assert_parity, run_layout, whole
 from tests.distributed.pool import WorkerPool
+from tests.distributed.test_expert_hugging_face import through_case
 from tests.distributed.test_experts import ep
 from tests.distributed.test_generation import opened
 from tests.distributed.test_parity import degrees, reference
 from tests.hf_families import MODELS, hf_decoder, in_double
 from tests.hf_tensors import to_hf
+from tests.slow import slow
 from tests.unit.test_expert_hugging_face import relative, whole_folder
 from trainer.checkpoint.weights import load_weights
 from trainer.components import generation
@@ -78,6 +80,19 @@ def test_gradients_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, n
     largest = max(gradient.norm() for gradient in wanted.values())
     for there, gradient in wanted.items():
         assert (got[there] - gradient).norm() <= 1e-10 * max(gradient.norm(), 1e-6 * largest), there
+
+
+@pytest.mark.parametrize("name", ["phi3, a window, heads rotated in part", "glm4_moe", *slow("gemma3", "minimax_m2")])
+def test_ranks_read_their_parts_and_write_all(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    """Parts of fused matrices, biases for the choice, and tied matrices, through a checkpoint."""
+    family, args = MODELS[name]
+    with in_double():
+        hf_decoder(family, args).save_pretrained(tmp_path / "hf")
+    arguments = [*degrees(tp=2), *([] if args.experts is None else [ep(2)])]
+    written = pool.run(2, through_case, family, str(tmp_path / "hf"), str(tmp_path / "run"), arguments)[0]
+    given, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
+    assert given.keys() == back.keys()
+    assert [x for x, tensor in given.items() if not torch.equal(back[x], tensor)] == []
 
 
 A2A = "--parallelism.context_parallel_method=all_to_all"
