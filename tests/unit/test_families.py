@@ -100,6 +100,8 @@ def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ("glm4_moe", {"first_k_dense_replace": "1"}, "first_k_dense_replace = '1' must be a number of layers"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list = [1, 0, 1] is not supported"),
         ("glm4_moe", {"n_group": 4}, "n_group = 4 must divide 6 experts"),
         ("glm4_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 must be at most num_experts = 4"),
         ("glm4_moe", {"partial_rotary_factor": 0.7, "rope_parameters": None}, "partial_rotary_factor = 0.7 must leave"),
@@ -177,6 +179,11 @@ def test_the_adapters_of_a_fused_matrix_are_not_written_for_peft(tmp_path: Path)
     ):
         export.write_peft(tmp_path / "adapters", config, args, 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_usual_scale_of_attention_is_written_as_a_number() -> None:
+    args = replace(MODELS["granite"][1], attention_scale=None)
+    assert hf_config("granite").write(args)["attention_multiplier"] == 8**-0.5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
