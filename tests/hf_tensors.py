@@ -9,14 +9,17 @@ from trainer.models.model_spec import ModelSpec, hf_model
 
 
 def to_hf(spec: ModelSpec, args: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    pairs = hf_model(spec, args).pairs
-    return {there: y for name, x in tensors for there, y in pairs[name][1].tensors(x).items()}
+    given, there = dict(tensors), {}
+    for name, (_, hf) in hf_model(spec, args).pairs.items():
+        for other, y in hf.tensors(given[name]).items() if name in given else ():
+            there[other] = torch.cat((there[other], y)) if hf.first_row else y
+    return there
 
 
 def from_hf(spec: ModelSpec, args: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: torch.stack([torch.cat([tensors[part] for part in row]) for row in hf.stacked])
         if hf.stacked
-        else hf.from_hf(tensors[hf.name])
-        for name, (_, hf) in hf_model(spec, args).pairs.items()
+        else hf.from_hf(tensors[hf.name][hf.first_row :][: len(ours) if hf.all_rows else None])
+        for name, (ours, hf) in hf_model(spec, args).pairs.items()
     }

@@ -17,6 +17,7 @@ from tests.distributed.test_experts import ep
 from tests.distributed.test_generation import opened
 from tests.distributed.test_parity import degrees
 from tests.hf_experts import hf_experts
+from tests.hf_families import MODELS as FAMILIES
 from tests.slow import slow
 from tests.unit.test_expert_hugging_face import GPT_OSS, QWEN, logits_there, relative, whole_folder
 from trainer.checkpoint.weights import load_weights
@@ -88,6 +89,30 @@ def test_ranks_read_their_experts_and_write_all(
     given, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
     assert given.keys() == back.keys()
     assert [name for name, x in given.items() if not torch.equal(back[name], x)] == []
+
+
+def beside_case(family: str, modules: list[str], folder: str, arguments: list[str]) -> Record:
+    """Train adapters of attention, or of a shared expert, beside given experts."""
+    with mock.patch.object(harness, "VOCAB", 4354):
+        given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
+        adapters = ["--lora.rank=4", "--lora.modules", *modules]
+        return harness.run_layout([*given, *adapters, "--training.dtype=float64", *arguments])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "modules"), [("qwen3_moe", ["wq", "wv", "wo"]), ("qwen2_moe", ["wq", "w1", "w2", "w3"])]
+)
+def test_adapters_train_beside_frozen_experts(
+    pool: WorkerPool, tmp_path: Path, family: str, modules: list[str]
+) -> None:
+    args = replace({**MODELS, **dict(FAMILIES.values())}[family], n_heads=8, n_kv_heads=4)
+    hf_experts(family, args).save_pretrained(tmp_path)
+    case = beside_case, family, modules, str(tmp_path)
+    wanted = pool.run(1, *case, [])[0]
+    got = pool.run(2, *case, [*degrees(tp=2), ep(2)])[0]
+    assert_parity(got, wanted, 1e-10)
+    assert {name.rpartition(".")[2] for name in got.gradients[0]} == {"lora_a", "lora_b"}
 
 
 ADAPTERS = ["--lora.rank=4", "--lora.alpha=8", "--lora.rslora", "--lora.modules", "wq", "wo", "w13", "w2"]

@@ -5,17 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.distributed.harness import assert_parity, run_layout
+from tests.distributed.harness import assert_parity, run_layout, whole
 from tests.distributed.pool import WorkerPool
+from tests.distributed.test_expert_hugging_face import through_case
 from tests.distributed.test_experts import ep
 from tests.distributed.test_generation import opened
 from tests.distributed.test_parity import degrees, reference
 from tests.hf_families import MODELS, hf_decoder, in_double
-from tests.unit.test_expert_hugging_face import relative
+from tests.hf_tensors import to_hf
+from tests.slow import slow
+from tests.unit.test_expert_hugging_face import relative, whole_folder
 from trainer.checkpoint.weights import load_weights
 from trainer.components import generation
 from trainer.config.schema import Model
+from trainer.distributed.context_parallel import ContextParallelOptions, context_parallel
 from trainer.hugging_face.reader import HFReader
 from trainer.models.model_spec import hf_model, model_spec
 
@@ -39,6 +44,55 @@ def test_logits_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, name
     for got in pool.run(1, both_ways, family, str(tmp_path), texts)[0]:
         for logits, right in zip(got, wanted, strict=True):
             assert relative(logits, right) < 1e-10
+
+
+def loss_of(logits: torch.Tensor) -> torch.Tensor:
+    labels = torch.arange(logits[..., 0].numel()) * 11 % 50
+    return F.cross_entropy(logits.flatten(0, 1), labels)
+
+
+def gradients_case(family: str, folder: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients under the names of transformers, after one backward with planned attention."""
+    spec = model_spec(family)
+    with opened(Model(name=family, flavor=folder)) as (part, job, dims):
+        load_weights([HFReader(Path(folder), hf_model(spec, job.model))], [part])
+        options = job.attention or ContextParallelOptions()
+        with context_parallel(dims["cp"], buffers=[tokens], buffer_seq_dims=[1], options=options) as cp:
+            plan = cp.attention_plan if job.attention else None
+            loss_of(part.output(part(tokens, attention_plan=plan))).backward()
+        return to_hf(spec, job.model, ((name, whole(p.grad)) for name, p in part.named_parameters()))
+
+
+@pytest.mark.parametrize("name", [*MODELS])
+def test_gradients_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    family, args = MODELS[name]
+    tokens = (torch.arange(48) * 7 % 49 + 1).view(2, 24)  # 0 is padding there, which has no gradient
+    with in_double():
+        theirs = hf_decoder(family, args)
+        theirs.save_pretrained(tmp_path / "weights")
+        loss_of(theirs(tokens).logits).backward()
+        for parameter in theirs.parameters():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        theirs.save_pretrained(tmp_path / "gradients")  # under the names of files
+    wanted = {x: g for x, g in whole_folder(tmp_path / "gradients").items() if "correction_bias" not in x}
+    got = pool.run(1, gradients_case, family, str(tmp_path / "weights"), tokens)[0]
+    assert got.keys() == wanted.keys()
+    largest = max(gradient.norm() for gradient in wanted.values())
+    for there, gradient in wanted.items():
+        assert (got[there] - gradient).norm() <= 1e-10 * max(gradient.norm(), 1e-6 * largest), there
+
+
+@pytest.mark.parametrize("name", ["phi3, a window, heads rotated in part", "glm4_moe", *slow("gemma3", "minimax_m2")])
+def test_ranks_read_their_parts_and_write_all(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    """Parts of fused matrices, biases for the choice, and tied matrices, through a checkpoint."""
+    family, args = MODELS[name]
+    with in_double():
+        hf_decoder(family, args).save_pretrained(tmp_path / "hf")
+    arguments = [*degrees(tp=2), *([] if args.experts is None else [ep(2)])]
+    written = pool.run(2, through_case, family, str(tmp_path / "hf"), str(tmp_path / "run"), arguments)[0]
+    given, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
+    assert given.keys() == back.keys()
+    assert [x for x, tensor in given.items() if not torch.equal(back[x], tensor)] == []
 
 
 A2A = "--parallelism.context_parallel_method=all_to_all"

@@ -67,6 +67,11 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "experts_in_parts": (1, family("qwen3_moe", *_FULL, f"{_AC}mlp_chunk_tokens=256", "--model.flavor=tiny")),
     "experts divided over ranks": (2, family("qwen3_moe", f"{_P}expert_parallel_degree=2")),
     "gpt-oss": (1, family("gpt_oss")),
+    "gemma2": (1, family("gemma2")),
+    "gemma3, ring": (2, cp(2, "ring", *family("gemma3"))),
+    "olmo2, tp2": (2, family("olmo2", f"{_P}tensor_parallel_degree=2")),
+    "smollm3": (1, family("smollm3")),
+    "glm4_moe, tp2+ep2": (2, family("glm4_moe", f"{_P}tensor_parallel_degree=2", f"{_P}expert_parallel_degree=2")),
     "hsdp2x2": (4, [f"{_P}data_parallel_replicate_degree=2", f"{_P}data_parallel_shard_degree=2"]),
     "1F1B": (
         2,

@@ -17,8 +17,8 @@ FAMILIES = (
     Mutant(
         "layers with a window have the frequencies of the others",
         "trainer/models/decoder.py",
-        "zip(self.thetas, self.own_frequencies, strict=True)",
-        "zip(self.thetas, [self.frequencies] * len(self.thetas), strict=True)",
+        "(self.get_buffer(_own(theta)), None) for theta",
+        "(self.frequencies, None) for theta",
         f"{_LOGITS}[gemma3]",
     ),
     Mutant(

@@ -6,6 +6,7 @@ What they compute: tests/distributed/test_families.py.
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -13,12 +14,19 @@ import torch
 
 from tests.hf_families import MODELS, hf_decoder, in_double
 from tests.unit.test_expert_hugging_face import read_here, whole_folder, write_here
+from trainer.checkpoint import export
 from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.families.decoder_args import LayerKind
 from trainer.families.registry import MODELS as FAMILIES
 from trainer.families.registry import hf_config
 from trainer.hugging_face.config_json import read_config
 from trainer.hugging_face.reader import HFReader
+from trainer.job import ResolvedJob, resolve
+from trainer.job.memory import rank_memory
+from trainer.job.summary import summary
 from trainer.models.model_spec import hf_model, model_spec
+from trainer.stores.folder import RunState, check_same_model, model_description
 
 _OLD = {"rope_theta", "rope_scaling", "num_experts", "partial_rotary_factor"}
 """Names of before transformers 5."""
@@ -92,6 +100,8 @@ def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ("glm4_moe", {"first_k_dense_replace": "1"}, "first_k_dense_replace = '1' must be a number of layers"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list = [1, 0, 1] is not supported"),
         ("glm4_moe", {"n_group": 4}, "n_group = 4 must divide 6 experts"),
         ("glm4_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 must be at most num_experts = 4"),
         ("glm4_moe", {"partial_rotary_factor": 0.7, "rope_parameters": None}, "partial_rotary_factor = 0.7 must leave"),
@@ -120,6 +130,60 @@ def test_what_an_architecture_lacks_is_not_written(name: str, change: dict, mess
     with pytest.raises(ConfigError) as error:
         hf_config(family).write(replace(args, **change))
     assert message in str(error.value)
+
+
+def test_the_summary_and_the_memory_count_kinds_of_layers() -> None:
+    """Windows that the first layer does not have, tables of two bases, experts in three of four layers."""
+    gemma = job_of("gemma3", "--training.seq_len=256")
+    assert "a window of 128 tokens in 5 of 6 layers" in summary(gemma)
+    one_table = replace(gemma, model=replace(gemma.model, layers=(LayerKind(),)))
+    assert rank_memory(gemma).tables - rank_memory(one_table).tables == 256 * 64 * 4
+    last = (LayerKind(window=False), LayerKind(window=False), LayerKind())
+    later = replace(gemma, model=replace(gemma.model, layers=last))
+    assert "a window of 128 tokens in 2 of 6 layers" in summary(later)
+    glm = job_of("glm4_moe")
+    experts = glm.model.experts
+    every = replace(glm, model=replace(glm.model, layers=(LayerKind(),)))
+    more = experts.number * experts.weights(256) + experts.shared_dim * 3 * 256 + 8 * 256 - 512 * 3 * 256
+    assert every.model.n_params() - glm.model.n_params() == more
+    assert rank_memory(every).weights - rank_memory(glm).weights == 4 * more
+
+
+def test_a_checkpoint_of_before_new_fields_is_of_the_same_model() -> None:
+    job = job_of("qwen3_moe")
+    saved = json.loads(json.dumps(model_description(job.config, job.model)))
+    for new in ("norm_place", "activation", "rope_share", "attention_softcap"):
+        del saved[new]
+    old = "number", "per_token", "hidden_dim", "normalise", "biases", "clamped"
+    saved["experts"] = {key: saved["experts"][key] for key in old}
+    where = {"path": "step-1", "remedy": "use another"}
+    check_same_model(RunState(1, 0, saved, {}, {}), job.config, job.model, **where)
+    saved["experts"]["per_token"] += 1
+    with pytest.raises(ConfigError, match="whose experts"):
+        check_same_model(RunState(1, 0, saved, {}, {}), job.config, job.model, **where)
+
+
+def job_of(family: str, *arguments: str) -> ResolvedJob:
+    return resolve(parse_command_line([f"--model.name={family}", *arguments]).config, 1, "cpu")
+
+
+def test_the_adapters_of_a_fused_matrix_are_not_written_for_peft(tmp_path: Path) -> None:
+    args, given = MODELS["phi3"][1], ["--model.name=phi3", "--lora.rank=2", "--checkpoint.initial_load_path=x"]
+    config = parse_command_line(given).config
+    with (
+        mock.patch.object(
+            export, "_read", lambda _config, shapes, _readers: {n: torch.zeros(s) for n, s in shapes.items()}
+        ),
+        mock.patch.object(export, "open_step", return_value=(None, None)),
+        pytest.raises(ConfigError, match=r"'wq' is a part of model\.layers\.0\.self_attn\.qkv_proj\.weight there"),
+    ):
+        export.write_peft(tmp_path / "adapters", config, args, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_usual_scale_of_attention_is_written_as_a_number() -> None:
+    args = replace(MODELS["granite"][1], attention_scale=None)
+    assert hf_config("granite").write(args)["attention_multiplier"] == 8**-0.5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,6 +19,7 @@ from trainer.commands.start import parse
 from trainer.components import metrics
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.families.decoder_args import LayerKind
 from trainer.job import resolve
 from trainer.planner.profile import Profile, deeper
 from trainer.planner.profiling import _Allocator, added_up
@@ -112,6 +113,10 @@ def test_depths_have_as_many_layers_of_each_kind() -> None:
     assert shallow_depths(job_of(*every_third, layers=32)) == (5, 8)
     groups = ("--activation_checkpoint.mode=full", "--activation_checkpoint.group=4")
     assert shallow_depths(job_of(*groups, layers=32)) == (4, 8)
+    assert shallow_depths(job_of("--model.name=gemma3", layers=32)) == (8, 14)  # six kinds in turn
+    job = job_of("--model.name=glm4_moe", layers=32)
+    dense_first = tuple(LayerKind(experts=layer > 2) for layer in range(32))
+    assert shallow_depths(replace(job, model=replace(job.model, layers=dense_first))) == (4, 5)
 
 
 def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_every_decision_has_its_reason() -> None:
     for part in (
         "pp 2 x cp 2 x tp 2 = 8 GPUs; cp = 2 ranks shard parameters and optimizer (FSDP)",
         "1F1B: 2 stages of",
-        "causal mask within packed documents, a window of 128 tokens in one of 2 layers; ",
+        "causal mask within packed documents, a window of 128 tokens in 2 of 4 layers; ",
         " over 2 ranks (auto: ",
         "balanced: documents assigned by work and traffic, for each batch; kernel varlen (auto: by device, type and",
         "computing in bfloat16 (auto: bfloat16 on GPUs), gradients summed in float32; float8 products, tensorwise",

@@ -119,6 +119,13 @@ def kind_of_layer(args: DecoderArgs, layer: int) -> Any:
     return args.window_of_layer(layer), args.layer(layer) if hasattr(args, "layer") else None
 
 
+def rotary_tables(args: DecoderArgs) -> int:
+    """Return how many rotary tables the layers use."""
+    if not hasattr(args, "theta_of_layer"):
+        return 1
+    return len({args.theta_of_layer(layer) for layer in range(args.n_layers)} - {0.0})
+
+
 def has_windows(args: DecoderArgs) -> bool:
     """Return whether some layer sees a sliding window only."""
     return any(args.window_of_layer(layer) is not None for layer in range(args.n_layers))

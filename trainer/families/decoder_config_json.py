@@ -68,9 +68,10 @@ class HFDecoder:
         computed = _computed(args)
         for name, value in _computed(there).items():
             if value != computed[name]:
+                key = "sliding_window_every" if name == "layers" else name
                 raise ConfigError(
                     f"{self.architecture} of Hugging Face's transformers has {name} = {getattr(there, name)!r}, and "
-                    f"this model {getattr(args, name)!r}; leave out model.{name}"
+                    f"this model {getattr(args, name)!r}; leave out model.{key}"
                 )
 
     def check_start(self, args: TransformerArgs) -> None:
@@ -366,6 +367,7 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
     layers = range(args.n_layers)
     kinds = [(args.theta_of_layer(i), args.experts is not None and args.layer(i).experts) for i in layers]
     fields = asdict(args) | {"sliding_window": [args.window_of_layer(i) for i in layers], "layers": kinds}
+    fields["attention_scale"] = args.attention_scale or args.head_dim**-0.5
     others = ["max_seq_len", "router_aux_loss_coef"]
     if args.experts is not None and args.experts.sigmoid:
         others.append("router_bias_update_rate")  # the bias is one of the weights there

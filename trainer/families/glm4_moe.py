@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trainer.config.errors import ConfigError
 from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import HFDecoder, check_choice, experts_to_write, layer_kinds
@@ -14,6 +15,8 @@ FLAVORS = sizes("glm4_moe")
 def _read(config: Entries) -> dict[str, Any]:
     """The first layers are dense; a router has sigmoids, a bias for the choice, and groups of experts."""
     n_layers, dense = config.whole("num_hidden_layers"), config.content["first_k_dense_replace"]
+    if not isinstance(dense, int):
+        raise ConfigError(f"{config.file}: first_k_dense_replace = {dense!r} must be a number of layers")
     width, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts")
     experts = ExpertArgs(
         config.whole("n_routed_experts"),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trainer.config.errors import ConfigError
 from trainer.families import mixtral
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import HFDecoder
@@ -13,6 +14,9 @@ FLAVORS = sizes("minimax_m2")
 
 def _read(config: Entries) -> dict[str, Any]:
     """One norm is of the queries, or keys, of all heads; a router has sigmoids and a bias for the choice."""
+    kinds = config.content.get("attn_type_list")
+    if kinds is not None and any(kind != 1 for kind in kinds):
+        raise ConfigError(f"{config.file}: attn_type_list = {kinds!r} is not supported; it must be 1 for each layer")
     return mixtral.read_experts(config, sigmoid=True) | {"qk_norm": True, "qk_norm_of_all_heads": True}
 
 

@@ -17,7 +17,7 @@ def _read(config: Entries) -> dict[str, Any]:
     step = config.whole("no_rope_layer_interval", 4)
     rotated = config.content.get(key)
     rotated = [int((i + 1) % step != 0) for i in range(n_layers)] if rotated is None else rotated
-    if not isinstance(rotated, list) or len(rotated) < n_layers or not {0, 1}.issuperset(rotated):
+    if not isinstance(rotated, list) or len(rotated) < n_layers or any(x not in (0, 1) for x in rotated):
         raise ConfigError(f"{config.file}: {key} = {rotated!r} must have a 0 or a 1 for each of {n_layers} layers")
     switch = config.switch("use_sliding_window") and config.content.get("sliding_window") is not None
     window, windows = read_windows(config, [SLIDING if switch and not rotated[i] else FULL for i in range(n_layers)])

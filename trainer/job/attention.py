@@ -37,8 +37,7 @@ def resolve_attention(
     needs = _needs(config, model)
     with options_as_keys():
         able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
-    planned = config.plans_attention or needs["bands"] or needs["softcap"]
-    if not (planned or getattr(model, "attention_sinks", False)):
+    if not (config.plans_attention or needs["bands"] or needs["softcap"] or getattr(model, "attention_sinks", False)):
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees

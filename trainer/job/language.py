@@ -168,10 +168,10 @@ def _attention(job: ResolvedJob) -> str:
         where = "host" if config.training.sequence_chunks_offload else "device"
         mask += f", in {job.chunks} chunks, one after another, whose keys and values are kept on the {where}"
     if has_windows(job.model):
-        layers = [layer for layer in range(job.model.n_layers) if job.model.window_of_layer(layer) is not None]
-        every = layers[1] if len(layers) > 1 else job.model.n_layers
-        where = "" if every == 1 else f" in every {every}th layer" if every > 3 else f" in one of {every} layers"
-        mask += f", a window of {job.model.window_of_layer(0):,} tokens{where}"
+        windows = [job.model.window_of_layer(layer) for layer in range(job.model.n_layers)]
+        widths = [window for window in windows if window is not None]
+        where = "" if len(widths) == len(windows) else f" in {len(widths)} of {len(windows)} layers"
+        mask += f", a window of {widths[0]:,} tokens{where}"
     parts = [mask]
     if job.degrees.cp > 1:
         chosen = f" (auto: {job.attention_reason})" if job.attention_reason else ""

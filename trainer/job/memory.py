@@ -7,7 +7,7 @@ and the CUDA context take themselves is not counted.
 import math
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import expert_layers, experts_of
+from trainer.families.args import expert_layers, experts_of, rotary_tables
 from trainer.job.lora import adapter_sizes, whole_sizes
 from trainer.job.pipeline_stages import layers_of, layers_of_stages
 from trainer.job.record import ResolvedJob
@@ -69,7 +69,7 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         weights=(local + added) * stored,
         gradients=trained * stored,
         optimizer=2 * trained * ITEMSIZE[job.config.state_dtype],
-        tables=rows * (model.head_dim * max(stored, 4) + of_batch),
+        tables=rows * (rotary_tables(model) * model.head_dim * max(stored, 4) + of_batch),
     )
 
 

@@ -102,6 +102,11 @@ class TransformerBlock(nn.Module):
         return x + (out if self.residual_scale == 1 else out * self.residual_scale)
 
 
+def _own(theta: float) -> str:
+    """Return the name of the frequencies of layers that have their own base."""
+    return f"frequencies_of_{theta}".replace(".", "_")
+
+
 def build_output(args: TransformerArgs) -> nn.Linear:
     """Return the projection to logits."""
     if args.logits_softcap is None:
@@ -126,10 +131,10 @@ class Transformer(nn.Module):
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         pairs = args.head_dim // 2
-        own = {theta for i in range(args.n_layers) if (theta := args.theta_of_layer(i))}
-        self.thetas = sorted(own)
+        self.thetas = sorted({theta for i in range(args.n_layers) if (theta := args.theta_of_layer(i))})
         self.register_buffer("frequencies", torch.empty(pairs), persistent=False)
-        self.register_buffer("own_frequencies", torch.empty(len(own), pairs), persistent=False)
+        for theta in self.thetas:
+            self.register_buffer(_own(theta), torch.empty(pairs), persistent=False)
         self.rotary_dtype = torch.float32
 
     def forward(
@@ -171,7 +176,7 @@ class Transformer(nn.Module):
             length = self.args.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
             positions = torch.arange(length, device=tokens.device)
         kinds = {None: (self.frequencies, self.args.rope_scaling)}
-        kinds |= {theta: (row, None) for theta, row in zip(self.thetas, self.own_frequencies, strict=True)}
+        kinds |= {theta: (self.get_buffer(_own(theta)), None) for theta in self.thetas}
         used = {layer.theta for layer in self.layers.values()}
         tables = {theta: kind for theta, kind in kinds.items() if theta in used}
         options = {"dtype": self.rotary_dtype, "unrotated": self.args.head_dim - self.args.rotary_dim}
@@ -182,8 +187,8 @@ class Transformer(nn.Module):
         self.rotary_dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
         rotated, unrotated = args.rotary_dim, args.head_dim - args.rotary_dim
         self.frequencies = rope_frequencies(rotated, args.rope_theta, args.rope_scaling, unrotated).to(device)
-        rows = [rope_frequencies(rotated, theta, None, unrotated) for theta in self.thetas]
-        self.own_frequencies = torch.stack([self.frequencies.cpu(), *rows])[1:].to(device)
+        for theta in self.thetas:
+            setattr(self, _own(theta), rope_frequencies(rotated, theta, None, unrotated).to(device))
         for router in routers_of([self]).values():
             router.init_buffers(device)
 
