@@ -1,8 +1,22 @@
-"""The table [mixture]: what a run reads in the place of training.dataset_path."""
+"""Kinds of data sets, and the table [mixture]: what a run reads in the place of training.dataset_path."""
 
 from dataclasses import dataclass
 
-from trainer.config.keys import TOKENS, key, needs
+from trainer.config.keys import TOKENS, Condition, key, needs
+
+CONVERSATIONS = ("chat", "preferences")
+"""Data sets whose documents have answers, and never see each other."""
+
+
+def reads(*datasets: str) -> Condition:
+    """Return the condition that training or validation reads data of one of these kinds."""
+    return Condition(
+        lambda config, _: (
+            config.training.dataset in datasets or (config.validation.enable and config.validation.dataset in datasets)
+        ),
+        f"without training.dataset = {' or '.join(map(repr, datasets))}",
+    )
+
 
 _MIXED = needs("mixture.names", remedy="name the sources, or leave it out")
 

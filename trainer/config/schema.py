@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.config.checkpoint import SAVING, Checkpoint
-from trainer.config.data import Mixture
+from trainer.config.data import CONVERSATIONS, Mixture, reads
 from trainer.config.keys import (
     AT_LEAST_ONE,
     DECAY,
@@ -38,19 +38,7 @@ _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python
 # ---- when keys have an effect
 
 
-def _reads(*datasets: str) -> Condition:
-    """Return the condition that training or validation reads data of one of these kinds."""
-    return Condition(
-        lambda config, _: (
-            config.training.dataset in datasets or (config.validation.enable and config.validation.dataset in datasets)
-        ),
-        f"without training.dataset = {' or '.join(map(repr, datasets))}",
-    )
-
-
-CONVERSATIONS = ("chat", "preferences")
-"""Data sets whose documents have answers, and never see each other."""
-_CHAT, _LINES = _reads(*CONVERSATIONS), _reads("jsonl")
+_CHAT, _LINES = reads(*CONVERSATIONS), reads("jsonl")
 _DOCUMENTS = Condition(
     lambda config, _: config.masks_documents,
     "with training.attention_mask = 'causal', under which documents see each other",
