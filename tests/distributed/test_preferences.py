@@ -277,4 +277,4 @@ def test_a_resumed_run_has_the_reference_of_its_start(
     (got,) = pool.run(2, losses_case, [*arguments, run, *degrees(cp=2)], 3)[0][-1:]
     assert got == pytest.approx(wanted[-1], rel=1e-10)
     assert len(wanted) == 3
-    assert wanted[-1] < wanted[0]
+    assert wanted[-1] < 0.99 * wanted[0]

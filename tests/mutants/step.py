@@ -577,7 +577,7 @@ PREFERENCES = (
         "a resumed run has the reference of its last checkpoint",
         "trainer/tasks/preferences.py",
         "        loop.checkpoint.load_initial(self._reference)\n",
-        "        self._reference = loop.model_parts\n",
+        "        self._reference[0].load_state_dict(loop.model_parts[0].state_dict())\n",
         f"{_DPO}::test_a_resumed_run_has_the_reference_of_its_start",
     ),
     Mutant(
