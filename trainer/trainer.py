@@ -82,7 +82,6 @@ class Trainer:
         self.task = self.build_task()
         self.data = BatchesAhead(self.task.build_loader(), job.micro_batches, self._to_device)
         check_same(data_identity(self.data.state_dict(), config.training), self.dims["world"], "data")
-
         self.spec = model_spec(config.model.name)
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
         self.model_parts = self.build_model_parts()

@@ -22,8 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.hf_families import MODELS
+from trainer.config.data import CONVERSATIONS
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import CONVERSATIONS, JobConfig
+from trainer.config.schema import JobConfig
 from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention

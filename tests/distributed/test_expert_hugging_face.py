@@ -151,7 +151,7 @@ def adapted(pool: WorkerPool, family: str, folder: Path, ranks: int, arguments: 
     [
         ("qwen3_moe", 2, [*degrees(tp=2), ep(2)]),
         *slow(
-            ("gpt_oss", 4, [*degrees(cp=2, tp=2), ep(4)]),
+            ("gpt_oss", 4, [*degrees(cp=2, tp=2), ep(2)]),
             ("gpt_oss", 4, [*degrees(dp_shard=4), ep(2), "--training.local_batch_size=1"]),
             ("qwen3_moe", 2, degrees(dp_shard=2)),
             ("qwen3_moe", 4, [*degrees(dp_shard=2, pp=2), ep(2)]),

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -16,10 +17,13 @@ from tests.chat_files import CHATML, WORDS, chat_folder, write_lines
 from tests.distributed import harness
 from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
+from tests.distributed.test_experts import ep
 from tests.distributed.test_hugging_face import LLAMA, initial
 from tests.distributed.test_parity import LAYOUTS, degrees
 from tests.hf_decoders import in_float64
+from tests.hf_experts import hf_experts
 from tests.slow import slow
+from tests.unit.test_expert_hugging_face import QWEN
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.tasks import preferences
@@ -236,6 +240,18 @@ def test_the_comparison_sees_answers_of_one_rank(pool: WorkerPool, files: Path, 
         assert_parity(got, wanted, 1e-10)
 
 
+@pytest.mark.slow
+def test_experts_learn_preferences_alike(pool: WorkerPool, files: Path, tmp_path: Path) -> None:
+    """With adapters of their own, which the reference does without."""
+    args = replace(QWEN, vocab_size=LLAMA.vocab_size, n_heads=8, n_kv_heads=4)
+    hf_experts("qwen3_moe", args).save_pretrained(tmp_path)
+    arguments = job(files, "--model.name=qwen3_moe", f"--model.flavor={tmp_path}", "--model.router_aux_loss_coef=0.1")
+    arguments += [f"--checkpoint.initial_load_path={tmp_path}", *LORA, "--lora.modules", "wq", "w13", "w2"]
+    wanted = pool.run(1, run_layout, arguments)[0]
+    for ranks, layout in ((2, [*degrees(tp=2), ep(2)]), (4, [*degrees(cp=2, dp_shard=2), ep(2), CHUNKS])):
+        assert_parity(pool.run(ranks, run_layout, [*arguments, *layout])[0], wanted, 1e-10)
+
+
 # ---- resuming
 
 
@@ -261,4 +277,4 @@ def test_a_resumed_run_has_the_reference_of_its_start(
     (got,) = pool.run(2, losses_case, [*arguments, run, *degrees(cp=2)], 3)[0][-1:]
     assert got == pytest.approx(wanted[-1], rel=1e-10)
     assert len(wanted) == 3
-    assert wanted[-1] < wanted[0]
+    assert wanted[-1] < 0.99 * wanted[0]

@@ -577,7 +577,7 @@ PREFERENCES = (
         "a resumed run has the reference of its last checkpoint",
         "trainer/tasks/preferences.py",
         "        loop.checkpoint.load_initial(self._reference)\n",
-        "        self._reference = loop.model_parts\n",
+        "        self._reference[0].load_state_dict(loop.model_parts[0].state_dict())\n",
         f"{_DPO}::test_a_resumed_run_has_the_reference_of_its_start",
     ),
     Mutant(
@@ -592,7 +592,7 @@ PREFERENCES = (
         "trainer/data/packing/sequence.py",
         "labels[np.cumsum(document.lengths, dtype=np.int64) - 1] = IGNORE_INDEX",
         "pass",
-        f"{_PAIRS_OF}::test_a_pair_is_two_documents_of_one_sequence",
+        f"{_PAIRS_OF}::test_the_last_token_of_a_side_has_no_label",
     ),
     Mutant(
         "a pair that is too long is cut",
@@ -652,7 +652,7 @@ ADAPTERS = (
         "trainer/models/experts.py",
         "linear(rows, experts.w13, experts.b13), experts.w13_lora_a",
         "linear(rows, experts.w13, experts.b13), None",
-        "tests/distributed/test_expert_hugging_face.py::test_peft_loads_the_adapters_of_experts",
+        "tests/unit/test_lora.py::test_a_forward_without_adapters_is_that_of_the_frozen_weights",
     ),
     Mutant(
         "adapters are merged without their factor",

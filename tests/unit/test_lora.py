@@ -14,7 +14,7 @@ from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.llama3 import FLAVORS
 from trainer.job import resolve
-from trainer.job.lora import adapter_sizes, check_lora, flops_beside
+from trainer.job.lora import adapter_names, adapter_sizes, check_lora, flops_beside
 from trainer.job.memory import rank_memory
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
@@ -176,6 +176,7 @@ def test_a_part_of_tokens_and_features_has_the_factors_of_the_whole() -> None:
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
 def test_a_forward_without_adapters_is_that_of_the_frozen_weights(family: str) -> None:
+    """And one with them is that of the merged weights."""
     args = replace(FLAVORS["debugmodel"], experts=ExpertArgs(4, 2, 48)) if family == "qwen3_moe" else None
     modules = ("wq", "w13", "w2") if args else ()
     plain, adapted = (model_with(LoRA(rank=rank, modules=modules), args) for rank in (0, 4))
@@ -192,6 +193,12 @@ def test_a_forward_without_adapters_is_that_of_the_frozen_weights(family: str) -
             assert torch.equal(adapted(tokens), wanted)
         assert torch.equal(adapted(tokens), other)
         assert not torch.allclose(other, wanted)
+        parts = dict(adapted.named_parameters())
+        for name, weight in plain.named_parameters():
+            a, b = (parts.get(x) for x in adapter_names(name.removesuffix(".weight")))
+            if a is not None:
+                weight.copy_(merged(weight, a, b, LoRA(rank=4)))
+        torch.testing.assert_close(plain(tokens), other, rtol=1e-4, atol=1e-4)
 
 
 def test_check_takes_a_job_without_adapters(tmp_path: Path) -> None:

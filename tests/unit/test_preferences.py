@@ -4,6 +4,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,10 +14,11 @@ from trainer.config.loader import parse_command_line
 from trainer.config.preferences import DPO
 from trainer.data.loader import BatchLoader
 from trainer.data.packing.pairs import Pairs
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing.sequence import IGNORE_INDEX, sample_of
 from trainer.data.sources.registry import DataSettings
 from trainer.data.text_data import open_text
 from trainer.data.token_files.catalog import open_documents
+from trainer.data.tokenizers.encoders import Encoded
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
@@ -97,6 +99,12 @@ def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path, folder: Path, p
     assert 2 * 29 <= len(found) <= 4 * 29
     assert data.conversations.left_out.number >= 1
     assert "pairs longer than a sequence" in data.conversations.left_out._what
+
+
+def test_the_last_token_of_a_side_has_no_label() -> None:
+    """Also if the other side begins with an answer, as a text with an empty prompt does."""
+    pair = Encoded(np.arange(5), np.ones(5, dtype=bool), lengths=(2, 3))
+    assert sample_of(pair).labels.tolist() == [1, IGNORE_INDEX, 3, 4, IGNORE_INDEX]
 
 
 def test_a_bad_side_leaves_out_the_pair(tmp_path: Path, folder: Path) -> None:

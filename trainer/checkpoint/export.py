@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
 
 
 def _of_peft(
-    adapters: Iterable[str], pairs: Mapping[str, tuple[torch.Tensor, HFTensor]], ours: Mapping[str, torch.Tensor]
+    adapters: Collection[str], pairs: Mapping[str, tuple[torch.Tensor, HFTensor]], ours: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
     """Return peft's tensors of adapters, and the names of the modules and of the stacked weights that have one.
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.commands.options import Parser
+from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import CONVERSATIONS, TOKENIZER_FILES, Checkpoint, Job, JobConfig, Model, Training
+from trainer.config.schema import TOKENIZER_FILES, Checkpoint, Job, JobConfig, Model, Training
 from trainer.families.registry import hf_config, hf_family
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
-from trainer.config.schema import CONVERSATIONS
 from trainer.data.order.streams import AGAIN, assigned
 from trainer.data.packing.concatenate import DocumentStream
 from trainer.data.packing.pairs import Pairs

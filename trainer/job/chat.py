@@ -3,8 +3,9 @@
 from contextlib import suppress
 from dataclasses import replace
 
+from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.config.schema import CONVERSATIONS, JobConfig
+from trainer.config.schema import JobConfig
 from trainer.data.settings import training_data, validation_data
 from trainer.data.sources.registry import all_documents
 from trainer.data.tokenizers.chat_template import find_template

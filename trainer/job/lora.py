@@ -22,38 +22,12 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
     settings = config.lora
     if not settings.rank:
         return
-    names = sorted({name.split(".")[-1] for name in _shapes(model) if name.startswith("layers.")})
-    for module in settings.modules:
-        if module not in names or module in _GATES:
-            raise ConfigError(
-                f"lora.modules = {list(settings.modules)}: {module!r} must be a linear module of a layer, or a "
-                f"weight of its experts{did_you_mean(module, [name for name in names if name not in _GATES])}"
-            )
-    for module in settings.whole:
-        if module not in ("tok_embeddings", "output"):
-            raise ConfigError(
-                f"lora.whole = {list(settings.whole)}: {module!r} must be 'tok_embeddings' or 'output'; the modules of "
-                "layers have adapters, see lora.modules"
-            )
+    _check_names(config, model)
+    _check_dropout(config, model)
     if config.checkpoint.initial_load_path is None:
         raise ConfigError(
             f"lora.rank = {settings.rank} adapts given weights, which are never saved again; name them with "
             "checkpoint.initial_load_path, a Hugging Face folder or a folder step-N of another run"
-        )
-    if settings.dropout and (of_experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]):
-        raise ConfigError(
-            f"lora.dropout = {settings.dropout} does not reach the experts' {of_experts[0]!r} of lora.modules, whose "
-            "tokens are sorted by expert (peft refuses it as well); use 0, or leave the experts out of lora.modules"
-        )
-    if settings.dropout and any(".shared." in name and settings.adapts(name) for name in _shapes(model)):
-        raise ConfigError(
-            f"lora.dropout = {settings.dropout} does not reach shared experts, which have adapters by lora.modules = "
-            f"{list(settings.modules)}; use 0, or modules of attention alone, such as ['wq', 'wv']"
-        )
-    if settings.dropout and config.training.balance == "step":
-        raise ConfigError(
-            f"lora.dropout = {settings.dropout} numbers the tokens of sequences, which training.balance = 'step' takes "
-            "apart, so that the masks would depend on the ranks; use balance = 'off', or no dropout"
         )
     if config.float8.enable:
         raise ConfigError(
@@ -74,6 +48,42 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
                 f"lora.rank = {settings.rank} trains layers only, so the first stage of a pipeline, and each of its "
                 "ranks, must have a layer; use fewer ranks in parallelism.pipeline_parallel_degree, or other stages"
             )
+
+
+def _check_names(config: JobConfig, model: ModelArgs) -> None:
+    settings = config.lora
+    names = sorted({name.split(".")[-1] for name in _shapes(model) if name.startswith("layers.")})
+    for module in settings.modules:
+        if module not in names or module in _GATES:
+            raise ConfigError(
+                f"lora.modules = {list(settings.modules)}: {module!r} must be a linear module of a layer, or a "
+                f"weight of its experts{did_you_mean(module, [name for name in names if name not in _GATES])}"
+            )
+    for module in settings.whole:
+        if module not in ("tok_embeddings", "output"):
+            raise ConfigError(
+                f"lora.whole = {list(settings.whole)}: {module!r} must be 'tok_embeddings' or 'output'; the modules of "
+                "layers have adapters, see lora.modules"
+            )
+
+
+def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
+    settings = config.lora
+    if settings.dropout and (of_experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]):
+        raise ConfigError(
+            f"lora.dropout = {settings.dropout} does not reach the experts' {of_experts[0]!r} of lora.modules, whose "
+            "tokens are sorted by expert (peft refuses it as well); use 0, or leave the experts out of lora.modules"
+        )
+    if settings.dropout and any(".shared." in name and settings.adapts(name) for name in _shapes(model)):
+        raise ConfigError(
+            f"lora.dropout = {settings.dropout} does not reach shared experts, which have adapters by lora.modules = "
+            f"{list(settings.modules)}; use 0, or modules of attention alone, such as ['wq', 'wv']"
+        )
+    if settings.dropout and config.training.balance == "step":
+        raise ConfigError(
+            f"lora.dropout = {settings.dropout} numbers the tokens of sequences, which training.balance = 'step' takes "
+            "apart, so that the masks would depend on the ranks; use balance = 'off', or no dropout"
+        )
 
 
 def adapter_shapes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, tuple[Shape, Shape]]:

@@ -11,7 +11,7 @@ import torch
 
 from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.components.source_losses import SourceLosses
-from trainer.config.schema import CONVERSATIONS
+from trainer.config.data import CONVERSATIONS
 from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
 from trainer.data.batch import TextBatch

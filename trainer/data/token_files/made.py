@@ -19,9 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.config.imports import IMPORTED, import_packages
-from trainer.config.schema import CONVERSATIONS
 from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
 from trainer.data.sources.hub import HubData
 from trainer.data.sources.records import text_of_file

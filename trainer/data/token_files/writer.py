@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config.schema import CONVERSATIONS
+from trainer.config.data import CONVERSATIONS
 from trainer.data.sources.bad_records import Tally
 from trainer.data.sources.files import write_whole
 from trainer.data.sources.registry import DataSettings, Part, documents_of, source_of
