@@ -111,7 +111,8 @@ def expert_layers(args: ModelArgs) -> list[int]:
     """Return the layers that have experts."""
     if experts_of(args) is None:
         return []
-    return [layer for layer in range(args.n_layers) if args.layer(layer).experts]
+    kind = getattr(args, "layer", None)  # a package's model may have no kinds
+    return [layer for layer in range(args.n_layers) if kind is None or kind(layer).experts]
 
 
 def kind_of_layer(args: DecoderArgs, layer: int) -> Any:
