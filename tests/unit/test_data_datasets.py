@@ -256,7 +256,11 @@ def test_what_works_is_accepted(folder):
     ("name", "path", "message"),
     [
         ("python_stdlb", None, "'python_stdlb' is not a known data set; did you mean 'python_stdlib'?"),
-        ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat, preferences, hub, tokens"),
+        (
+            "wiki",
+            None,
+            "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat, preferences, hub, tokens",
+        ),
         ("c4", None, "use training.dataset = 'hub' and training.dataset_path = 'allenai/c4:en'"),
         (
             "some/data",
