@@ -12,7 +12,8 @@ import transformers
 
 from tests.chat_files import CHATML, chat_folder
 from tests.slow import slow
-from trainer.commands.chat import Printer, Talk
+from trainer.commands.chat import Printer
+from trainer.commands.talk import Talk
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer

@@ -8,70 +8,24 @@ tool that the model has called, and Ctrl-D ends. Without a terminal, each line o
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainer.commands.generate import ends_of, job_of, model_parser, sampling_of
+from trainer.commands.generate import job_of, model_parser, sampling_of
 from trainer.commands.options import Parser
 from trainer.commands.ranks import run, work_on_rank
+from trainer.commands.talk import Talk
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig
-from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
 from trainer.job import ResolvedJob
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer.data.tokenizers.tokenizer import Tokenizer
 
 _WEEK = 7 * 24 * 3600
-_OPENED = "<think>"
-
-
-@dataclass(frozen=True)
-class Talk:
-    """How a model is talked to. tools: objects as the template takes them; ends: tokens that end an answer."""
-
-    tokenizer: "Tokenizer"
-    template: ChatTemplate
-    tools: Sequence[Mapping[str, Any]]
-    ends: frozenset[int]
-
-    @classmethod
-    def of(cls, config: JobConfig, tools: Path | None = None) -> "Talk":
-        """Return it for the tokenizer and the template of a model. tools: a file of JSON.
-
-        Raises:
-            ConfigError: there is no template, or the file has no list of tools.
-        """
-        from trainer.data.tokenizers.tokenizer import open_tokenizer
-
-        template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)
-        if template is None:
-            raise ConfigError(
-                f"{config.model.tokenizer_file} has no chat template, so that the model cannot be talked to; use lct "
-                "generate without --chat, or put the chat_template.jinja of an instruction-tuned model beside it"
-            )
-        tokenizer, given = open_tokenizer(config.model.tokenizer_file), None if tools is None else _json(tools)
-        if tools is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
-            raise ConfigError(f"--tools {tools} must be a list of objects; write what the template's model expects")
-        return cls(tokenizer, template, given or (), frozenset(ends_of(config, tokenizer, template)))
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages."""
-        text = self.template.prompt({"messages": messages, "tools": self.tools or None})
-        return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
-
-    def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
-        """Return what the model has written as a message. Reasoning that the prompt has begun is part of it."""
-        opened = self.tokenizer.decode(prompt[-8:]).rstrip().endswith(_OPENED)
-        text = self.tokenizer.decode(tokens)
-        return {"role": "assistant", "content": f"{_OPENED}\n{text}" if opened else text}
 
 
 class Printer:
@@ -152,13 +106,6 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
             printer.finish()
         messages += [message, talk.answer(prompt, written)]
     return ""
-
-
-def _json(file: Path) -> object:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error})") from None
 
 
 main = partial(run, "trainer.commands.chat", checked, work)

@@ -19,26 +19,17 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run, work_on_rank
+from trainer.commands.talk import Talk, ends_of
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.job import ResolvedJob, resolve
 from trainer.runtime.devices import this_machine
-from trainer.stores.initial import hf_folder
 
 if TYPE_CHECKING:
     import torch
 
     from trainer.components.generation import Sampling
-    from trainer.data.tokenizers.chat_template import ChatTemplate
     from trainer.data.tokenizers.tokenizer import Tokenizer
-
-
-def ends_of(config: JobConfig, tokenizer: "Tokenizer", template: "ChatTemplate | None" = None) -> set[int]:
-    """Return the tokens that end a text; with a template also the one that ends an answer."""
-    from trainer.data.tokenizers.ends import end_ids
-
-    file = Path(config.model.tokenizer_file)
-    return end_ids(tokenizer, (file, file.parent, hf_folder(config)), template)
 
 
 def model_parser(command: str, what: str, *, tokens: int = 1024, **settings: Any) -> Parser:
@@ -96,8 +87,6 @@ def to_write(
     """Return what is printed before each text, the tokens of each prompt, and the tokens that end a text."""
     prompts = prompts_of(args)
     if args.chat:
-        from trainer.commands.chat import Talk
-
         talk = Talk.of(config)
         tokens = [talk.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         return [""] * len(prompts), tokens, talk.ends
