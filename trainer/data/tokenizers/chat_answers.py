@@ -18,7 +18,7 @@ from itertools import takewhile
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.tokenizers.chat_written import function_of, is_in
+from trainer.data.tokenizers.chat_written import CHECKED, function_of, is_in
 
 MARK_ANSWERS = "mark the answers in the template with {% generation %} ... {% endgeneration %}"
 _NOT_WRITTEN = "does not write message {}; use the template of a model that has it, or leave the line out"
@@ -46,7 +46,7 @@ class Answers:
                 self._places = places
                 break
         for i in numbers if marked == text else ():
-            if messages[i]["role"] != "system" and messages[i]["content"].strip() and (_LAST, i) not in places:
+            if messages[i]["role"] in CHECKED and messages[i]["content"].strip() and (_LAST, i) not in places:
                 raise ConfigError(_NOT_WRITTEN.format(i + 1))
 
     def span(self, number: int) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Answers:
 
     def _header(self, before: Messages, prompt: str) -> int:
         """Return the number of characters of a header that the template writes without being asked for a prompt."""
-        if prompt != self._marked(before, ())[0]:
+        if self._places.get((_FIRST, len(before))) == len(prompt) or prompt != self._marked(before, ())[0]:
             return 0
         probe = {"role": "assistant", "content": "4"}
         whole, places = self._marked([*before, probe], [len(before)])

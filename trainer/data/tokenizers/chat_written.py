@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-_CHECKED = ("user", "assistant", "tool")  # a system message may be written inside another one
+CHECKED = ("user", "assistant", "tool")  # a system message may be written inside another one
 
 
 def function_of(call: object) -> tuple[str, object] | None:
@@ -23,7 +23,7 @@ def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
     """
     place = 0
     for number, message in enumerate(messages, 1):
-        if message["role"] not in _CHECKED:
+        if message["role"] not in CHECKED:
             continue
         start, content = place, _without_reasoning(message["content"])
         if content and (place := _end_of(content, text, start)) < 0:
