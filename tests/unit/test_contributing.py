@@ -101,7 +101,7 @@ def test_a_source_from_outside_is_refused_like_the_others(book: list[str]) -> No
     for arguments, message in (
         ([*book, "--training.data_streams=16"], "use at most 15"),
         (book[:1], "training.dataset = 'markdown' needs training.dataset_path; give a .md file, a folder, or a glob"),
-        (book[1:], "choose training.dataset = 'text' or 'jsonl' or 'chat' or 'tokens' or 'markdown'"),
+        (book[1:], "choose training.dataset = 'text' or 'jsonl' or 'chat' or 'preferences' or 'tokens' or 'markdown'"),
     ):
         with pytest.raises(ConfigError) as error:
             resolve(parse_command_line(arguments).config, 1)

@@ -15,7 +15,7 @@ from trainer.families.args import ExpertArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.models.experts import ExpertWeights, expert_sums
 
-DIM, HIDDEN, EXPERTS, RANKS = 6, 8, 8, 4
+DIM, HIDDEN, EXPERTS, RANKS, ADAPTERS, SCALE = 6, 8, 8, 4, 3, 0.5
 # Tokens of each rank, and the choices of all of them.
 ROUTINGS = {
     "any": ((5, 3, 6, 4), 0),
@@ -27,7 +27,7 @@ ROUTINGS = {
 
 
 def problem(routing: str) -> tuple[list[torch.Tensor], ExpertWeights, torch.Tensor]:
-    """x, choices, weights and cotangents of all tokens; all experts; the tokens of each rank."""
+    """x, choices, weights and cotangents of all tokens; all experts with their adapters; the tokens of each rank."""
     counts, kind = ROUTINGS[routing]
     generator = torch.Generator().manual_seed(4)
     draw = partial(torch.randn, dtype=torch.float64, generator=generator)
@@ -36,7 +36,8 @@ def problem(routing: str) -> tuple[list[torch.Tensor], ExpertWeights, torch.Tens
     if kind:
         scores[:, 4 : 4 + (2 if kind == 1 else 1)] += 100
     weights, chosen = scores.softmax(1).topk(1 if kind == 2 else 2)
-    shapes = (2 * HIDDEN, DIM), (DIM, HIDDEN), (2 * HIDDEN,), (DIM,)
+    shapes = [(2 * HIDDEN, DIM), (DIM, HIDDEN), (2 * HIDDEN,), (DIM,)]
+    shapes += [(ADAPTERS, DIM), (2 * HIDDEN, ADAPTERS), (ADAPTERS, HIDDEN), (DIM, ADAPTERS)]
     experts = ExpertWeights(*(draw(EXPERTS, *shape) for shape in shapes))
     return [x, chosen, weights, cotangent], experts, torch.tensor(counts)
 
@@ -54,7 +55,7 @@ def of_rank(rank: int, mesh: ThreadMesh, routing: str) -> list[torch.Tensor]:
 
     def run(x: torch.Tensor, weights: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
         def sums(*args, **sizes) -> torch.Tensor:
-            return expert_sums(*args, experts, clamped=True, **sizes)
+            return expert_sums(*args, experts, clamped=True, scale=SCALE, **sizes)
 
         return dispatched_sums(x, chosen, weights, sums, len(experts.w13), mesh.get_group())
 
@@ -64,7 +65,9 @@ def of_rank(rank: int, mesh: ThreadMesh, routing: str) -> list[torch.Tensor]:
 def errors(routing: str, ranks: int = RANKS) -> list[float]:
     """Of the outputs, and of the gradients of tokens, weights and experts."""
     (x, chosen, weights, cotangent), experts, _ = problem(routing)
-    wanted = gradients(lambda x, w, e: expert_sums(x, chosen, w, e, clamped=True), x, weights, experts, cotangent)
+    wanted = gradients(
+        lambda x, w, e: expert_sums(x, chosen, w, e, clamped=True, scale=SCALE), x, weights, experts, cotangent
+    )
     got = [torch.cat(parts) for parts in zip(*run_ranks(ranks, of_rank, routing), strict=True)]
     assert [mine.shape for mine in got] == [theirs.shape for theirs in wanted]
     return [((a - b).norm() / b.norm().clamp(min=1e-300)).item() for a, b in zip(got, wanted, strict=True)]

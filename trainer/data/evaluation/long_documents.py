@@ -17,7 +17,7 @@ def long_documents(documents: Iterable[Encoded], seq_len: int, most: int) -> Ite
     """
     longest = found = 0
     for document in documents:
-        tokens, labels = sample_of(document)
+        tokens, labels, _ = sample_of(document)
         longest = max(longest, len(tokens))
         if len(tokens) <= seq_len:
             continue
