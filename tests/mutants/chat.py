@@ -34,7 +34,7 @@ CHAT = (
         "trainer/data/tokenizers/chat_answers.py",
         "tail = alone[there:].rstrip() or alone[there:]",
         "tail = alone[there:]",
-        f"{_CHAT}::test_calls_are_learnt_as_transformers_writes_them",
+        "tests/unit/test_chat_templates.py::test_tokens_are_those_of_transformers_and_labels_those_of_answers",
     ),
     Mutant(
         "a part of the prompt is learnt",

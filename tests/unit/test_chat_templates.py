@@ -153,6 +153,10 @@ def test_tokens_are_those_of_transformers_and_labels_those_of_answers(name, toke
         assert sample.tokens.tolist() == wanted, conversation
         learnt = ours.decode(sample.labels[sample.labels != IGNORE_INDEX].tolist())
         check_learnt(learnt, CONVERSATIONS[conversation], conversation)
+        if "endgeneration" not in PUBLISHED[name]:
+            text, spans = template(name).render(found)
+            ends = [text[stop - 1] for _, stop in spans]
+            assert not any(map(str.isspace, ends)), "white space behind an end is the template's"
 
 
 def their_tokens(theirs, source: str, given: dict) -> list[int]:
