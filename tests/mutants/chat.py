@@ -34,7 +34,7 @@ CHAT = (
         "trainer/data/tokenizers/chat_answers.py",
         "tail = alone[there:].rstrip() or alone[there:]",
         "tail = alone[there:]",
-        "tests/unit/test_chat_templates.py::test_tokens_are_those_of_transformers_and_labels_those_of_answers",
+        "tests/unit/test_chat_templates.py::test_answers_are_those_that_are_marked_by_hand",
     ),
     Mutant(
         "a part of the prompt is learnt",
