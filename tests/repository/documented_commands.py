@@ -213,7 +213,8 @@ RULES = [
     ),
     Rule(
         r"lct estimate qwen3_8b_trajectories --world-size 8",
-        r"test ! -d Qwen3-8B || mv Qwen3-8B small; trap 'test ! -d small || mv small Qwen3-8B' EXIT; \g<0>",
+        r"mkdir aside; for f in Qwen3-8B trajectories; do test ! -d $f || mv $f aside; done; "
+        r"trap 'mv aside/* .; rmdir aside' EXIT; \g<0>",
         why="a stand-in of another size may be there",
         says="tokens a second",
     ),
@@ -278,12 +279,6 @@ RULES = [
         first=TALK,
     ),
     Rule(r"lct data show debug_model .*", says=r"all +[\d,]+(?s:.*)document 0: "),
-    Rule(
-        r"lct data show my\.toml( --sample \d)?.*",
-        r"lct data show debug_model\1",
-        why=OWN,
-        says="document 0: ",
-    ),
     Rule(
         r"lct data show llama3_8b_sft .*",
         r"trap 'rm -rf chat.jsonl Llama-3.2-1B-Instruct first.html' EXIT; "
