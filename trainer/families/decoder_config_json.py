@@ -324,32 +324,34 @@ def write_sparse_layers(args: TransformerArgs) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def check_choice(config: Entries, experts: ExpertArgs) -> ExpertArgs:
-    """Return the experts, of which a token can choose so many.
+def read_experts(config: Entries, number: str, width: str, **fields: Any) -> ExpertArgs:
+    """Return the experts. number, width: keys of how many there are, and of their hidden channels; fields: others.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: a token cannot choose so many of them.
     """
-    per_token, number = experts.per_token, experts.number
-    if number % experts.groups or experts.groups_per_token > experts.groups:
+    experts = ExpertArgs(config.whole(number), config.whole("num_experts_per_tok"), config.whole(width), **fields)
+    if experts.number % experts.groups or experts.groups_per_token > experts.groups:
         raise ConfigError(
-            f"{config.file}: n_group = {experts.groups} must divide {number} experts and be at least topk_group = "
-            f"{experts.groups_per_token}"
+            f"{config.file}: n_group = {experts.groups} must divide {experts.number} experts and be at least "
+            f"topk_group = {experts.groups_per_token}"
         )
-    if per_token > (most := number // experts.groups * experts.groups_per_token):
-        raise ConfigError(f"{config.file}: num_experts_per_tok = {per_token} must be at most num_experts = {most}")
+    if experts.per_token > (most := experts.number // experts.groups * experts.groups_per_token):
+        raise ConfigError(
+            f"{config.file}: num_experts_per_tok = {experts.per_token} must be at most num_experts = {most}"
+        )
     return experts
 
 
-def experts_to_write(args: TransformerArgs, architecture: str) -> ExpertArgs:
-    """Return the experts of a model that is to be written.
+def write_experts(args: TransformerArgs, architecture: str, number: str, width: str) -> dict[str, Any]:
+    """Return the entries that `read_experts` reads for all architectures.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the model has no experts.
     """
-    if args.experts is None:
+    if (experts := args.experts) is None:
         raise ConfigError(f"{architecture} of Hugging Face's transformers needs experts, and this model has none")
-    return args.experts
+    return {number: experts.number, "num_experts_per_tok": experts.per_token, width: experts.hidden_dim}
 
 
 def read_balance(config: Entries) -> float:

@@ -3,13 +3,13 @@
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
-from trainer.families.decoder_config_json import HFDecoder, check_choice, experts_to_write, layer_kinds
+from trainer.families.decoder_config_json import HFDecoder, layer_kinds, read_experts, write_experts
 from trainer.families.decoder_tensors import SELECTION_BIAS
 from trainer.hugging_face.config_json import Entries
 
 FLAVORS = sizes("glm4_moe")
+_EXPERTS = "n_routed_experts", "moe_intermediate_size"
 
 
 def _read(config: Entries) -> dict[str, Any]:
@@ -17,34 +17,30 @@ def _read(config: Entries) -> dict[str, Any]:
     n_layers, dense = config.whole("num_hidden_layers"), config.content["first_k_dense_replace"]
     if not isinstance(dense, int):
         raise ConfigError(f"{config.file}: first_k_dense_replace = {dense!r} must be a number of layers")
-    width, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts")
-    experts = ExpertArgs(
-        config.whole("n_routed_experts"),
-        config.whole("num_experts_per_tok"),
-        width,
+    experts = read_experts(
+        config,
+        *_EXPERTS,
         normalise=config.switch("norm_topk_prob"),
         sigmoid=True,
         groups=config.whole("n_group"),
         groups_per_token=config.whole("topk_group"),
         scale=float(config.number("routed_scaling_factor")),
-        shared_dim=shared * width,
+        shared_dim=config.whole("n_shared_experts") * config.whole("moe_intermediate_size"),
     )
     return {
         "qk_norm": config.switch("use_qk_norm"),
         "attention_bias": config.switch("attention_bias"),
-        "experts": check_choice(config, experts),
+        "experts": experts,
         **layer_kinds(n_layers, experts=[layer >= dense for layer in range(n_layers)]),
     }
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
-    experts = experts_to_write(args, HF.architecture)
+    entries, experts = write_experts(args, HF.architecture, *_EXPERTS), args.experts
     return {
+        **entries,
         "use_qk_norm": args.qk_norm,
         "attention_bias": args.attention_bias,
-        "n_routed_experts": experts.number,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.hidden_dim,
         "n_shared_experts": max(experts.shared_dim // experts.hidden_dim, 1),
         "norm_topk_prob": experts.normalise,
         "n_group": experts.groups,

@@ -2,21 +2,22 @@
 
 from typing import Any
 
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import (
     FULL,
     SLIDING,
     HFDecoder,
-    experts_to_write,
     layer_kinds,
     read_balance,
+    read_experts,
     read_windows,
+    write_experts,
     write_windows,
 )
 from trainer.hugging_face.config_json import Entries
 
 FLAVORS = sizes("gpt_oss")
+_EXPERTS = "num_local_experts", "intermediate_size"
 
 
 def _read(config: Entries) -> dict[str, Any]:
@@ -29,13 +30,7 @@ def _read(config: Entries) -> dict[str, Any]:
         "attention_sinks": True,
         "attention_bias": True,
         "output_bias": True,
-        "experts": ExpertArgs(
-            config.whole("num_local_experts"),
-            config.whole("num_experts_per_tok"),
-            config.whole("intermediate_size"),
-            biases=True,
-            clamped=True,
-        ),
+        "experts": read_experts(config, *_EXPERTS, biases=True, clamped=True),
         "router_aux_loss_coef": read_balance(config),
         "sliding_window": window,
         **layer_kinds(len(windows), window=windows),
@@ -43,11 +38,9 @@ def _read(config: Entries) -> dict[str, Any]:
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
-    experts, windows = experts_to_write(args, HF.architecture), write_windows(args)
+    windows = write_windows(args)
     return {
-        "intermediate_size": experts.hidden_dim,
-        "num_local_experts": experts.number,
-        "num_experts_per_tok": experts.per_token,
+        **write_experts(args, HF.architecture, *_EXPERTS),
         "router_aux_loss_coef": args.router_aux_loss_coef,
         "attention_bias": True,
         # transformers makes a mask of the window also where no layer has it.

@@ -17,11 +17,11 @@ def _read(config: Entries) -> dict[str, Any]:
     kinds = config.content.get("attn_type_list")
     if kinds is not None and any(kind != 1 for kind in kinds):
         raise ConfigError(f"{config.file}: attn_type_list = {kinds!r} is not supported; it must be 1 for each layer")
-    return mixtral.read_experts(config, sigmoid=True) | {"qk_norm": True, "qk_norm_of_all_heads": True}
+    return mixtral.read_all_sparse(config, sigmoid=True) | {"qk_norm": True, "qk_norm_of_all_heads": True}
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
-    return mixtral.write_experts(args, HF.architecture) | {"rotary_dim": args.rotary_dim}
+    return mixtral.write_all_sparse(args, HF.architecture) | {"rotary_dim": args.rotary_dim}
 
 
 HF = HFDecoder(

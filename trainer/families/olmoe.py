@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
-from trainer.families.decoder_config_json import HFDecoder, check_choice, experts_to_write, read_balance
+from trainer.families.decoder_config_json import HFDecoder, read_balance, read_experts, write_experts
 from trainer.hugging_face.config_json import Entries
 
 FLAVORS = sizes("olmoe")
+_EXPERTS = "num_experts", "intermediate_size"
 
 
 def _read(config: Entries) -> dict[str, Any]:
@@ -15,29 +15,20 @@ def _read(config: Entries) -> dict[str, Any]:
     config.only("clip_qkv", None)
     config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
     biases = config.switch("attention_bias")
-    experts = ExpertArgs(
-        config.whole("num_experts"),
-        config.whole("num_experts_per_tok"),
-        config.whole("intermediate_size"),
-        normalise=config.switch("norm_topk_prob"),
-    )
     return {
         "qk_norm": True,
         "qk_norm_of_all_heads": True,
         "attention_bias": biases,
         "output_bias": biases,
-        "experts": check_choice(config, experts),
+        "experts": read_experts(config, *_EXPERTS, normalise=config.switch("norm_topk_prob")),
         "router_aux_loss_coef": read_balance(config),
     }
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
-    experts = experts_to_write(args, HF.architecture)
     return {
-        "intermediate_size": experts.hidden_dim,
-        "num_experts": experts.number,
-        "num_experts_per_tok": experts.per_token,
-        "norm_topk_prob": experts.normalise,
+        **write_experts(args, HF.architecture, *_EXPERTS),
+        "norm_topk_prob": args.experts.normalise,
         "router_aux_loss_coef": args.router_aux_loss_coef,
         "attention_bias": args.attention_bias,
         "clip_qkv": None,

@@ -2,38 +2,37 @@
 
 from typing import Any
 
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import (
     HFDecoder,
-    check_choice,
-    experts_to_write,
     layer_kinds,
     read_balance,
+    read_experts,
     read_sparse_layers,
     read_switched_windows,
+    write_experts,
     write_sparse_layers,
     write_switched_windows,
 )
 from trainer.hugging_face.config_json import Entries
 
 FLAVORS = sizes("qwen2_moe")
+_EXPERTS = "num_experts", "moe_intermediate_size"
 
 
 def _read(config: Entries) -> dict[str, Any]:
     """All tokens have one more expert, each with a gate of its own."""
     (window, windows), sparse = read_switched_windows(config), read_sparse_layers(config)
-    experts = ExpertArgs(
-        config.whole("num_experts"),
-        config.whole("num_experts_per_tok"),
-        config.whole("moe_intermediate_size"),
+    experts = read_experts(
+        config,
+        *_EXPERTS,
         normalise=config.switch("norm_topk_prob"),
         shared_dim=config.whole("shared_expert_intermediate_size"),
         shared_gate=True,
     )
     return {
         "attention_bias": config.switch("qkv_bias"),
-        "experts": check_choice(config, experts),
+        "experts": experts,
         "router_aux_loss_coef": read_balance(config),
         "sliding_window": window,
         **layer_kinds(len(sparse), window=windows, experts=sparse),
@@ -41,14 +40,11 @@ def _read(config: Entries) -> dict[str, Any]:
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
-    experts = experts_to_write(args, HF.architecture)
     return {
+        **write_experts(args, HF.architecture, *_EXPERTS),
         "qkv_bias": args.attention_bias,
-        "num_experts": experts.number,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.hidden_dim,
-        "shared_expert_intermediate_size": experts.shared_dim,
-        "norm_topk_prob": experts.normalise,
+        "shared_expert_intermediate_size": args.experts.shared_dim,
+        "norm_topk_prob": args.experts.normalise,
         "router_aux_loss_coef": args.router_aux_loss_coef,
         **write_switched_windows(args),
         **write_sparse_layers(args),

@@ -2,36 +2,31 @@
 
 from typing import Any
 
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import (
     HFDecoder,
-    check_choice,
-    experts_to_write,
     layer_kinds,
     read_balance,
+    read_experts,
     read_sparse_layers,
+    write_experts,
     write_sparse_layers,
 )
 from trainer.hugging_face.config_json import Entries
 
 FLAVORS = sizes("qwen3_moe")
+_WIDTH = "moe_intermediate_size"
 
 
 def _read(config: Entries) -> dict[str, Any]:
     """Since transformers 5 the number of experts is `num_local_experts`; a window is one of all layers."""
     biases, sparse = config.switch("attention_bias"), read_sparse_layers(config)
-    experts = ExpertArgs(
-        config.whole("num_local_experts" if "num_local_experts" in config.content else "num_experts"),
-        config.whole("num_experts_per_tok"),
-        config.whole("moe_intermediate_size"),
-        normalise=config.switch("norm_topk_prob"),
-    )
+    number = "num_local_experts" if "num_local_experts" in config.content else "num_experts"
     return {
         "qk_norm": True,
         "attention_bias": biases,
         "output_bias": biases,
-        "experts": check_choice(config, experts),
+        "experts": read_experts(config, number, _WIDTH, normalise=config.switch("norm_topk_prob")),
         "sliding_window": config.whole("sliding_window") if config.switch("use_sliding_window") else None,
         "router_aux_loss_coef": read_balance(config),
         **layer_kinds(len(sparse), experts=sparse),
@@ -39,15 +34,12 @@ def _read(config: Entries) -> dict[str, Any]:
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
-    experts = experts_to_write(args, HF.architecture)
     return {
+        **write_experts(args, HF.architecture, "num_experts", _WIDTH),
         "attention_bias": args.attention_bias,
         "use_sliding_window": args.sliding_window is not None,
         "sliding_window": args.sliding_window,
-        "num_experts": experts.number,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.hidden_dim,
-        "norm_topk_prob": experts.normalise,
+        "norm_topk_prob": args.experts.normalise,
         "router_aux_loss_coef": args.router_aux_loss_coef,
         **write_sparse_layers(args),
     }
