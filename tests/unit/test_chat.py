@@ -436,3 +436,22 @@ def test_an_answer_is_found_that_is_written_otherwise_when_others_follow(tmp_pat
     sample = sampled(encoder(folder), read({"messages": turns}))
     learned = "five<|end|><think>two</think>yes, the quick fox\n<|end|>"
     assert learnt(sample, open_tokenizer(str(folder))) == learned
+
+
+# As Mistral's with a system message: it stands before the last content of a user.
+LAST = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
+    "{% else %}{% set rest = messages %}{% endif %}"
+    "{% set users = rest | selectattr('role', 'equalto', 'user') | list %}"
+    "{{ bos_token }}{% for m in rest %}{% if m.role == 'user' %}{{ '[INST] ' }}"
+    "{% if system and m == users[-1] %}{{ system + '\\n\\n' }}{% endif %}{{ m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_answers_are_found_where_a_system_message_moves_with_the_last_user(tmp_path):
+    folder = chat_folder(tmp_path / "last", LAST)
+    found = read({"messages": [{"role": "system", "content": "be lazy"}, *TURNS]})
+    text, spans = find_template(str(folder), None).render(found)
+    assert text.index("be lazy") > text.index("five"), "a prompt before the first answer is written otherwise"
+    assert [text[start:stop] for start, stop in spans] == [" five<|eos|>", " yes, the quick fox\n<|eos|>"]

@@ -12,6 +12,7 @@ import transformers
 
 from tests.chat_files import CHATML, chat_folder
 from tests.slow import slow
+from trainer.commands import generate
 from trainer.commands.chat import Printer
 from trainer.commands.talk import Talk
 from trainer.config.errors import ConfigError
@@ -103,13 +104,13 @@ def test_reasoning_that_the_prompt_begins_is_part_of_the_answer(folder):
 
 def test_a_character_of_several_tokens_is_printed_when_it_is_whole(folder, capsys):
     tokenizer = open_tokenizer(str(folder))
-    tokens, shown = tokenizer.encode("a🦊b"), []
+    tokens, shown = tokenizer.encode("a🦊b and c🦊🦊 the naïve five"), []
     printer = Printer(tokenizer.decode)
     for token in tokens:
         printer.put(token)
         shown.append(capsys.readouterr().out)
-    assert len(tokens) > 4, "the fox has several tokens"
-    assert "".join(shown) == "a🦊b"
+    assert len(tokens) > 12, "more than the printer keeps, and the fox has several"
+    assert "".join(shown) == "a🦊b and c🦊🦊 the naïve five"
     assert "\ufffd" not in "".join(shown)
 
 
@@ -117,6 +118,10 @@ def test_what_cannot_be_talked_to_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="has no chat template"):
         Talk.of(JobConfig(model=Model(tokenizer_path=default_tokenizer_path())))
     (tmp_path / "tools.json").write_text("{}")
+    with pytest.raises(ConfigError, match="add --chat"):
+        generate.checked([str(folder), "--tools", str(tmp_path / "tools.json")])
+    with pytest.raises(ConfigError, match="must be a list of objects"):
+        generate.checked([str(folder), "--chat", "--tools", str(tmp_path / "tools.json")])
     for file, part in (("tools.json", "must be a list of objects"), ("no.json", "cannot be read as JSON")):
         with pytest.raises(ConfigError, match=part):
             Talk.of(JobConfig(model=Model(tokenizer_path=str(folder))), tmp_path / file)

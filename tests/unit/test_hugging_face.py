@@ -411,7 +411,7 @@ def write_to_a_full_disk(output: Path) -> None:
         folder._file.close()
         folder._file = open("/dev/full", "wb")  # noqa: SIM115
         folder.put("b", torch.zeros(32))
-        folder.finish({"config.json": "{}"})
+        folder.finish({"config.json": {}})
 
 
 def test_what_a_full_disk_leaves_is_removed(tmp_path: Path) -> None:

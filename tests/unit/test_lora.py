@@ -40,6 +40,11 @@ def job_of(tmp_path: Path, *arguments: str, ranks: int = 1):
             "lora.dropout = 0.1 does not reach the experts' 'w13' of lora.modules",
         ),
         (
+            ["--model.name=qwen2_moe", "--lora.modules", "wq", "w1", "--lora.dropout=0.1", INITIAL],
+            1,
+            "lora.dropout = 0.1 does not reach shared experts",
+        ),
+        (
             ["--lora.dropout=0.1", "--training.balance=step", "--training.attention_mask=document", INITIAL],
             2,
             "lora.dropout = 0.1 numbers the tokens of sequences, which training.balance = 'step' takes apart",

@@ -1,6 +1,5 @@
 """The weights of a run in the formats of Hugging Face, read from its checkpoint tensor by tensor."""
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -51,7 +50,7 @@ def write_hf(
             for there, part in model.pairs[name][1].tensors(whole).items():
                 folder.put(there, part)
             del whole, part  # before the next ones are read
-        folder.finish({CONFIG_FILE: _json(content), **_of_generation(config)}, _tokenizer_folder(config))
+        folder.finish({CONFIG_FILE: content, **_of_generation(config)}, _tokenizer_folder(config))
 
 
 def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def _tokenizer_folder(config: JobConfig) -> Path | None:
     return hf_folder(config) or (own if (own / "tokenizer.json").is_file() else None)
 
 
-def _of_generation(config: JobConfig) -> dict[str, str]:
+def _of_generation(config: JobConfig) -> dict[str, Any]:
     """Return the files that say how to talk to the model: its own chat template, and all tokens that end a text."""
     model, found, carried = config.model, {}, _tokenizer_folder(config)
     if carried is None:
@@ -85,12 +84,8 @@ def _of_generation(config: JobConfig) -> dict[str, str]:
     ends = sorted(end_ids(tokenizer, [carried], template))
     given = before.get("eos_token_id")
     if set(ends) != set(given if isinstance(given, list) else [given]):
-        found[GENERATION_FILE] = _json({**before, "eos_token_id": ends if len(ends) > 1 else ends[0]})
+        found[GENERATION_FILE] = {**before, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     return found
-
-
-def _json(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=2) + "\n"
 
 
 def _whole_tensors(
@@ -158,7 +153,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
     with NewFolder(output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model") as folder:
         for name, tensor in theirs.items():
             folder.put(name, tensor)
-        folder.finish({"adapter_config.json": _json(content)})
+        folder.finish({"adapter_config.json": content})
 
 
 def _of_peft(

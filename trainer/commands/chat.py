@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 
 _WEEK = 7 * 24 * 3600
+_BEFORE = 8  # tokens
 
 
 class Printer:
-    """Prints tokens as text as soon as they are whole characters."""
+    """Prints tokens as text as soon as they are whole characters. Some tokens before tell how a new one is written."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode, self._tokens, self._printed = decode, [], 0
@@ -40,7 +41,8 @@ class Printer:
         text = self._decode(self._tokens)
         if not text.endswith("\ufffd"):  # the rest of a character is to come
             print(text[self._printed :], end="", flush=True)
-            self._printed = len(text)
+            self._tokens = self._tokens[-_BEFORE:]
+            self._printed = len(self._decode(self._tokens))
 
     def finish(self) -> None:
         """Print what has not become a whole character, and end the line."""

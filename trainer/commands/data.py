@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from html import escape
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
@@ -75,15 +75,19 @@ def shortened(parts: list[tuple[str, bool]], most: int) -> list[tuple[str, bool]
     length = sum(len(text) for text, _ in parts)
     if not most or length <= most:
         return parts
-    found, place, head, tail = [], 0, most // 2, length - (most - most // 2)
-    for text, learned in parts:
-        first, last = text[: max(head - place, 0)], text[max(tail - place, 0) :]
-        if place <= head < place + len(text):
-            found += [(first, learned), (f"\n... {tail - head:,} characters ...\n", False), (last, learned)]
-        elif place + len(text) <= head or place + len(text) > tail:
-            found.append((text if place + len(text) <= head else last, learned))
-        place += len(text)
-    return found
+    head, tail = most // 2, length - (most - most // 2)
+    gap = f"\n... {tail - head:,} characters ...\n", False
+    return [*_cut(parts, 0, head), gap, *_cut(parts, tail, length)]
+
+
+def _cut(parts: list[tuple[str, bool]], start: int, stop: int) -> list[tuple[str, bool]]:
+    """Return the characters [start, stop) of a text in parts."""
+    places = accumulate((len(text) for text, _ in parts), initial=0)
+    cut = [
+        (text[max(start - at, 0) : max(stop - at, 0)], learned)
+        for (text, learned), at in zip(parts, places, strict=False)
+    ]
+    return [(text, learned) for text, learned in cut if text]
 
 
 def on_console(documents: list[Document], *, color: bool) -> str:

@@ -57,6 +57,7 @@ def parser() -> Parser:
     add("--prompt", action="append", help="text to continue; may be given again (default: the start of a document)")
     add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line")
     add("--chat", action="store_true", help="the prompts are messages, which the model answers by its chat template")
+    add("--tools", type=Path, metavar="FILE", help="with --chat: tools of the model, a list in JSON")
     return described
 
 
@@ -87,7 +88,7 @@ def to_write(
     """Return what is printed before each text, the tokens of each prompt, and the tokens that end a text."""
     prompts = prompts_of(args)
     if args.chat:
-        talk = Talk.of(config)
+        talk = Talk.of(config, args.tools)
         tokens = [talk.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         return [""] * len(prompts), tokens, talk.ends
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -100,7 +101,12 @@ def to_write(
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     """Return the arguments and the job of all ranks."""
     args = parser().parse_args(argv)
-    return args, job_of(args, command="lct generate")
+    if args.tools is not None and not args.chat:
+        raise ConfigError(f"--tools {args.tools} are for a chat template, which --chat uses; add --chat")
+    job = job_of(args, command="lct generate")
+    if args.chat:
+        Talk.of(job.config, args.tools)
+    return args, job
 
 
 def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:

@@ -15,6 +15,8 @@ from trainer.data.token_files.reader import TokenFiles
 
 LENGTHS = tuple(2**n for n in range(14, 19))
 """Lengths of sequences of the retention curve: 16k .. 256k tokens."""
+QUICK = 10**7
+"""Documents that are counted at the start of a run: 80 MB of lengths, and a second."""
 
 
 @dataclass(frozen=True)

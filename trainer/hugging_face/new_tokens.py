@@ -50,8 +50,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
                 tensor = _tensor(stored)
                 folder.put(name, _with_rows(tensor, rows, ids[0]) if name in grown else tensor)
                 del tensor
-            content = json.dumps({**config.content, "vocab_size": rows}, indent=2) + "\n"
-            folder.finish({CONFIG_FILE: content}, Path(carried))
+            folder.finish({CONFIG_FILE: {**config.content, "vocab_size": rows}}, Path(carried))
     return ids, rows
 
 

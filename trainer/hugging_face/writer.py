@@ -1,11 +1,12 @@
 """A new folder as transformers has it, written tensor by tensor: safetensors, a file of JSON, the tokenizer's files."""
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -72,10 +73,11 @@ class NewFolder:
         for block in tensor.reshape(-1).split(_BLOCK):
             self._file.write(memoryview(block.to(self._dtype).view(torch.uint8).numpy()))
 
-    def finish(self, files: Mapping[str, str], carried_from: Path | None = None) -> None:
+    def finish(self, files: Mapping[str, Any], carried_from: Path | None = None) -> None:
         """Write the small files, and give the folder its name; what had it before is replaced.
 
-        files: texts by name; carried_from: folder whose files of tokenizer and generation are copied before.
+        files: by name, texts, or the contents of files of JSON; carried_from: folder whose files of tokenizer and
+        generation are copied before.
 
         Raises:
             OSError: something cannot be written.
@@ -85,7 +87,8 @@ class NewFolder:
             (self._unfinished / INDEX).write_text(self._index, encoding="utf-8")
         if carried_from is not None:
             carry(carried_from, self._unfinished)
-        for name, text in files.items():
+        for name, content in files.items():
+            text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
             (self._unfinished / name).write_text(text, encoding="utf-8")
         sync(self._unfinished)
         if self._output.is_dir():

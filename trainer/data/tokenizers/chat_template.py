@@ -69,8 +69,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses it, leaves out a message, or hides where an answer is.
         """
-        messages = messages_of(found)
-        how = {"tools": found.get("tools"), "values": found.get("values", {})}
+        messages, how = messages_of(found), _brought(found)
         try:
             try:
                 return self._rendered(messages, how)
@@ -89,9 +88,8 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses it.
         """
-        how = {"tools": found.get("tools"), "values": found.get("values", {})}
         try:
-            return self._text(self._plain, found["messages"], **how, prompts=True)
+            return self._text(self._plain, found["messages"], **_brought(found), prompts=True)
         except ConfigError as error:
             raise ConfigError(f"the chat template {self._name} {error}") from None
 
@@ -154,6 +152,11 @@ def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
         raise ConfigError(f"marks no answer in it; {MARK_ANSWERS}")
     ends = list(accumulate(map(len, parts)))
     return list(zip(ends[:-1:2], ends[1::2], strict=True))
+
+
+def _brought(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a conversation gives to the template beside its messages."""
+    return {"tools": found.get("tools"), "values": found.get("values", {})}
 
 
 def messages_of(found: Mapping[str, Any]) -> Messages:
