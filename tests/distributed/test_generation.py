@@ -1,6 +1,5 @@
 """Law: the tokens are those of the model's own forward, on one rank and on several, with windows and in a batch."""
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -31,6 +30,7 @@ from trainer.components.generation import Sampling, generate
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model, Parallelism, Training
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
+from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.decoder_args import RopeScaling
 from trainer.families.llama3 import TransformerArgs
@@ -64,12 +64,19 @@ def models(*quick: str) -> list[Any]:
 
 
 @contextmanager
-def opened(model: Model, seq_len: int = LENGTH) -> Iterator[tuple[nn.Module, ResolvedJob, ParallelDims]]:
+def opened(
+    model: Model, seq_len: int = LENGTH, cp: int = 1, method: str = "ring"
+) -> Iterator[tuple[nn.Module, ResolvedJob, ParallelDims]]:
     process = Process.from_environment()
     config = JobConfig(
         model=model,
         training=Training(seq_len=seq_len, local_batch_size=1, dtype="float64"),
-        parallelism=Parallelism(tensor_parallel_degree=process.world_size),
+        parallelism=Parallelism(
+            context_parallel_degree=cp,
+            context_parallel_method=method,
+            tensor_parallel_degree=process.world_size // cp,
+            fsdp_reshard_after_forward="never",
+        ),
     )
     job = resolve(config, process.world_size, "cpu")
     with process_group(process, config.comm):
@@ -96,9 +103,15 @@ def draw(parameter: torch.Tensor, std: float, *, seed: int) -> None:
 
 
 def written_case(
-    model: Model, prompts: list[list[int]], tokens: int, sampling: Sampling, seed: int, ends=(), seq_len=LENGTH
-):
-    with opened(model, seq_len) as (part, job, dims):
+    model: Model,
+    prompts: list[list[int]],
+    tokens: int,
+    sampling: Sampling,
+    seed: int,
+    ends: tuple[int, ...] = (),
+    *layout: object,
+) -> list[list[int]]:
+    with opened(model, *layout) as (part, job, dims):
         return generate(part, job, dims, prompts, tokens=tokens, sampling=sampling, seed=seed, ends=ends)
 
 
@@ -106,9 +119,16 @@ def likeliest_case(model: Model, prompts: list[list[int]], tokens: int) -> list[
     """By the training's own forward of the whole text, again for each token."""
     with opened(model) as (part, job, dims), torch.no_grad():
         texts = [list(prompt) for prompt in prompts]
-        for logits in itertools.islice(generation._again(part, job, dims, texts), tokens):
-            for text, row in zip(texts, logits, strict=True):
-                text.append(int(row.argmax()))
+        for text in texts:
+            for _ in range(tokens):
+                read = torch.tensor([text])
+                if job.attention is None:
+                    hidden = part(read)
+                else:
+                    settings = {"buffers": [read], "buffer_seq_dims": [1], "options": job.attention, "sequences": 1}
+                    with context_parallel(dims["cp"], **settings) as cp:
+                        hidden = part(read, attention_plan=cp.attention_plan)
+                text.append(int(part.output(hidden[:, -1]).argmax()))
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
@@ -139,37 +159,51 @@ def test_tensor_parallel_ranks_write_the_same(pool: WorkerPool, model: Model, sa
     assert len({token for text in alone for token in text}) > 10, "the model says something"
 
 
-def local_heads_case() -> set[tuple[int, ...]]:
-    """Shapes that the cache keeps."""
-    with opened(Model()) as (part, job, dims):
-        seen: list[generation.KeyValueCache] = []
+@pytest.mark.parametrize(
+    ("model", "cp", "ranks", "method"),
+    [
+        pytest.param(MODELS[IDS.index(name)], cp, ranks, method, id=f"{name}, cp{cp} of {ranks}, {method}", marks=marks)
+        for name, cp, ranks, method, marks in [
+            ("windows and sinks", 2, 2, "ring", ()),
+            ("convolution", 2, 4, "all_gather", ()),
+            *((name, 2, 2, "ring", pytest.mark.slow) for name in IDS if name != "windows and sinks"),
+            ("plain", 4, 4, "all_to_all", pytest.mark.slow),
+            ("gpt_oss", 2, 4, "ring", pytest.mark.slow),
+            ("windows and sinks", 4, 8, "ring", pytest.mark.slow),
+        ]
+    ],
+)
+def test_context_parallel_ranks_write_the_same(
+    pool: WorkerPool, model: Model, cp: int, ranks: int, method: str
+) -> None:
+    """Prompts of one token, which most ranks have nothing of, and a text that outgrows the longest sequence."""
+    settings = PROMPTS, 30, Sampling(temperature=1.0, top_p=0.9), 3
+    (alone,) = pool.run(1, written_case, model, *settings)
+    assert pool.run(ranks, written_case, model, *settings, (), LENGTH, cp, method) == ranks * [alone]
+    assert len({token for text in alone for token in text}) > 10, "the model says something"
 
-        class Seen(generation.KeyValueCache):
+
+def local_heads_case(cp: int) -> set[tuple[int, ...]]:
+    """Shapes that the cache keeps."""
+    with opened(Model(), cp=cp) as (part, job, dims):
+        seen: list[generation.GenerationCache] = []
+
+        class Seen(generation.GenerationCache):
             def __init__(self, *args) -> None:
                 super().__init__(*args)
                 seen.append(self)
 
-        with mock.patch.object(generation, "KeyValueCache", Seen):
+        with mock.patch.object(generation, "GenerationCache", Seen):
             generate(part, job, dims, PROMPTS, tokens=3, sampling=GREEDY, seed=0)
         return {tuple(kept.shape) for pair in seen[0]._kept.values() for kept in pair}
 
 
-def test_a_rank_keeps_its_own_heads_and_no_more_tokens_than_are_written(pool: WorkerPool) -> None:
-    longest = max(map(len, PROMPTS)) + 3
-    assert pool.run(1, local_heads_case) == [{(3, 4, longest, 32)}]
-    assert pool.run(2, local_heads_case) == 2 * [{(3, 2, longest + 1, 32)}]
-
-
-@pytest.mark.slow
-def test_a_long_prompt_is_read_in_chunks(pool: WorkerPool) -> None:
-    prompt = [[i * 7 % 50 for i in range(600)]]
-    whole, chunked = (pool.run(1, chunks_case, prompt, chunk) for chunk in (1000, 100))
-    assert whole == chunked
-
-
-def chunks_case(prompts: list[list[int]], chunk: int) -> list[list[int]]:
-    generation._CHUNK = chunk
-    return written_case(Model(sliding_window=50, sliding_window_every=2), prompts, 5, GREEDY, 0, seq_len=700)
+def test_a_rank_keeps_its_own_heads_and_tokens_and_no_more_than_are_written(pool: WorkerPool) -> None:
+    """Prompts of 8 tokens and 3 more. Two context-parallel ranks keep 4 and at most 2."""
+    assert pool.run(1, local_heads_case, 1) == [{(3, 4, 11, 32)}]
+    assert pool.run(2, local_heads_case, 1) == 2 * [{(3, 2, 11, 32)}]
+    assert pool.run(2, local_heads_case, 2) == 2 * [{(3, 4, 6, 32)}]
+    assert pool.run(4, local_heads_case, 2) == 4 * [{(3, 2, 6, 32)}]
 
 
 def hugging_face_case(family: str, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -254,6 +288,10 @@ def test_a_broken_folder_is_one_sentence(hf_folder: Path, capsys: pytest.Capture
     said = refused_folder([str(hf_folder), "--ngpu", "3"], capsys)
     assert said.startswith("error: parallelism.tensor_parallel_degree = 3 ")
     assert said.endswith("degrees that fit this model: 1, 2; tensor_parallel_degree is --ngpu here\n")
+    said = refused_folder([str(hf_folder), "--ngpu", "3", "--context-parallel", "2"], capsys)
+    assert said == "error: --context-parallel 2 does not divide the 3 ranks; give --ngpu a multiple of it\n"
+    said = refused_folder([str(hf_folder), "--ngpu", "6", "--context-parallel", "2"], capsys)
+    assert said.endswith("1, 2; tensor_parallel_degree is --ngpu over --context-parallel here\n")
     (hf_folder / "tokenizer.model").rename(hf_folder / "kept")
     assert "holds no tokenizer" in refused_folder([str(hf_folder)], capsys)
     (hf_folder / "kept").rename(hf_folder / "tokenizer.model")
@@ -274,10 +312,10 @@ def test_a_broken_folder_is_one_sentence(hf_folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_the_command_starts_its_ranks_and_one_of_them_prints(hf_folder: Path, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [["--ngpu", "2"], [], ["--ngpu", "4", "--context-parallel", "2"]])
+def test_the_command_starts_its_ranks_and_one_of_them_prints(hf_folder: Path, ranks: list[str]) -> None:
     arguments = ["--prompt", "def f(", "--prompt", "class A", "--tokens", "5", "--temperature", "0"]
-    line = [sys.executable, "-m", "trainer", "generate", str(hf_folder), *arguments, "--ngpu", str(ranks)]
+    line = [sys.executable, "-m", "trainer", "generate", str(hf_folder), *arguments, *ranks]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split("\n\nclass A")
@@ -291,6 +329,7 @@ def test_drawn_tokens_follow_the_seed_and_the_number_of_the_prompt(pool: WorkerP
     first = run(PROMPTS, 0)
     assert first == run(PROMPTS, 0)
     assert first[:1] == run(PROMPTS[:1], 0), "other prompts change nothing"
+    assert run(PROMPTS[::-1], 0)[:1] == run(PROMPTS[-1:], 0), "nor what fills up the shorter ones"
     assert first != run(PROMPTS, 1)
     assert first != pool.run(1, written_case, Model(), PROMPTS, 8, GREEDY, 0)[0]
 

@@ -510,11 +510,18 @@ EVALUATION = (
         f"{_EVALUATION}::test_an_answer_is_right_if_all_its_tokens_are_the_likeliest[cp2+tp2]",
     ),
     Mutant(
-        "what fills up a chunk of a text stays in the cache",
-        "trainer/components/generation.py",
-        "            self.length += new\n",
-        "            self.length += filled.shape[1]\n",
-        "tests/distributed/test_generation.py::test_tensor_parallel_ranks_write_the_same",
+        "what fills up a prompt is seen by the tokens behind it",
+        "trainer/components/generation_cache.py",
+        "torch.where(rows < self.lengths[:, None], rows, -1)",
+        "rows",
+        "tests/distributed/test_generation.py::test_drawn_tokens_follow_the_seed_and_the_number_of_the_prompt",
+    ),
+    Mutant(
+        "every context-parallel rank keeps each new token",
+        "trainer/components/generation_cache.py",
+        "self._new if self._runs % self._cp.size() == self._cp.get_local_rank() else 0",
+        "self._new",
+        "tests/distributed/test_generation.py::test_context_parallel_ranks_write_the_same",
     ),
 )
 

@@ -267,7 +267,7 @@ RULES = [
         says=r"20 documents, (?s:.*)weights saved for Hugging Face(?s:.*)training done",
     ),
     Rule(
-        r"lct chat outputs/\w+( --ngpu \d)?",
+        r"lct chat outputs/\w+( --ngpu \d( --context-parallel \d)?)?",
         "echo '2 + 3?' | lct chat outputs/talk --tokens 4",
         why="the folder of a short run, and a message in the place of a user",
         first=TALK,

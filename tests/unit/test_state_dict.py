@@ -11,7 +11,7 @@ from examples.toy_family import spec as toy
 from examples.toy_family.args import FLAVORS
 from tests.hf_decoders import EVERY_SECOND, hf_model, in_float64
 from tests.hf_tensors import from_hf, to_hf
-from trainer.components.generation import KeyValueCache
+from trainer.components.generation_cache import GenerationCache
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import RopeScaling, TransformerArgs
 from trainer.families.registry import hf_config
@@ -22,7 +22,7 @@ from trainer.models.rotary import rope_frequencies
 LLAMA = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 TOY = replace(FLAVORS["toy"], vocab_size=32, max_seq_len=8)
 SCALING = RopeScaling(8.0, original_max_seq_len=8)
-ONE_RANK = SimpleNamespace(size=lambda: 1)  # a mesh, outside of a process group
+ONE_RANK = SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)  # a mesh, outside of a process group
 
 
 def build(spec: ModelSpec, args: object) -> nn.Module:
@@ -81,9 +81,8 @@ def test_a_model_of_transformers_computes_the_same_here_and_goes_back_bit_for_bi
 
 def computed(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Logits by the cache of generation, which also has windows on one rank without a plan."""
-    cache = KeyValueCache(torch.zeros(len(tokens), dtype=torch.int64), tokens.shape[1], tp=ONE_RANK)
-    with cache.used_by(model):
-        return model.output(cache.run(model, tokens))
+    cache = GenerationCache(torch.zeros(len(tokens), dtype=torch.int64), tokens.shape[1], cp=ONE_RANK, tp=ONE_RANK)
+    return model.output(cache.run(model, tokens))
 
 
 @pytest.mark.parametrize("name", ["attention.q_norm", "attention.wk"])

@@ -4,8 +4,9 @@ generate outputs/debug_model --prompt 'def main(' --prompt 'class ' --tokens 60 
 
 With --chat each prompt is the message of a user, which the model answers through its chat template.
 
-With --ngpu N tensor-parallel ranks divide the model, each with the keys and values of its own heads. All ranks draw the
-same tokens, and rank 0 prints them.
+With --ngpu N tensor-parallel ranks divide the model, each with the keys and values of its own heads. With
+--context-parallel M of them divide the tokens of a long prompt instead, and N / M the model. All ranks draw the same
+tokens, and rank 0 prints them.
 """
 
 import argparse
@@ -47,6 +48,8 @@ def model_parser(command: str, what: str, *, tokens: int = 1024, **settings: Any
     model_options(described, seed="of the drawn tokens")
     text = "ranks that divide the model, a GPU each (default: 1)"
     add("--ngpu", type=number(int, 1), default=1, metavar="N", help=text)
+    text = "how many of the ranks divide each prompt, the others the model (default: 1)"
+    add("--context-parallel", type=number(int, 1), default=1, metavar="M", help=text)
     return described
 
 
@@ -111,16 +114,22 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
     """Return the job of all ranks that write with the model of a folder."""
-    ranks = all_ranks(args.ngpu)
+    ranks, cp = all_ranks(args.ngpu), args.context_parallel
+    if ranks % cp:
+        raise ConfigError(f"--context-parallel {cp} does not divide the {ranks} ranks; give --ngpu a multiple of it")
     config, _ = text_configuration(args.folder, args.step, command=command, tokenizer=args.tokenizer)
-    length = max(config.training.seq_len // ranks, 1) * ranks
+    unit = ranks * (2 if cp > 1 else 1)
+    length = max(config.training.seq_len // unit, 1) * unit
     config = replace(
         config,
         training=replace(config.training, seq_len=length),
-        parallelism=Parallelism(tensor_parallel_degree=ranks),
+        parallelism=Parallelism(
+            context_parallel_degree=cp, tensor_parallel_degree=ranks // cp, fsdp_reshard_after_forward="never"
+        ),
         comm=replace(config.comm, trace_buf_size=0),  # nothing is written
     )
-    with given_as(tensor_parallel_degree="--ngpu"):
+    name = "--ngpu" if cp == 1 else "--ngpu over --context-parallel"
+    with given_as(tensor_parallel_degree=name, context_parallel_degree="--context-parallel"):
         return resolve(config, ranks, this_machine().device_type(config.job.device))
 
 
