@@ -160,7 +160,7 @@ context_parallel_attention.register_autograd(_differentiate, setup_context=_save
 _LIBRARY = torch.library.Library("trainer", "FRAGMENT")
 
 
-def _add_autocast_rule(operator: Any, device_type: str, casts: int) -> None:
+def add_autocast_rule(operator: Any, device_type: str, casts: int) -> None:
     """Cast the first `casts` arguments of an operator, but not float64, as F.scaled_dot_product_attention does.
 
     Inside the operator autocast is off, so that its float32 tensors stay float32.
@@ -176,8 +176,8 @@ def _add_autocast_rule(operator: Any, device_type: str, casts: int) -> None:
 
 
 for _device_type in ("cpu", "cuda"):
-    _add_autocast_rule(torch.ops.trainer.context_parallel_attention.default, _device_type, casts=3)
-    _add_autocast_rule(torch.ops.trainer.context_parallel_attention_backward.default, _device_type, casts=0)
+    add_autocast_rule(torch.ops.trainer.context_parallel_attention.default, _device_type, casts=3)
+    add_autocast_rule(torch.ops.trainer.context_parallel_attention_backward.default, _device_type, casts=0)
 
 
 # ---- the style

@@ -1,0 +1,199 @@
+"""Law: linear attention over many ranks is the recurrence of one token after another, on any layout, with documents."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_short_convolution import any_layout, mesh_of_all
+from tests.slow import slow
+from trainer.distributed.context_parallel import region
+from trainer.distributed.context_parallel.execution import linear_chunks
+from trainer.distributed.context_parallel.linear_attention import fragments_of, linear_attention
+from trainer.distributed.sharding import exchange
+from trainer.distributed.sharding.layout import AxisLayout
+
+TOLERANCE = 1e-12
+CASES = 12
+KINDS = ("delta", "delta of channels", "decay", "decay of channels")
+
+
+def token_by_token(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    starts: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The recurrence by its definition; starts: (B, S), 1 where a document begins."""
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    decay = log_decay.exp().view(*v.shape[:3], -1)
+    state, outputs = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3]), []
+    for t in range(q.shape[1]):
+        state = torch.where(starts[:, t, None, None, None] == 1, 0, state) * decay[:, t].unsqueeze(-1)
+        added = v[:, t]
+        if beta is not None:
+            added = beta[:, t].unsqueeze(-1) * (added - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], added)
+        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outputs, 1)
+
+
+def drawn(
+    kind: str, batch: int, length: int, *, seed: int, strength: float = 1.0, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor | None]:
+    """q, k, v, logarithms of decays down to `strength`, and beta; two heads of keys and four of values."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(batch, length, heads, width, dtype=dtype, generator=generator)
+        for heads, width in ((2, 5), (2, 5), (4, 3))
+    )
+    shape = (batch, length, 4, 5) if "channels" in kind else (batch, length, 4)
+    decay = -strength * torch.rand(shape, dtype=dtype, generator=generator)
+    beta = torch.rand(batch, length, 4, dtype=dtype, generator=generator) if "delta" in kind else None
+    found = [q, k / k.norm(dim=-1, keepdim=True), v, decay, beta]
+    return [None if x is None else x.requires_grad_() for x in found]
+
+
+def starts_of(batch: int, length: int, share: float, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    starts = (torch.rand(batch, length, generator=generator) < share).long()
+    starts[:, :1] = 1
+    return starts
+
+
+def positions_of(starts: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(starts.shape[1])
+    return places - (places * starts).cummax(1).values
+
+
+def differences(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    return max(((a - b).norm() / max(b.norm().item(), 1e-3)).item() for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("length", "packed"), [(1, False), (63, True), (64, False), (150, True), (200, False)])
+def test_chunks_are_the_recurrence(kind: str, length: int, packed: bool) -> None:
+    inputs, starts = drawn(kind, 2, length, seed=length), starts_of(2, length, 0.1 * packed, length)
+    positions = positions_of(starts) if packed else None
+    got, _, last = linear_attention(*inputs, None, positions, 0.7)
+    wanted = token_by_token(*inputs, starts, 0.7)
+    given, cotangent = [x for x in inputs if x is not None], torch.randn_like(wanted)
+    gradients = [torch.autograd.grad(x, given, cotangent) for x in (got, wanted)]
+    assert differences([got, *gradients[0]], [wanted, *gradients[1]]) < TOLERANCE
+    more = [None if x is None else x.detach()[:, -1:] for x in inputs]
+    one = torch.einsum("bhk,bhkv->bhv", more[0][:, 0].repeat_interleave(2, 1), last)
+    assert differences([0.7 * one], [wanted[:, -1].detach()]) < TOLERANCE, "the state behind the last token"
+
+
+@pytest.mark.parametrize("kind", ["delta of channels", "decay of channels", "delta"])
+def test_strong_decays_neither_overflow_nor_divide(kind: str) -> None:
+    """A chunk forgets by e^-3000: quotients of running products would be 0 / 0."""
+    inputs = drawn(kind, 1, 130, seed=1, strength=50.0, dtype=torch.float32)
+    with torch.no_grad():
+        inputs[3][:, ::7] = 0.0
+    got = linear_attention(*inputs, None, None, 1.0)[0]
+    given = [x for x in inputs if x is not None]
+    cotangent = torch.randn(got.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad(got, given, cotangent)
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    wanted = token_by_token(*exact, starts_of(1, 130, 0.0, 0), 1.0)
+    of_exact = torch.autograd.grad(wanted, [x for x in exact if x is not None], cotangent.double())
+    assert differences([got, *gradients], [wanted, *of_exact]) < 1e-5
+
+
+def random_cases(seed: int) -> list[str]:
+    """Compare outputs, gradients and bytes of CASES calls; return what differs on this rank."""
+    problems: list[str] = []
+    with mesh_of_all() as mesh:
+        for number in range(CASES):
+            rng = random.Random(1000 * seed + number)
+            length, batch = rng.choice((rng.randint(1, 24), rng.randint(100, 300))), rng.randint(1, 2)
+            layout, kind = any_layout(rng, length, mesh.size()), rng.choice(KINDS)
+            packed = rng.choice((0.0, 0.02, 0.3))
+            problems += [
+                f"case {number}, {kind}, {layout.ranges}: {x}" for x in one_case(mesh, layout, kind, batch, packed)
+            ]
+    return problems
+
+
+def one_case(mesh: DeviceMesh, layout: AxisLayout, kind: str, batch: int, packed: float) -> list[str]:
+    inputs, starts = drawn(kind, batch, layout.length, seed=layout.length), starts_of(batch, layout.length, packed, 3)
+    wanted = token_by_token(*inputs, starts, 0.5)
+    cotangent = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    rank = mesh.get_local_rank()
+    own = torch.from_numpy(layout.indices(rank))
+    mine = [None if x is None else x[:, own].detach().requires_grad_() for x in inputs]
+    exchange.bytes_sent.clear()
+    with region(mesh, layout, sequences=batch) as opened:
+        positions = positions_of(starts)[:, own] if packed else None
+        got = linear_attention(*mine, opened.attention_plan, positions, 0.5)[0]
+        sent = exchange.bytes_sent["exchange"]
+        gradients = torch.autograd.grad(got, [x for x in mine if x is not None], cotangent[:, own])
+    of_whole = torch.autograd.grad(wanted, [x for x in inputs if x is not None], cotangent)
+    names = ["output", "q", "k", "v", "decay", "beta"]
+    pairs = zip(names, [got, *gradients], [wanted, *of_whole], strict=False)
+    problems = [name for name, a, b in pairs if not (a - b[:, own]).norm() <= TOLERANCE * max(b.norm().item(), 1.0)]
+    total = torch.tensor([sent, exchange.bytes_sent["exchange"] - sent])
+    dist.all_reduce(total)
+    slot = 8 * batch * 4 * 5 * (3 + (5 if "delta" in kind else 1))
+    if total.tolist() != [slot * maps_sent(layout, behind) for behind in (False, True)]:
+        problems.append(f"bytes {total.tolist()}")
+    return problems
+
+
+def maps_sent(layout: AxisLayout, behind: bool) -> int:
+    """Maps that travel: to each rank those of others before its last fragment, or behind its first one."""
+    owner = {i: r for r, ranges in enumerate(fragments_of(layout).ranges) for a, b in ranges for i in range(a, b)}
+    found = 0
+    for rank in range(layout.degree):
+        own = [i for i, r in owner.items() if r == rank]
+        if own:
+            found += sum(r != rank and (i > min(own) if behind else i < max(own)) for i, r in owner.items())
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
+@pytest.mark.parametrize("world_size", [2, 4, *slow(1, 3, 8)])
+def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: int) -> None:
+    """Shards of any size, down to none and to one row, also many a rank; and as many bytes as there are maps."""
+    assert not [problem for rank in pool.run(world_size, random_cases, seed) for problem in rank]
+
+
+def wrong_case(what: str) -> float:
+    """The error of the same call with one of the parts left out."""
+    with mesh_of_all() as mesh:
+        layout = AxisLayout("pieces", 40, (((0, 10), (30, 40)), ((10, 30),)))
+        inputs, starts = drawn("delta", 1, 40, seed=0), starts_of(1, 40, 0.05, 3)
+        wanted = token_by_token(*inputs, starts, 0.5).detach()
+        own = torch.from_numpy(layout.indices(mesh.get_local_rank()))
+        mine = [x[:, own].detach() for x in inputs]
+        with region(mesh, layout, sequences=1) as opened:
+            positions = None if what == "documents" else positions_of(starts)[:, own]
+            plan = None if what == "exchange" else opened.attention_plan
+            if what == "exchange":
+                linear_attention(*mine, opened.attention_plan, positions, 0.5)
+            got = linear_attention(*mine, plan, positions, 0.5)[0]
+        return ((got - wanted[:, own]).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("what", ["documents", "exchange"])
+def test_the_test_sees_what_is_missing(pool: WorkerPool, what: str) -> None:
+    assert max(pool.run(2, wrong_case, what)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operator_keeps_the_rules_of_operators(kind: str) -> None:
+    inputs = drawn(kind, 1, 20, seed=0)
+    torch.library.opcheck(linear_attention, (*inputs, None, positions_of(starts_of(1, 20, 0.2, 1)), 0.5))
+
+
+def test_a_chunk_has_the_size_of_its_definition() -> None:
+    """Kernels of others use 64, and the sub-blocks divide it."""
+    assert linear_chunks.CHUNK == 64
+    assert linear_chunks.CHUNK % linear_chunks._BLOCK == 0

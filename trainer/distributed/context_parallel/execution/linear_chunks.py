@@ -1,0 +1,238 @@
+"""The arithmetic of linear attention over chunks of tokens, on one rank.
+
+A head has a state S, (K, V). Token t changes it, and reads it:
+
+    S_t = (I - b_t k_t k_t') Diag(a_t) S_(t-1) + b_t k_t v_t'        o_t = S_t' q_t
+
+with decays a_t in (0, 1], one of the head (Gated DeltaNet, arXiv 2412.06464) or one of each key channel (Kimi Delta
+Attention, arXiv 2510.26692). Without b there is no erasure: S_t = Diag(a_t) S_(t-1) + k_t v_t', which is Mamba-2
+(arXiv 2405.21060) and other gated linear attention.
+
+In a chunk of C tokens let G be the running sum of log a, and u_t what token t adds along k_t. Then, with the strict
+lower triangle A_ts = sum of k_t e^(G_t - G_s) k_s, and the lower triangle P the same with q_t,
+
+    (I + b A) u = b (v - k e^G S)        o = q e^G S + P u        S' = e^(G_C) S + (k e^(G_C - G))' u
+
+so that S' is affine in S. No exponent is above 0: decays of single channels are taken in sub-blocks, against the first
+token of a block. Where a document begins, what comes from before is masked, and all else stays as it is.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+CHUNK = 64
+_BLOCK = 16
+
+Fragments = Sequence[tuple[int, int]]
+"""(First chunk, end) of each run of tokens that follow one another."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens in chunks, of one dtype: (B, H, N, C, ...). A token of zeros changes nothing.
+
+    q, k: (..., K); v: (..., V); decay: (..., 1 or K) running sums in the chunk of logarithms; beta: (..., 1), None for
+    no erasure; document: (B, 1, N, C), documents that have begun in the chunk so far, None for one document.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor | None
+    document: torch.Tensor | None
+
+
+class Chunks:
+    """What the chunks of a rank need whatever their states are."""
+
+    def __init__(self, x: Inputs) -> None:
+        size = x.q.shape[3]
+        self.x, self.lower = x, torch.ones(size, size, dtype=torch.bool, device=x.q.device).tril()
+        self.strict = self.lower.tril(-1)
+        self.goes_on = self.begins = self.ends = None  # masks: through the chunk, from before it, to its end
+        if x.document is not None:
+            same = x.document.unsqueeze(-1) == x.document.unsqueeze(-2)
+            self.lower, self.strict = same & self.lower, same & self.strict
+            self.begins, last = (x.document == 0).unsqueeze(-1), x.document[..., -1:]
+            self.ends, self.goes_on = (x.document == last).unsqueeze(-1), (last == 0).unsqueeze(-1)
+        self.grown = _masked(x.decay.exp(), self.begins)
+        self.rest = _masked((x.decay[..., -1:, :] - x.decay).exp(), self.ends)
+        self.through = _masked(x.decay[..., -1:, :].exp(), self.goes_on).mT  # (..., 1 or K, 1)
+        self.q_in, self.k_in, self.k_out = x.q * self.grown, x.k * self.grown, x.k * self.rest
+        self.reads = _pairs(x.q, x.k, x.decay, self.lower)
+        self.new, self.erased = x.v, None
+        if x.beta is not None:
+            self.among = _pairs(x.k, x.k, x.decay, self.strict)
+            self.system = x.beta * self.among
+            solved = self._solved(x.beta * torch.cat((x.v, self.k_in), -1))
+            self.new, self.erased = solved.split([x.v.shape[-1], x.k.shape[-1]], -1)
+
+    def _solved(self, y: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
+        system = self.system.mT if transposed else self.system
+        return torch.linalg.solve_triangular(system, y, upper=transposed, unitriangular=True)
+
+    def maps(self, fragments: Fragments) -> torch.Tensor:
+        """Return the affine map of each fragment, [bias | transition]: (B, F, H, K, V + width).
+
+        The transition has K columns with erasure; without, it is diagonal, and its one column is the diagonal.
+        """
+        x, found = self.x, []
+        k, v = x.k.shape[-1], x.v.shape[-1]
+        columns = v + (1 if x.beta is None else k)
+        for first, end in fragments:
+            state = x.k.new_zeros(*x.k.shape[:2], k, columns)
+            if x.beta is None:
+                state[..., v:] = 1
+            else:
+                state[..., v:] = torch.eye(k, dtype=state.dtype, device=state.device)
+            for n in range(first, end):
+                added = self.k_out[:, :, n].mT @ self.new[:, :, n]
+                if self.erased is not None:
+                    erased = self.k_out[:, :, n].mT @ (self.erased[:, :, n] @ state)
+                state = self.through[:, :, n] * state
+                state[..., :v] += added
+                if self.erased is not None:
+                    state -= erased
+            found.append(state)
+        return torch.stack(found, 1) if found else x.k.new_empty(x.k.shape[0], 0, x.k.shape[1], k, columns)
+
+    def states(self, fragments: Fragments, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states before all chunks, (B, H, N, K, V), and behind fragments, (B, F, H, K, V), as entries."""
+        before, behind = [], []
+        for state, (first, end) in zip(entries.unbind(1), fragments, strict=True):
+            for n in range(first, end):
+                before.append(state)
+                new = self.new[:, :, n]
+                if self.erased is not None:
+                    new = new - self.erased[:, :, n] @ state
+                state = self.through[:, :, n] * state + self.k_out[:, :, n].mT @ new
+            behind.append(state)
+        return _stacked(before, entries, 2), _stacked(behind, entries, 1)
+
+    def added(self, before: torch.Tensor) -> torch.Tensor:
+        """Return what each token adds, u: (B, H, N, C, V)."""
+        return self.new if self.erased is None else self.new - self.erased @ before
+
+    def outputs(self, before: torch.Tensor) -> torch.Tensor:
+        """Return the outputs: (B, H, N, C, V)."""
+        return self.q_in @ before + self.reads @ self.added(before)
+
+    def adjoint(
+        self, fragments: Fragments, dout: torch.Tensor, exits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of what tokens add, (B, H, N, C, V), of the states behind all chunks, and of entries.
+
+        exits: gradients of the states behind the fragments, (B, F, H, K, V).
+        """
+        number = self.x.k.shape[2]
+        dadded, reads = self.reads.mT @ dout, self.q_in.mT @ dout
+        behind: list[torch.Tensor] = [exits.new_empty(0)] * number
+        entries = []
+        for state, (first, end) in zip(exits.unbind(1), fragments, strict=True):
+            for n in reversed(range(first, end)):
+                behind[n] = state
+                new = dadded[:, :, n].add_(self.k_out[:, :, n] @ state)
+                state = self.through[:, :, n] * state + reads[:, :, n]
+                if self.erased is not None:
+                    state = state - self.erased[:, :, n].mT @ new
+            entries.append(state)
+        return dadded, _stacked(behind, exits, 2), _stacked(entries, exits, 1)
+
+    def gradients(
+        self, dout: torch.Tensor, before: torch.Tensor, dadded: torch.Tensor, dbehind: torch.Tensor
+    ) -> Inputs:
+        """Return the gradients of the inputs; that of decay belongs to the running sums. See `states`, `adjoint`."""
+        x, added = self.x, self.added(before)
+        dq, dk, ddecay = _pairs_adjoint((dout @ added.mT).masked_fill(~self.lower, 0), x.q, x.k, x.decay)
+        dv, dbeta = dadded, None
+        if x.beta is not None:
+            dy = self._solved(dadded, transposed=True)
+            dbeta = (dy * (x.v - self.k_in @ before - self.among @ added)).sum(-1, keepdim=True)
+            dv = x.beta * dy
+            gradient = (-dv @ added.mT).masked_fill(~self.strict, 0)
+            more = _pairs_adjoint(gradient, x.k, x.k, x.decay)
+            dk, ddecay = dk + more[0] + more[1], ddecay + more[2]
+            dk_in = -(dv @ before.mT) * self.grown
+            dk, ddecay = dk + dk_in, ddecay + _of_decay(x.k * dk_in, x.decay)
+        dq_in = dout @ before.mT * self.grown
+        dk_out = added @ dbehind.mT * self.rest
+        from_rest = _of_decay(x.k * dk_out, x.decay)
+        through = _of_decay((self.through * (before * dbehind)).sum(-1).unsqueeze(-2), x.decay)
+        ddecay = ddecay + _of_decay(x.q * dq_in, x.decay) - from_rest
+        ddecay[..., -1:, :] += from_rest.sum(-2, keepdim=True) + through
+        return Inputs(dq + dq_in, dk + dk_out, dv, ddecay, dbeta, None)
+
+
+def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    return x if mask is None else x.masked_fill(~mask, 0)
+
+
+def _stacked(parts: list[torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return (B, F, H, K, V), or (B, H, N, K, V), also of no parts."""
+    if parts:
+        return torch.stack(parts, dim)
+    b, _, *rest = like.shape
+    return like.new_empty(b, 0, *rest) if dim == 1 else like.new_empty(b, rest[0], 0, *rest[1:])
+
+
+def _of_decay(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of all channels as that of decays, which all channels may share."""
+    return x.sum(-1, keepdim=True) if decay.shape[-1] == 1 else x
+
+
+# ---- products of all pairs of tokens of a chunk, decayed in between
+
+
+def _pairs(x: torch.Tensor, y: torch.Tensor, decay: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the sums over channels of x_t e^(G_t - G_s) y_s where the mask is, else 0: (..., C, C)."""
+    if decay.shape[-1] == 1:
+        return (x @ y.mT) * _between(decay, decay, mask).squeeze(-1)
+    found = x.new_zeros(*x.shape[:-1], x.shape[-2])
+    for own, x_own, reference, inside in _blocks(x, decay):
+        found[..., own, own] = torch.einsum("...tc,...sc,...tsc->...ts", x[..., own, :], y[..., own, :], inside)
+        if own.start:
+            before = y[..., : own.start, :] * (reference - decay[..., : own.start, :]).exp()
+            found[..., own, : own.start] = x_own @ before.mT
+    return found.masked_fill(~mask, 0)
+
+
+def _pairs_adjoint(
+    gradient: torch.Tensor, x: torch.Tensor, y: torch.Tensor, decay: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of x, y and decay. gradient: zero where the mask of `_pairs` is not."""
+    if decay.shape[-1] == 1:
+        lower = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril()
+        gradient = gradient * _between(decay, decay, lower).squeeze(-1)
+        dx, dy = gradient @ y, gradient.mT @ x
+    else:
+        dx, dy = torch.zeros_like(x), torch.zeros_like(y)
+        for own, x_own, reference, inside in _blocks(x, decay):
+            here = gradient[..., own, own]
+            dx[..., own, :] += torch.einsum("...ts,...sc,...tsc->...tc", here, y[..., own, :], inside)
+            dy[..., own, :] += torch.einsum("...ts,...tc,...tsc->...sc", here, x[..., own, :], inside)
+            if own.start:
+                fades = (reference - decay[..., : own.start, :]).exp()
+                there = gradient[..., own, : own.start]
+                grown = (decay[..., own, :] - reference).exp()
+                dx[..., own, :] += there @ (y[..., : own.start, :] * fades) * grown
+                dy[..., : own.start, :] += there.mT @ x_own * fades
+    return dx, dy, _of_decay(x * dx, decay) - _of_decay(y * dy, decay)
+
+
+def _between(later: torch.Tensor, earlier: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return e^(G_t - G_s) of all pairs, (..., T, S, 1 or K), where the mask is, else 0."""
+    exponent = later.unsqueeze(-2) - earlier.unsqueeze(-3)
+    return exponent.masked_fill(~mask.unsqueeze(-1), -torch.inf).exp()
+
+
+def _blocks(x: torch.Tensor, decay: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield for each sub-block: its tokens; its x, decayed since its first token; the G of that token; and the decays
+    between its pairs."""
+    for first in range(0, x.shape[-2], _BLOCK):
+        own = slice(first, min(first + _BLOCK, x.shape[-2]))
+        here, reference = decay[..., own, :], decay[..., first : first + 1, :]
+        lower = torch.ones(here.shape[-2], here.shape[-2], dtype=torch.bool, device=x.device).tril()
+        yield own, x[..., own, :] * (here - reference).exp(), reference, _between(here, here, lower)

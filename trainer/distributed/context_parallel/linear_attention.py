@@ -1,0 +1,287 @@
+"""Linear attention over a sequence that many ranks share, as one operator: a scan of states over the ranks.
+
+A run of tokens that follow one another, a fragment, changes the state of a head by an affine map, S -> M S + B. Each
+rank computes the map of each of its fragments. One exchange brings it the maps of all fragments before its own; it
+folds them in the order of the tokens, and runs its own tokens from there:
+
+    head_tail, 4 pieces on 2 ranks:   rank 0: fragments 0 3    wants the maps of 0 1 2, of which it has 0
+                                      rank 1: fragments 1 2    wants the maps of 0 and 1
+
+Bytes do not depend on the length: a map has K x (V + K) numbers a head, or K x (V + 1) without erasure. The backward is
+the same from the end: a fragment's gradient of its entry state is M' times that of its exit, plus a bias. Maps and
+states have float32 at least. See arXiv 2404.02882 (LASP-2 is 2502.07563) for simple decays.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+
+from trainer.distributed.context_parallel.attention import add_autocast_rule
+from trainer.distributed.context_parallel.execution.linear_chunks import CHUNK, Chunks, Fragments, Inputs
+from trainer.distributed.context_parallel.live import resolve
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import union
+from trainer.distributed.sharding.rows import Axis, Wanted, fetch
+
+
+@torch.library.custom_op("trainer::linear_attention", mutates_args=())
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    plan: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the recurrence of `execution/linear_chunks.py` over the whole sequence; a collective over the plan's mesh.
+
+    q, k: (B, S, H, K), S this rank's rows; v: (B, S, G, V), H divides G; log_decay: (B, S, G) or (B, S, G, K), at most
+    0; beta: (B, S, G), of the delta rule, None for no erasure; plan: the handle, (B,) int64, None if the rows are the
+    whole sequence; positions: (B, S), 0 where a document begins, None for one document.
+    -> scale times the outputs, as v; what the backward needs of the states, as numbers in a row; the state behind this
+    rank's last row, (B, G, K, V). States are in float32 at least. Gradients flow through the outputs alone.
+
+    Raises:
+        ContextParallelError: inputs that do not fit each other, or a plan that did not cut them.
+    """
+    place = _Place.of(plan, q)
+    chunks = Chunks(_inputs(q, k, v, log_decay, beta, positions, place, scale))
+    maps = chunks.maps(place.fragments) if place.sends else None
+    entries = place.entries(chunks, maps)
+    before, behind = chunks.states(place.fragments, entries)
+    out = _rows(chunks.outputs(before), place).to(v.dtype)
+    kept = [entries] if maps is None else [entries, maps[..., v.shape[3] :]]
+    last = behind[:, -1] if behind.shape[1] else entries.new_zeros(entries.shape[0], *entries.shape[2:])
+    return out, torch.cat([x.reshape(-1) for x in kept]), last.clone()
+
+
+@torch.library.custom_op("trainer::linear_attention_backward", mutates_args=())
+def _linear_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    plan: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    kept: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k, v, log_decay and beta ((0,) without one)."""
+    place = _Place.of(plan, q)
+    chunks = Chunks(_inputs(q, k, v, log_decay, beta, positions, place, scale))
+    v_dim, shape = v.shape[3], (q.shape[0], len(place.lengths), v.shape[2], q.shape[3])
+    size = math.prod(shape) * v_dim
+    entries, transitions = kept[:size].view(*shape, v_dim), kept[size:]
+    before, _ = chunks.states(place.fragments, entries)
+    dout, exits = _chunked(dout.to(before.dtype), place), torch.zeros_like(entries)
+    if place.sends:
+        *_, bias = chunks.adjoint(place.fragments, dout, exits)
+        exits = place.exits(torch.cat((bias, transitions.view(*shape, 1 if beta is None else q.shape[3])), -1), v_dim)
+    dadded, dbehind, _ = chunks.adjoint(place.fragments, dout, exits)
+    found = chunks.gradients(dout, before, dadded, dbehind)
+    dq, dk, dv = (_rows(x, place) for x in (found.q * scale, found.k, found.v))
+    ddecay = _rows(found.decay.flip(3).cumsum(3).flip(3), place)
+    dbeta = dv.new_empty(0) if beta is None else _rows(found.beta, place).view(beta.shape)
+    dq, dk = (x.unflatten(2, (q.shape[2], -1)).sum(3) for x in (dq, dk))
+    given = q, k, v, log_decay, v if beta is None else beta
+    found = dq, dk, dv, ddecay.view(log_decay.shape), dbeta
+    return tuple(x.to(like.dtype) for x, like in zip(found, given, strict=True))
+
+
+@linear_attention.register_fake
+def _(q, k, v, log_decay, beta, plan, positions, scale):
+    state, dtype = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]), torch.promote_types(v.dtype, torch.float32)
+    size = v.shape[0] * v.shape[2] * q.shape[3] * v.shape[3]
+    if plan is not None:
+        size = torch.library.get_ctx().new_dynamic_size()
+    return v.new_empty(v.shape), v.new_empty(size, dtype=dtype), v.new_empty(state, dtype=dtype)
+
+
+@_linear_attention_backward.register_fake
+def _(dout, q, k, v, log_decay, beta, plan, positions, kept, scale):
+    dbeta = v.new_empty(0) if beta is None else beta.new_empty(beta.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v, log_decay)), dbeta
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, scale = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.scale = scale
+
+
+def _differentiate(ctx, dout, _dkept, _dlast):
+    *inputs, kept = ctx.saved_tensors
+    *gradients, dbeta = _linear_attention_backward(dout, *inputs, kept, ctx.scale)
+    return *gradients, dbeta if inputs[4] is not None else None, None, None, None
+
+
+linear_attention.register_autograd(_differentiate, setup_context=_save)
+
+for _device_type in ("cpu", "cuda"):
+    add_autocast_rule(torch.ops.trainer.linear_attention.default, _device_type, casts=0)
+    add_autocast_rule(torch.ops.trainer.linear_attention_backward.default, _device_type, casts=0)
+
+
+# ---- where the tokens of a rank are
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The fragments of a rank: runs of tokens that follow one another.
+
+    lengths: of this rank's fragments; axis: a row for each fragment of all ranks, in the order of the tokens, None for
+    a whole sequence.
+    """
+
+    lengths: tuple[int, ...]
+    axis: Axis | None = None
+
+    @classmethod
+    def of(cls, plan: torch.Tensor | None, q: torch.Tensor) -> "_Place":
+        if plan is None:
+            return cls((q.shape[1],) if q.shape[1] else ())
+        live, _ = resolve(plan)
+        live.calls += 1
+        if live.chunk is not None:
+            raise ContextParallelError(
+                "linear attention got a sequence in chunks, whose states do not wait between chunks; give it whole"
+            )
+        rank = live.mesh.get_local_rank()
+        if q.shape[1] != (rows := live.layout.local_length(rank)):
+            raise ContextParallelError(
+                f"linear attention got {q.shape[1]} rows of the sequence and its plan has {rows} for this rank; cut "
+                "the inputs by naming them in `context_parallel(buffers=...)`"
+            )
+        lengths = tuple(stop - start for start, stop in live.layout.ranges[rank])
+        return cls(lengths, Axis(fragments_of(live.layout), live.mesh.get_group()))
+
+    @property
+    def sends(self) -> bool:
+        """Whether some rank needs the map of another one."""
+        return self.axis is not None and self.axis.degree > 1 and self.axis.layout.length > 1
+
+    @cached_property
+    def size(self) -> int:
+        """Tokens of a chunk."""
+        return min(CHUNK, max(self.lengths, default=1))
+
+    @cached_property
+    def fragments(self) -> Fragments:
+        """The chunks of each fragment."""
+        return list(pairwise(accumulate((-(-length // self.size) for length in self.lengths), initial=0)))
+
+    def entries(self, chunks: Chunks, maps: torch.Tensor | None) -> torch.Tensor:
+        """Return the states before this rank's fragments, (B, F, H, K, V), of all maps before; collective."""
+        x = chunks.x
+        zero = x.k.new_zeros(*x.k.shape[:2], x.k.shape[-1], x.v.shape[-1])
+        if maps is None:
+            return torch.stack([zero] * len(self.lengths), 1) if self.lengths else zero.unsqueeze(1)[:, :0]
+        wanted = maps_before(self.axis.layout)
+        return self._folded(fetch(maps, self.axis, wanted, 1), zero, self._own, transposed=False)
+
+    def exits(self, maps: torch.Tensor, v_dim: int) -> torch.Tensor:
+        """Return the gradients of the states behind this rank's fragments, of all reverse maps behind; collective."""
+        wanted, last = maps_behind(self.axis.layout), self.axis.layout.length - 1
+        rows = fetch(maps, self.axis, wanted, 1).flip(1)
+        zero = maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim)
+        return self._folded(rows, zero, [last - i for i in reversed(self._own)], transposed=True).flip(1)
+
+    @property
+    def _own(self) -> list[int]:
+        return [i for first, end in self.axis.layout.ranges[self.axis.rank] for i in range(first, end)]
+
+    def _folded(self, maps: torch.Tensor, state: torch.Tensor, own: list[int], *, transposed: bool) -> torch.Tensor:
+        """Return the states before the `own` ones of some maps, (B, N, H, K, V + K or 1), in the order of the folds."""
+        found, v_dim = [], state.shape[-1]
+        for number in range(own[-1] + 1 if own else 0):
+            if number in own:
+                found.append(state)
+            if number < maps.shape[1]:
+                bias, transition = maps[:, number, ..., :v_dim], maps[:, number, ..., v_dim:]
+                if transition.shape[-1] == 1:
+                    state = bias + transition * state
+                else:
+                    state = bias + (transition.mT if transposed else transition) @ state
+        return torch.stack(found, 1) if found else state.unsqueeze(1)[:, :0]
+
+
+@lru_cache(maxsize=64)
+def fragments_of(layout: AxisLayout) -> AxisLayout:
+    """Return the layout of the fragments of all ranks, in the order of their tokens: a row is a fragment."""
+    owners = sorted((start, rank) for rank, ranges in enumerate(layout.ranges) for start, _ in ranges)
+    shards = (
+        union((i, i + 1) for i, (_, owner) in enumerate(owners) if owner == rank) for rank in range(layout.degree)
+    )
+    return AxisLayout("fragments", len(owners), tuple(shards))
+
+
+def maps_before(fragments: AxisLayout) -> Wanted:
+    """Return the maps that each rank wants: those of all fragments before its last one."""
+    return tuple(((0, ranges[-1][1] - 1),) if ranges else () for ranges in fragments.ranges)
+
+
+def maps_behind(fragments: AxisLayout) -> Wanted:
+    """Return the reverse maps that each rank wants: those of all fragments behind its first one."""
+    return tuple(((ranges[0][0] + 1, fragments.length),) if ranges else () for ranges in fragments.ranges)
+
+
+def _inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    place: _Place,
+    scale: float,
+) -> Inputs:
+    """Check the inputs of the operator, and return them in chunks."""
+    alike = q.ndim == v.ndim == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2] and v.shape[2] % q.shape[2] == 0
+    decays = (v.shape[:3], (*v.shape[:3], q.shape[-1]))
+    if not alike or log_decay.shape not in decays or (beta is not None and beta.shape != v.shape[:3]):
+        raise ContextParallelError(
+            f"linear attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, decays "
+            f"{tuple(log_decay.shape)} and beta {None if beta is None else tuple(beta.shape)}; give (B, S, H, K) "
+            "twice, (B, S, G, V) with H dividing G, (B, S, G) or (B, S, G, K), and (B, S, G)"
+        )
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k = (_chunked(x.to(dtype).repeat_interleave(v.shape[2] // x.shape[2], 2), place) for x in (q, k))
+    decay = log_decay.to(dtype) if log_decay.ndim == 4 else log_decay.to(dtype).unsqueeze(-1)
+    document = None
+    if positions is not None:
+        document = _chunked((positions == 0).long()[..., None, None], place).squeeze(-1).cumsum(-1)
+    return Inputs(
+        q * scale,
+        k,
+        _chunked(v.to(dtype), place),
+        _chunked(decay, place).cumsum(3),
+        None if beta is None else _chunked(beta.to(dtype).unsqueeze(-1), place),
+        document,
+    )
+
+
+def _chunked(x: torch.Tensor, place: _Place) -> torch.Tensor:
+    """(B, S, H, D) -> (B, H, N, C, D), each fragment filled up with zeros at its end."""
+    parts = [F.pad(part, (0, 0, 0, 0, 0, -part.shape[1] % place.size)) for part in x.split(list(place.lengths), 1)]
+    rows = torch.cat(parts, 1) if parts else x
+    chunks = rows.shape[1] // place.size
+    return rows.unflatten(1, (chunks, place.size)).permute(0, 3, 1, 2, 4).contiguous()
+
+
+def _rows(x: torch.Tensor, place: _Place) -> torch.Tensor:
+    """(B, H, N, C, D) -> (B, S, H, D), without what fills the fragments up."""
+    rows = x.permute(0, 2, 3, 1, 4).flatten(1, 2)
+    parts = [
+        rows[:, first * place.size :][:, :length]
+        for (first, _), length in zip(place.fragments, place.lengths, strict=True)
+    ]
+    return torch.cat(parts, 1) if parts else rows
