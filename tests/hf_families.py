@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from trainer.families.args import ExpertArgs
+from trainer.families.args import ExpertArgs, LinearArgs
 from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
 from trainer.families.registry import hf_config
 
@@ -139,6 +139,22 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
     "glm4_moe-plain": (
         "glm4_moe",
         replace(_EXPERTS, head_size=16, rope_scaling=_YARN, rope_share=0.5, experts=replace(_SIGMOID, shared_dim=24)),
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        replace(
+            _EXPERTS,
+            n_layers=4,
+            head_size=16,
+            rope_share=0.5,
+            ffn_hidden_dim=40,
+            qk_norm=True,
+            norm_offset=True,
+            attention_gate=True,
+            linear=LinearArgs(2, 4, 8, 6),
+            experts=replace(_EXPERTS.experts, shared_dim=20, shared_gate=True),
+            layers=(LayerKind(linear=True), LayerKind(linear=True, experts=False), LayerKind(), LayerKind(linear=True)),
+        ),
     ),
     "minimax_m2": (
         "minimax_m2",

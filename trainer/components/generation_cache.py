@@ -22,13 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.components.loss import whole_sequence
 from trainer.distributed.context_parallel.convolution import convolved
+from trainer.distributed.context_parallel.execution.linear_chunks import one_token
+from trainer.distributed.context_parallel.linear_attention import linear_attention
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.models.attention import InnerAttention
+from trainer.models.linear_attention import InnerLinearAttention
 from trainer.models.short_convolution import InnerConvolution
 
 
 class GenerationCache:
-    """Keys and values of all attention modules, and the last inputs of all short convolutions.
+    """Keys and values of all attention modules, states of linear attention, and last inputs of short convolutions.
 
     lengths: (B,) tokens of each text so far; capacity: the most tokens that a rank keeps of one; cp, tp: the ranks that
     divide tokens and heads.
@@ -42,6 +45,7 @@ class GenerationCache:
         self._queries = self._rows = lengths
         self._kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
         self._inputs: dict[nn.Module, torch.Tensor] = {}
+        self._states: dict[nn.Module, torch.Tensor] = {}
 
     def read(
         self, model: nn.Module, tokens: torch.Tensor, rows: torch.Tensor, plan: torch.Tensor | None
@@ -53,7 +57,12 @@ class GenerationCache:
         """
         self._rows, self._used = rows, len(rows)
         self._positions[:, : self._used] = torch.where(rows < self.lengths[:, None], rows, -1)
-        with _replaced(model, {InnerAttention: self._keep_keys, InnerConvolution: self._keep_inputs}):
+        keep = {
+            InnerAttention: self._keep_keys,
+            InnerLinearAttention: self._keep_state,
+            InnerConvolution: self._keep_inputs,
+        }
+        with _replaced(model, keep):
             hidden = model(tokens) if plan is None else model(tokens, attention_plan=plan)
         own = rows.chunk(self._tp.size())[self._tp.get_local_rank()]
         return all_reduce(self._rows_at(hidden, own, self.lengths[:, None] - 1), self._tp)
@@ -68,7 +77,12 @@ class GenerationCache:
         filled = F.pad(tokens, (0, -self._new % self._tp.size()))
         self._queries = self.lengths[:, None] + torch.arange(filled.shape[1], device=tokens.device)
         self._positions[:, self._used : self._used + self._own_new] = self._queries[:, : self._own_new]
-        with _replaced(model, {InnerAttention: self._attend, InnerConvolution: self._convolve}):
+        step = {
+            InnerAttention: self._attend,
+            InnerLinearAttention: self._change_state,
+            InnerConvolution: self._convolve,
+        }
+        with _replaced(model, step):
             hidden = whole_sequence(model(filled, positions=self._queries), self._tp)[:, : self._new]
         self.lengths += self._new
         self._used += self._own_new
@@ -108,6 +122,32 @@ class GenerationCache:
         before = torch.arange(1 - weight.shape[2], 0, device=x.device)
         self._inputs[module] = self._rows_at(x, self._rows, self.lengths[:, None] + before)
         return forward(x, weight, **settings)
+
+    def _keep_state(
+        self, module: nn.Module, _: Callable, *inputs: torch.Tensor, scale: float, **settings: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the module over the prompts; what fills them up changes no state."""
+        real = self._rows < self.lengths[:, None]
+        q, *others = (x * real.view(*real.shape, *[1] * (x.ndim - 2)) for x in inputs)
+        out, _, last = linear_attention(q, *others, settings["plan"], None, scale)
+        is_last = self._rows[-1] + 1 == len(self._rows) * self._cp.size()
+        self._states[module] = all_reduce(last * is_last, self._cp)
+        return out
+
+    def _change_state(
+        self, module: nn.Module, _: Callable, *inputs: torch.Tensor, scale: float, **settings: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Do what the module does, from the states so far; shapes as there."""
+        q, _, v, *_ = inputs
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        state = self._states.get(module)
+        if state is None:
+            state = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+        out = torch.zeros_like(v)
+        for t in range(self._new):
+            state, out[:, t] = one_token(state, *(x[:, t] for x in inputs))
+        self._states[module] = state
+        return out * scale
 
     def _attend(
         self,

@@ -79,14 +79,16 @@ def apply_data_parallel(
     options: DataParallelOptions,
     inner: InnerUnits | None = None,
     reduce_group: dist.ProcessGroup | None = None,
+    exact: Sequence[nn.Module] = (),
 ) -> None:
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
-    units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose parameters
-    the backward needs first; it stays gathered unless `reshard_last`. inner: units within `units`. All other
-    parameters belong to the root. reduce_group: of the ranks that shard, for reduce-scatter alone; None: that of the
-    mesh. The model is not changed where there is nothing to shard, to cast or to offload; but plain parameters beside
-    tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
+    units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose
+    parameters the backward needs first; it stays gathered unless `reshard_last`. inner: units within `units`. All
+    other parameters belong to the root. reduce_group: of the ranks that shard, for reduce-scatter alone; None: that
+    of the mesh. exact: small modules within units, whose parameters are not cast. The model is not changed where
+    there is nothing to shard, to cast or to offload; but plain parameters beside tensor-parallel ones are wrapped
+    over one rank too, because the optimizer takes one kind only.
     """
     storage = next(model.parameters()).dtype
     mixed = len({isinstance(parameter, DTensor) for parameter in model.parameters()}) > 1
@@ -99,6 +101,10 @@ def apply_data_parallel(
         "mp_policy": MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy(),
     }
+    if options.param_dtype != storage:
+        for module in exact:
+            policy = MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)
+            fully_shard(module, **settings | {"mp_policy": policy})
     if inner is not None:
         for unit in inner.of_unit.values():
             own = settings | {"mesh": inner.mesh, "shard_placement_fn": inner.placement}

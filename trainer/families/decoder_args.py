@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from trainer.config.schema import Model
 from trainer.config.toml import load_toml
-from trainer.families.args import ExpertArgs, expert_layers
+from trainer.families.args import ExpertArgs, LinearArgs, expert_layers
 
 TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
 """Sizes of families, and what their architectures assume."""
@@ -75,6 +75,9 @@ def _feed_forward(name: str, dim: int, hidden_dim: int) -> dict[str, tuple[int, 
 class LayerKind:
     """Which of the model's parts one layer has."""
 
+    linear: bool = False
+    """Whether it has the model's linear attention in the place of attention, so that it neither rotates nor has a
+    window."""
     window: bool = True
     """Whether it has the model's sliding window, if there is one; False: it sees all tokens before."""
     rope: bool = True
@@ -133,6 +136,10 @@ class TransformerArgs:
     """Of queries, keys and values."""
     output_bias: bool = False
     """Of the output projection of attention."""
+    attention_gate: bool = False
+    """Whether the output of each head is multiplied by a sigmoid, whose rows follow those of its query."""
+    linear: LinearArgs | None = None
+    """Of the layers that have linear attention."""
     experts: ExpertArgs | None = None
     """In the place of the feed-forward network of each layer, whose width then counts for nothing."""
     router_aux_loss_coef: float = 0.0
@@ -217,6 +224,7 @@ class TransformerArgs:
         return {
             "attention heads": self.n_heads,
             "key/value heads": self.n_kv_heads,
+            **({"key heads of linear attention": self.linear.key_heads} if self.linear else {}),
             **({"feed-forward channels": self.ffn_hidden_dim} if dense else {}),
             **({"channels of the shared expert": shared} if shared else {}),
             "tokens in the vocabulary": self.vocab_size,
@@ -230,12 +238,17 @@ class TransformerArgs:
         return self.layers[number % len(self.layers)]
 
     def window_of_layer(self, layer: int) -> int | None:
-        return self.sliding_window if self.layer(layer).window else None
+        kind = self.layer(layer)
+        return self.sliding_window if kind.window and not kind.linear else None
 
     def theta_of_layer(self, layer: int) -> float | None:
         """Return the base of a layer's own frequencies; 0: it rotates nothing; None: it has those of the model."""
         kind = self.layer(layer)
-        return kind.rope_theta if kind.rope else 0.0
+        return kind.rope_theta if kind.rope and not kind.linear else 0.0
+
+    def linear_layers(self) -> list[int]:
+        """Return the layers that have linear attention."""
+        return [layer for layer in range(self.n_layers) if self.layer(layer).linear]
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
         shapes = decoder_linear_shapes(
@@ -246,6 +259,14 @@ class TransformerArgs:
             n_layers=self.n_layers,
             vocab_size=self.vocab_size // tp,
         )
+        for layer in range(self.n_layers):
+            name = f"layers.{layer}.attention"
+            if self.layer(layer).linear:
+                for part in ("wq", "wk", "wv", "wo"):
+                    del shapes[f"{name}.{part}"]
+                shapes |= {f"{name}.{part}": shape for part, shape in self.linear.linear_shapes(self.dim, tp).items()}
+            elif self.attention_gate:
+                shapes[f"{name}.wq"] = 2 * shapes[f"{name}.wq"][0], self.dim
         for layer in expert_layers(self):
             name, experts = f"layers.{layer}.feed_forward", self.experts
             for part in _feed_forward(name, 0, 0):
@@ -261,7 +282,9 @@ class TransformerArgs:
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
         return (
             sum(map(math.prod, self.linear_shapes().values()))
-            + self.n_layers * ((4 if self.norm_place == "around" else 2) * norm + self._vectors())
+            + self.n_layers * (4 if self.norm_place == "around" else 2) * norm
+            + (self.n_layers - len(self.linear_layers())) * self._vectors()
+            + len(self.linear_layers()) * (self.linear.vectors() if self.linear else 0)
             + (len(expert_layers(self)) * self.experts.number * self.experts.biases if self.experts else 0)
             + self._convolution_weights()
             + self._expert_weights(self.experts.number if self.experts else 0)
@@ -276,17 +299,25 @@ class TransformerArgs:
         plus 12 * layers * heads * head size * seq_len, as if every query saw every key. The second counts visible keys:
         (seq_len + 1) / 2 per query under a causal mask, fewer with a window. The embedding look-up is no product. A
         weight of a short convolution meets each token once, as one of a matrix does. Of the experts those count that a
-        token chooses.
+        token chooses. Linear attention counts as its recurrence, whatever the length.
         """
         active = self._convolution_weights() + self._expert_weights(self.experts.per_token if self.experts else 0)
         matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + active)
         attention = 12.0 * self.n_heads * self.head_dim
-        keys = sum(self._keys_per_query(layer, seq_len) for layer in range(self.n_layers))
-        return matrices + attention * self.n_layers * seq_len, matrices + attention * keys
+        linear = self.linear_layers()
+        if self.linear is not None:
+            matrices += len(linear) * (
+                3.0 * self.linear.state_flops() + 6.0 * self.linear.channels * self.linear.kernel
+            )
+        keys = [self._keys_per_query(layer, seq_len) for layer in range(self.n_layers) if layer not in linear]
+        return matrices + attention * len(keys) * seq_len, matrices + attention * sum(keys)
 
     def words(self) -> str:
         heads = f"{self.n_heads} query and {self.n_kv_heads} key/value heads of {self.head_dim}"
         words = f"{self.n_layers} layers of width {self.dim}, {heads}"
+        if self.linear is not None:
+            states = f"{self.linear.value_heads} states of {self.linear.key_dim} x {self.linear.value_dim}"
+            words = f"{words}, in {len(self.linear_layers())} layers linear attention with {states}"
         if (experts := self.experts) is None:
             return words
         chosen = f"{experts.per_token} of {experts.number} experts of width {experts.hidden_dim} a token"
@@ -304,6 +335,7 @@ class TransformerArgs:
             self.n_heads * self.attention_sinks
             + normalised * self.head_dim * self.qk_norm
             + (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.attention_bias
+            + self.n_heads * self.head_dim * self.attention_bias * self.attention_gate
             + self.dim * self.output_bias
         )
 
@@ -312,7 +344,8 @@ class TransformerArgs:
         return len(expert_layers(self)) * number * self.experts.weights(self.dim) if self.experts else 0
 
     def _convolution_weights(self) -> int:
-        return self.n_layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.short_conv_kernel
+        layers = self.n_layers - len(self.linear_layers())
+        return layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.short_conv_kernel
 
     def _keys_per_query(self, layer: int, seq_len: int) -> float:
         """Return the mean number of keys that a query of this layer sees."""
@@ -328,7 +361,7 @@ def sizes(family: str) -> dict[str, TransformerArgs]:
         own = dict(tables[flavor])
         return (fields_of(own.pop("like")) if "like" in own else {}) | own
 
-    kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs}
+    kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs, "linear": LinearArgs}
     found = {flavor: fields_of(flavor) for flavor in tables}
 
     def value(key: str, x: Any) -> Any:

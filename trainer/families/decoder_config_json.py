@@ -39,8 +39,9 @@ class HFDecoder:
     """Whether the entry `partial_rotary_factor` counts."""
     quantised: tuple[str, ...] = ()
     """The values of `quant_method` with which published weights can be read."""
-    has_more_layers: bool = False
-    """Whether published weights have layers behind the last, which predict further tokens: they are not read."""
+    further: str | None = None
+    """How the names of published tensors begin that predict further tokens, {} for the number of layers: they are not
+    read."""
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -56,7 +57,7 @@ class HFDecoder:
 
     def unread(self, args: TransformerArgs) -> str | None:
         """Return how the names of tensors begin that are not read; None: all are."""
-        return f"model.layers.{args.n_layers}." if self.has_more_layers else None
+        return None if self.further is None else self.further.format(args.n_layers)
 
     def check_features(self, args: TransformerArgs) -> None:
         """Check that the architecture can compute what the model computes: what is written must be read as it was.
@@ -367,7 +368,10 @@ def read_balance(config: Entries) -> float:
 def _computed(args: TransformerArgs) -> dict[str, Any]:
     """Return what a model's forward depends on, by the names of its fields: those of all layers as one."""
     layers = range(args.n_layers)
-    kinds = [(args.theta_of_layer(i), args.experts is not None and args.layer(i).experts) for i in layers]
+    kinds = [
+        (args.layer(i).linear, args.theta_of_layer(i), args.experts is not None and args.layer(i).experts)
+        for i in layers
+    ]
     fields = asdict(args) | {"sliding_window": [args.window_of_layer(i) for i in layers], "layers": kinds}
     fields["attention_scale"] = args.attention_scale or args.head_dim**-0.5
     others = ["max_seq_len", "router_aux_loss_coef"]

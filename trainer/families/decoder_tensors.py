@@ -21,6 +21,12 @@ _OF_LAYER = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.in_qkvz": "linear_attn.in_proj_qkvz",
+    "attention.in_ba": "linear_attn.in_proj_ba",
+    "attention.q_conv": "linear_attn.conv1d",
+    "attention.k_conv": "linear_attn.conv1d",
+    "attention.v_conv": "linear_attn.conv1d",
+    "attention.norm": "linear_attn.norm",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
     "feed_forward.w1": "mlp.gate_proj",
@@ -49,6 +55,8 @@ _NORMS = {
 }
 _ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 _FUSED = ("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3")
+_CONVOLVED = "attention.q_conv", "attention.k_conv", "attention.v_conv"
+_OF_HEADS = {"attention.decay.a_log.weight": "A_log", "attention.decay.dt_bias.weight": "dt_bias"}
 SELECTION_BIAS = "feed_forward.router.selection_bias"
 
 
@@ -69,6 +77,10 @@ def hf_tensor(args: TransformerArgs, name: str, names: Mapping[str, str | None] 
         return None if there is None else HFTensor(prefix + there)
     if part == "attention.sinks.weight":
         return HFTensor(f"{prefix}self_attn.sinks")
+    if part in _OF_HEADS:
+        return HFTensor(f"{prefix}linear_attn.{_OF_HEADS[part]}")
+    if part == "attention.wo.weight" and args.layer(int(layer)).linear:
+        return HFTensor(f"{prefix}linear_attn.out_proj.weight")
     if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):
         return _of_gpt_oss(f"{prefix}mlp", part.removeprefix("feed_forward."))
     if part.startswith("feed_forward.experts."):
@@ -79,12 +91,15 @@ def hf_tensor(args: TransformerArgs, name: str, names: Mapping[str, str | None] 
     there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(args, part, table))
     if part not in _ROTATED:
         return there
-    sizes = args.head_dim, args.rotary_dim
+    sizes = args.head_dim * (2 if args.attention_gate and part == "attention.wq" else 1), args.rotary_dim
     return replace(there, to_hf=partial(_to_halves, *sizes), from_hf=partial(_to_pairs, *sizes), moves_rows=True)
 
 
 def _place(args: TransformerArgs, part: str, table: Mapping[str, str]) -> dict[str, int]:
     """Return where the rows of a matrix are in a tensor there that it shares with others."""
+    if part in _CONVOLVED:
+        keys = args.linear.key_heads * args.linear.key_dim
+        return {"first_row": keys * _CONVOLVED.index(part), "all_rows": args.linear.channels}
     for parts in _FUSED:
         if part in parts and len({table[each] for each in parts}) == 1:
             shapes = args.linear_shapes()

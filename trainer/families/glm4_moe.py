@@ -62,5 +62,5 @@ HF = HFDecoder(
         **{f"feed_forward.shared.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in _SHARED.items()},
     },
     rotates_a_share=True,
-    has_more_layers=True,
+    further="model.layers.{}.",
 )

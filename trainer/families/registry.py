@@ -26,6 +26,7 @@ from trainer.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from trainer.families.args import DecoderArgs, ModelArgs
@@ -67,6 +68,7 @@ _FAMILIES = (
     qwen2_moe,
     glm4_moe,
     minimax_m2,
+    qwen3_next,
 )
 MODELS: Registry[Family] = Registry(
     "model",

@@ -89,7 +89,8 @@ class Attention(nn.Module):
     `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm: builds a norm of some width for the
     query and the key of each head (arXiv 2302.05442), whose weights the heads share, None for no norm; norm_all_heads:
     it is one norm over the queries, or keys, of all heads; rotate: `apply_rope`, or a function with the same arguments,
-    None for no rotation; branches: of the model, see `initialization.draw`.
+    None for no rotation; gate: whether the output of each head is multiplied by a sigmoid (arXiv 2505.06708), whose
+    rows in `wq` follow those of the head's query; branches: of the model, see `initialization.draw`.
     """
 
     def __init__(
@@ -109,11 +110,12 @@ class Attention(nn.Module):
         qk_norm: Callable[[int], nn.Module] | None = None,
         norm_all_heads: bool = False,
         rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = apply_rope,
+        gate: bool = False,
         branches: int = 1,
     ) -> None:
         super().__init__()
-        self.head_dim, self.scale, self.rotate, self.branches = head_dim, scale, rotate, branches
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
+        self.head_dim, self.scale, self.rotate, self.branches, self.gate = head_dim, scale, rotate, branches, gate
+        self.wq = nn.Linear(dim, n_heads * head_dim * (2 if gate else 1), bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=output_bias)
@@ -142,6 +144,8 @@ class Attention(nn.Module):
         of_adapters: passed to the linear modules, see `transforms/lora.py`.
         """
         q, k, v = (w(x, **of_adapters) for w in (self.wq, self.wk, self.wv))
+        if self.gate:
+            q, gate = (part.flatten(-2) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
         if self.short_conv is not None:
             q, k, v = self.short_conv(q, k, v, positions=positions, plan=attention_plan)
         if self.norm_all_heads:
@@ -157,7 +161,8 @@ class Attention(nn.Module):
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D) twice
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention(q, k, v, scale=self.scale, sinks=sinks, plan=attention_plan)
-        return self.wo(out.transpose(1, 2).flatten(2), **of_adapters)  # (B, S, dim)
+        out = out.transpose(1, 2).flatten(2)
+        return self.wo(out * gate.sigmoid() if self.gate else out, **of_adapters)  # (B, S, dim)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         if parameter.ndim == 1:

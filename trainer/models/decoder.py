@@ -15,6 +15,7 @@ from trainer.families.decoder_args import TransformerArgs
 from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
 from trainer.models.initialization import start
+from trainer.models.linear_attention import GatedDeltaNet
 from trainer.models.moe import MoE, routers_of
 from trainer.models.norms import NormOfHeads, OffsetNorm, build_norm
 from trainer.models.output import CappedOutput
@@ -31,8 +32,10 @@ def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
     return MoE(args.dim, args.experts, branches=2 * args.n_layers, **rates)
 
 
-def build_attention(args: TransformerArgs, layer: int) -> Attention:
-    """Return the attention of a layer."""
+def build_attention(args: TransformerArgs, layer: int) -> nn.Module:
+    """Return the attention of a layer, or its linear attention."""
+    if args.layer(layer).linear:
+        return GatedDeltaNet(args.dim, args.linear, norm_eps=args.norm_eps, branches=2 * args.n_layers)
     kind = NormOfHeads if args.qk_norm_of_all_heads else OffsetNorm if args.norm_offset else nn.RMSNorm
     return Attention(
         args.dim,
@@ -49,6 +52,7 @@ def build_attention(args: TransformerArgs, layer: int) -> Attention:
         qk_norm=partial(kind, eps=args.norm_eps) if args.qk_norm else None,
         norm_all_heads=args.qk_norm_of_all_heads,
         rotate=apply_rope if args.layer(layer).rope else None,
+        gate=args.attention_gate,
         branches=2 * args.n_layers,
     )
 

@@ -4,6 +4,7 @@ The decoder has `tok_embeddings`, `norm` and `output` (None if a pipeline stage 
 `args`, its `ModelArgs`. Each block has `attention` and `feed_forward` of this folder.
 """
 
+import re
 from collections.abc import Collection
 
 from torch import nn
@@ -32,6 +33,7 @@ from trainer.distributed.tensor_parallel import (
 )
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
+from trainer.models.linear_attention import Decay, GatedDeltaNet
 from trainer.models.moe import MoE
 from trainer.models.tiles import compute_in_tiles, experts_in_tiles
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
@@ -55,6 +57,10 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             parallelize_module(module, dims["ep"], ExpertParallel())
     if job.attention is not None:
         for block in blocks:
+            if isinstance(block.attention, GatedDeltaNet):
+                if dims.size("cp") > 1:
+                    parallelize_module(block, dims["cp"], {"attention.inner_convolution": ContextParallelConvolution()})
+                continue
             inner, kept = block.attention.inner_attention, job.attention.keep_exchanged
             options = {"sliding_window": inner.sliding_window, "keep_exchanged": kept}
             attention = ContextParallelAttention(**options, softcap=getattr(inner, "softcap", None))
@@ -82,7 +88,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
     options, last = DataParallelOptions.of(job), None if tied else model.output
     inner, group = expert_units(experts, dims), dims.own_group("dp_shard_cp", REDUCE_SCATTER)
-    apply_data_parallel(model, units, last, dims.parameter_mesh, options, inner, group)
+    exact = [module for module in model.modules() if isinstance(module, Decay)]
+    apply_data_parallel(model, units, last, dims.parameter_mesh, options, inner, group, exact)
     keep_on_host(model, "attention_plan")
 
 
@@ -100,6 +107,9 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
     }
     styles = {name: style for name, style in styles.items() if getattr(model, name) is not None}
     for name, block in model.layers.items():
+        if isinstance(block.attention, GatedDeltaNet):
+            styles |= {f"layers.{name}.{part}": style for part, style in _linear_block_styles(block).items()}
+            continue
         local = [] if block.attention.sinks is None else ["attention.sinks"]
         local += [] if block.attention.short_conv is None else [f"attention.short_conv.{part}" for part in "qkv"]
         of_block = _block_styles(block) | {part: LocalParameter() for part in local}
@@ -138,6 +148,17 @@ def _block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
     if block.feed_forward.shared_gate is not None:
         styles |= {"feed_forward.shared_gate": SequenceParallel(use_local_output=True)}
     return styles
+
+
+def _linear_block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
+    """Return the styles of a block with linear attention, whose heads each rank has a part of."""
+    styles = {
+        name: style for name, style in _block_styles(block).items() if not re.fullmatch(r"attention\.w[qkv]", name)
+    }
+    styles |= {f"attention.{name}": ColwiseParallel() for name in ("in_qkvz", "in_ba")}
+    local = "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
+    styles |= {f"attention.{name}": LocalParameter() for name in local}
+    return styles | {"attention.norm": SequenceParallel(sequence_dim=2, use_local_output=True)}  # of (B, S, H, D)
 
 
 def _feed_forward_styles(name: str) -> dict[str, ParallelStyle]:

@@ -25,7 +25,9 @@ from trainer.config.schema import ActivationCheckpoint
 from trainer.distributed.sharding.forward import replace_forward
 
 CONTEXT_PARALLEL_ATTENTION = "trainer::context_parallel_attention"
-EXCHANGES = frozenset({CONTEXT_PARALLEL_ATTENTION, "trainer::context_parallel_convolution"})
+EXCHANGES = frozenset(
+    {CONTEXT_PARALLEL_ATTENTION, "trainer::context_parallel_convolution", "trainer::linear_attention"}
+)
 
 # By name, because some operators exist on some builds only, and context parallelism registers its own at its first use.
 # An operator's whole output is kept, for attention also the log-sum-exp, so that no key or value is sent again.

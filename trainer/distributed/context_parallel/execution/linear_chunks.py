@@ -166,6 +166,27 @@ class Chunks:
         return Inputs(dq + dq_in, dk + dk_out, dv, ddecay, dbeta, None)
 
 
+def one_token(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the state behind one token, and its output: (B, H, K, V), (B, H, V).
+
+    q, k: (B, H, K), or fewer heads, each for some states; v: (B, H, V); log_decay: (B, H) or (B, H, K); beta: (B, H).
+    """
+    q, k = (x.to(state.dtype).repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    state = log_decay.to(state.dtype).exp().view(*v.shape[:2], -1, 1) * state
+    added = v.to(state.dtype)
+    if beta is not None:
+        added = beta.unsqueeze(-1) * (added - (k.unsqueeze(-2) @ state).squeeze(-2))
+    state = state + k.unsqueeze(-1) * added.unsqueeze(-2)
+    return state, (q.unsqueeze(-2) @ state).squeeze(-2)
+
+
 def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return x if mask is None else x.masked_fill(~mask, 0)
 
