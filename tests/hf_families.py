@@ -153,7 +153,7 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
             attention_gate=True,
             linear=LinearArgs(2, 4, 8, 6),
             experts=replace(_EXPERTS.experts, shared_dim=20, shared_gate=True),
-            layers=(LayerKind(linear=True), LayerKind(linear=True, experts=False), LayerKind(), LayerKind(linear=True)),
+            layers=(LayerKind(linear=True), LayerKind(linear=True, experts=False), LayerKind()),
         ),
     ),
     "minimax_m2": (

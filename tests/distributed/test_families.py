@@ -90,7 +90,9 @@ def test_gradients_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, n
         assert (got[there] - gradient).norm() <= 1e-10 * max(gradient.norm(), 1e-6 * largest), there
 
 
-@pytest.mark.parametrize("name", ["phi3, a window, heads rotated in part", "glm4_moe", "qwen3_next", *slow("gemma3", "minimax_m2")])
+@pytest.mark.parametrize(
+    "name", ["phi3, a window, heads rotated in part", "glm4_moe", "qwen3_next", *slow("gemma3", "minimax_m2")]
+)
 def test_ranks_read_their_parts_and_write_all(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     """Parts of fused matrices, biases for the choice, and tied matrices, through a checkpoint."""
     family, args = MODELS[name]
@@ -115,7 +117,9 @@ LAYOUTS = {
     "fsdp2, in parts": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mlp_chunk_tokens=5"]),
 }
 NEW = dict.fromkeys(family for family, _ in MODELS.values() if family not in ("qwen3", "qwen3_moe"))
-QUICK = {(family, "cp2+tp2") for family in ("gemma2", "gemma3", "olmo3", "glm4_moe", "qwen3_next")} | {("smollm3", "pp2")}
+QUICK = {(family, "cp2+tp2") for family in ("gemma2", "gemma3", "olmo3", "glm4_moe", "qwen3_next")} | {
+    ("smollm3", "pp2")
+}
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def linear_attention(
     q, k: (B, S, H, K), S this rank's rows; v: (B, S, G, V), H divides G; log_decay: (B, S, G) or (B, S, G, K), at most
     0; beta: (B, S, G), of the delta rule, None for no erasure; plan: the handle, (B,) int64, None if the rows are the
     whole sequence; positions: (B, S), 0 where a document begins, None for one document.
-    -> scale times the outputs, as v; what the backward needs of the states, as numbers in a row; the state behind this
+    -> scale times the outputs, as v; bytes of what the backward needs of the states; the state behind this
     rank's last row, (B, G, K, V). States are in float32 at least. Gradients flow through the outputs alone.
 
     Raises:
@@ -59,7 +59,7 @@ def linear_attention(
     out = _rows(chunks.outputs(before), place).to(v.dtype)
     kept = [entries] if maps is None else [entries, maps[..., v.shape[3] :]]
     last = behind[:, -1] if behind.shape[1] else entries.new_zeros(entries.shape[0], *entries.shape[2:])
-    return out, torch.cat([x.reshape(-1) for x in kept]), last.clone()
+    return out, torch.cat([x.reshape(-1) for x in kept]).view(torch.uint8), last.clone()
 
 
 @torch.library.custom_op("trainer::linear_attention_backward", mutates_args=())
@@ -80,6 +80,7 @@ def _linear_attention_backward(
     chunks = Chunks(_inputs(q, k, v, log_decay, beta, positions, place, scale))
     v_dim, shape = v.shape[3], (q.shape[0], len(place.lengths), v.shape[2], q.shape[3])
     size = math.prod(shape) * v_dim
+    kept = kept.view(torch.promote_types(v.dtype, torch.float32))
     entries, transitions = kept[:size].view(*shape, v_dim), kept[size:]
     before, _ = chunks.states(place.fragments, entries)
     dout, exits = _chunked(dout.to(before.dtype), place), torch.zeros_like(entries)
@@ -99,11 +100,10 @@ def _linear_attention_backward(
 
 @linear_attention.register_fake
 def _(q, k, v, log_decay, beta, plan, positions, scale):
-    state, dtype = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]), torch.promote_types(v.dtype, torch.float32)
-    size = v.shape[0] * v.shape[2] * q.shape[3] * v.shape[3]
-    if plan is not None:
-        size = torch.library.get_ctx().new_dynamic_size()
-    return v.new_empty(v.shape), v.new_empty(size, dtype=dtype), v.new_empty(state, dtype=dtype)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    last = v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+    size = math.prod(last.shape) * last.itemsize if plan is None else torch.library.get_ctx().new_dynamic_size()
+    return v.new_empty(v.shape), v.new_empty(size, dtype=torch.uint8), last
 
 
 @_linear_attention_backward.register_fake
