@@ -111,7 +111,7 @@ def test_adapters_train_beside_frozen_experts(
     wanted = pool.run(1, *case, [])[0]
     got = pool.run(2, *case, [*degrees(tp=2), ep(2)])[0]
     assert_parity(got, wanted, 1e-10)
-    assert {name.rpartition(".")[2] for name in got.gradients[0]} == {"lora_a", "lora_b"}
+    assert all(name.endswith(("lora_a", "lora_b")) for name in got.gradients[0])
 
 
 ADAPTERS = ["--lora.rank=4", "--lora.alpha=8", "--lora.rslora", "--lora.modules", "wq", "wo", "w13", "w2"]
