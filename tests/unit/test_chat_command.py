@@ -21,7 +21,7 @@ from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_token
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = [{"name": "add"}]
-WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{% if language %}{{ language }}{% endif %}" + CHATML
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -92,6 +92,17 @@ def test_an_answer_ends_with_the_template_s_token(folder):
     prompt = talk.prompt([{"role": "user", "content": "a <|end|> b"}])
     assert tokenizer.decode(prompt) == "<|head|>user\na <|end|> b<|end|>\n<|head|>assistant\n"
     assert sum(token in talk.ends for token in prompt) == 2
+
+
+def test_arguments_of_the_template_are_given(folder):
+    line = [str(folder), "--chat", "--argument", "language=French", "--argument", "language=five"]
+    args, job = generate.checked(line)
+    _, (prompt,), _ = generate.to_write(args, job.config, open_tokenizer(str(folder)))
+    assert open_tokenizer(str(folder)).decode(prompt).startswith("five<|head|>"), "the last one of a name"
+    with pytest.raises(ConfigError, match="'language' is not name=value"):
+        generate.checked([str(folder), "--chat", "--argument", "language"])
+    with pytest.raises(ConfigError, match="--argument a=b is for a chat template, which --chat uses; add --chat"):
+        generate.checked([str(folder), "--argument", "a=b"])
 
 
 def test_reasoning_that_the_prompt_begins_is_part_of_the_answer(folder):

@@ -8,7 +8,7 @@ import pytest
 from tests.chat_files import CHATML, chat_folder, conversations, write_lines
 from trainer.commands.data import main, shortened
 from trainer.data import DataSettings, open_text, open_tokenizer
-from trainer.data.contents import LENGTHS, Contents, contents_of, one_line
+from trainer.data.contents import LENGTHS, Contents, contents_of, summary
 from trainer.data.loader import BatchLoader
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.data.packing.whole import TooLong
@@ -72,9 +72,14 @@ def test_counts_are_those_of_the_documents(job, capsys):
     whole = np.mean([len(one.ids) <= SEQ_LEN for one in documents])
     assert 0 < whole < 1
     assert found.whole(SEQ_LEN) == whole
-    line = one_line({"": found}, SEQ_LEN)
+    line = summary({"": found}, SEQ_LEN)
     assert line.startswith(f"{len(documents)} documents, {found.tokens:,} tokens, ")
     assert f"{whole:.1%} of the documents have at most 96 tokens" in line
+    assert "\n" not in line
+    assert summary({"one": found, "two": found}, SEQ_LEN).splitlines()[-1].split()[:2] == [
+        "two",
+        f"{len(found.lengths)}",
+    ]
     assert main(["show", *job]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert rows[1].split()[-len(LENGTHS) - 1 :] == ["96", "16k", "32k", "64k", "128k", "256k"]

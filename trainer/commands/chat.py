@@ -11,13 +11,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.commands.generate import job_of, model_parser, sampling_of
 from trainer.commands.options import Parser
 from trainer.commands.ranks import run, work_on_rank
-from trainer.commands.talk import Talk
+from trainer.commands.talk import Talk, talk_options
 from trainer.config.errors import ConfigError
 from trainer.job import ResolvedJob
 
@@ -54,7 +53,7 @@ def parser() -> Parser:
     what, _, more = __doc__.partition("\n")
     described = model_parser("chat", what, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
     described.add_argument("--system", help="message of the system, before all others")
-    described.add_argument("--tools", type=Path, metavar="FILE", help="tools of the model: a list in JSON")
+    talk_options(described)
     return described
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run, work_on_rank
-from trainer.commands.talk import Talk, ends_of
+from trainer.commands.talk import Talk, ends_of, talk_options
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.job import ResolvedJob, resolve
@@ -60,7 +60,7 @@ def parser() -> Parser:
     add("--prompt", action="append", help="text to continue; may be given again (default: the start of a document)")
     add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line")
     add("--chat", action="store_true", help="the prompts are messages, which the model answers by its chat template")
-    add("--tools", type=Path, metavar="FILE", help="with --chat: tools of the model, a list in JSON")
+    talk_options(described, "with --chat: ")
     return described
 
 
@@ -104,8 +104,9 @@ def to_write(
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     """Return the arguments and the job of all ranks."""
     args = parser().parse_args(argv)
-    if args.tools is not None and not args.chat:
-        raise ConfigError(f"--tools {args.tools} are for a chat template, which --chat uses; add --chat")
+    for name, given in (("--tools", args.tools), ("--argument", " ".join(args.argument))):
+        if given and not args.chat:
+            raise ConfigError(f"{name} {given} is for a chat template, which --chat uses; add --chat")
     job = job_of(args, command="lct generate")
     if args.chat:
         Talk.of(job.config, args.tools)
@@ -127,6 +128,7 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
             context_parallel_degree=cp, tensor_parallel_degree=ranks // cp, fsdp_reshard_after_forward="never"
         ),
         comm=replace(config.comm, trace_buf_size=0),  # nothing is written
+        chat=replace(config.chat, arguments=(*config.chat.arguments, *args.argument)),
     )
     name = "--ngpu" if cp == 1 else "--ngpu over --context-parallel"
     with given_as(tensor_parallel_degree=name, context_parallel_degree="--context-parallel"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
@@ -23,6 +24,14 @@ def ends_of(config: JobConfig, tokenizer: "Tokenizer", template: ChatTemplate | 
 
     file = Path(config.model.tokenizer_file)
     return end_ids(tokenizer, (file, file.parent, hf_folder(config)), template)
+
+
+def talk_options(described: Parser, when: str = "") -> None:
+    """Add the options of how a model is talked to."""
+    add = described.add_argument
+    add("--tools", type=Path, metavar="FILE", help=f"{when}tools of the model, a list in JSON")
+    text = f"{when}argument of the chat template, as enable_thinking=false; may be given again"
+    add("--argument", action="append", default=[], metavar="NAME=VALUE", help=text)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,11 @@ def _contents(source: TokenFiles) -> Contents:
     return Contents(lengths, int((lengths - 1).sum()) if learned is None else learned)
 
 
+def summary(found: Mapping[str, Contents], seq_len: int) -> str:
+    """Return the sums of all sources in a line, and below it the table if there are several."""
+    return one_line(found, seq_len) + ("" if len(found) < 2 else "\n" + table(found, seq_len))
+
+
 def one_line(found: Mapping[str, Contents], seq_len: int) -> str:
     """Return the sums of all sources in a line."""
     lengths = np.concatenate([one.lengths for one in found.values()])

@@ -15,7 +15,7 @@ from trainer.config.data import CONVERSATIONS
 from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
 from trainer.data.batch import TextBatch
-from trainer.data.contents import QUICK, contents_of, one_line
+from trainer.data.contents import QUICK, contents_of, summary
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.mixture import open_training_data
 from trainer.data.settings import training_data
@@ -72,7 +72,7 @@ class LanguageTask:
         data = raise_on_all_ranks(lambda: open_training_data(self.config, catalogs), dims["world"])
         documents = data.items if isinstance(data.items, int) else sum(data.items)
         if dims.rank("world") == 0 and documents <= QUICK and (found := contents_of(data)):
-            logger.info(one_line(found, training.seq_len))
+            logger.info(summary(found, training.seq_len))
         return BatchLoader(
             data,
             seq_len=training.seq_len,
