@@ -16,7 +16,7 @@ from trainer.distributed.context_parallel.attention import (
     context_parallel_attention,
 )
 from trainer.distributed.context_parallel.live import LivePlan, opened
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, LatentShape, attention_cost
 from trainer.distributed.context_parallel.planning.mask import (
     Mask,
     by_sequence,
@@ -67,6 +67,8 @@ class Case:
     mask: str = "none"
     kv_len: int | None = None
     sinks: bool = False
+    latent: tuple[int, int, int] | None = None
+    """R, P and V of latents, of one key/value head."""
 
     @property
     def batch_mask(self) -> Mask | None:
@@ -91,20 +93,37 @@ class Case:
             mask = mask & sliding_window(self.seq_len, self.window, self.kv_len, is_causal=self.is_causal)
         return mask if self.batch_mask is None else mask & self.batch_mask
 
+    @property
+    def shape(self) -> AttentionShape:
+        latent = None if self.latent is None else LatentShape(*self.latent)
+        return AttentionShape(BATCH, *self.heads, self.head_dim, self.dtype.itemsize, latent=latent)
+
     def inputs(self) -> list[torch.Tensor]:
-        """q, k, v, a cotangent of the output, and sinks if there are any: the same on every rank."""
+        """q, k, v, a cotangent of the output, and sinks or `up` if there are any: the same on every rank."""
         generator = torch.Generator().manual_seed(self.seq_len + self.head_dim)
         kv_len = self.kv_len or self.seq_len
         sizes = [(self.heads[0], self.seq_len), *[(self.heads[1], kv_len)] * 2, (self.heads[0], self.seq_len)]
-        shapes: list[tuple[int, ...]] = [(BATCH, h, s, self.head_dim) for h, s in sizes]
+        dims = [self.head_dim, *self.shape.key_sizes, self.shape.value_dim]
+        shapes: list[tuple[int, ...]] = [(BATCH, *size, d) for size, d in zip(sizes, dims, strict=True)]
         shapes += [self.heads[:1]] * self.sinks
+        if self.latent is not None:
+            rank, rotated, value_dim = self.latent
+            shapes.append((self.heads[0], self.head_dim - rotated + value_dim, rank))
         return [torch.randn(shape, dtype=torch.float64, generator=generator).to(self.dtype) for shape in shapes]
 
 
 def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
     """Attention by its definition in float64, on one process: out, dq, dk, dv, dsinks; what sees nothing gives 0."""
-    q, k, v, cotangent, *sinks = (x.to(torch.float64, copy=True) for x in case.inputs())
-    leaves = [x.requires_grad_() for x in (q, k, v, *sinks)]
+    q, k, v, cotangent, *others = (x.to(torch.float64, copy=True) for x in case.inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v, *others)]
+    sinks = others[:1] if case.sinks else []
+    if case.latent is not None:  # the definition of multi-head latent attention, head by head
+        (rank, rotated, _), heads = case.latent, []
+        for up in others[-1]:
+            found = k[:, 0, :, :rank] @ up.T
+            of_keys = case.head_dim - rotated
+            heads.append((torch.cat((found[..., :of_keys], k[:, 0, :, rank:]), -1), found[..., of_keys:]))
+        k, v = (torch.stack(parts, 1) for parts in zip(*heads, strict=True))
     group = q.shape[1] // k.shape[1]
     visible = torch.from_numpy(dense(case.whole_mask)).unsqueeze(1)
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
@@ -113,7 +132,8 @@ def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
         scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), dim=3)
     weights = scores.softmax(-1)[..., : visible.shape[-1]] * visible
     out = weights @ v.repeat_interleave(group, 1)
-    return out, *torch.autograd.grad(out, leaves, cotangent)
+    found = torch.autograd.grad(out, leaves, cotangent, materialize_grads=True)
+    return out, *found
 
 
 def shared_oracles(cases: list[Case], process: Process) -> list[tuple[torch.Tensor, ...]]:
@@ -148,8 +168,10 @@ def attention_case(cases: list[Case]) -> list[dict]:
             settings = 0.3, case.is_causal, case.window
             with opened(live, BATCH) as handle:
                 keep = case.options.keep_exchanged
-                (sinks,) = leaves[3:] or (None,)
-                out, lse, *_ = context_parallel_attention(*leaves[:3], handle, *settings, sinks, keep)
+                others = leaves[3:]
+                sinks = others.pop(0) if case.sinks else None
+                up = others.pop() if case.latent else None
+                out, lse, *_ = context_parallel_attention(*leaves[:3], handle, *settings, sinks, keep, up=up)
                 grads = torch.autograd.grad(out, leaves, cotangent)
             assert lse.shape == out.shape[:3]
             got = (out, *grads[:3])
@@ -162,7 +184,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
                 for x, whole, part in zip(got, wanted[:4], (mine[0], *mine[:3]), strict=True)
             ]
             (run,) = live._executions.values()
-            shape = AttentionShape(BATCH, *case.heads, case.head_dim, case.dtype.itemsize)
+            shape = case.shape
             queries = case.options.query_heads_per_pass
             costs = [
                 attention_cost(

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -41,6 +41,20 @@ class OwnPositions(ParallelStyle):
             return x, None if positions is None else positions[:, rank * rows : (rank + 1) * rows]
 
         module.register_forward_pre_hook(own)
+        return module
+
+
+class Gathered(ParallelStyle):
+    """Style for an identity of (B, S / tp, dim): each rank gets the whole sequence, and uses it for its own heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_part: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            whole = DTensor.from_local(inputs[0], device_mesh, [Shard(1)], run_check=False).redistribute(
+                device_mesh, [Replicate()]
+            )
+            return whole.to_local(grad_placements=[Partial()])
+
+        module.register_forward_pre_hook(gather)
         return module
 
 

@@ -29,7 +29,7 @@ from trainer.components.optimizer import ensure_state
 from trainer.distributed.context_parallel.execution.build import Execution
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.live import resolve as resolve_plan
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, LatentShape, attention_cost
 from trainer.distributed.sharding import exchange
 from trainer.distributed.sharding.tensors import local_part
 from trainer.job.record import ResolvedJob
@@ -167,8 +167,11 @@ class Recorder:
         plan = next(x for x in args if _is_handle(x))
         live, _ = resolve_plan(plan)
         q, k = _shapes(name, args)
-        sent = 2 if live.options.gradient_dtype == "bfloat16" else 0
-        shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent)
+        sent, up, latent = 2 if live.options.gradient_dtype == "bfloat16" else 0, args[-1], None
+        if isinstance(up, torch.Tensor) and up.ndim == 3:  # the last argument of both directions, if it is given
+            rotated = k[3] - up.shape[2]
+            latent = LatentShape(up.shape[2], rotated, up.shape[1] + rotated - q[3])
+        shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent, latent)
         options, plan = live.options, self._execution.plan
         more = {"keep_exchanged": options.keep_exchanged, "query_heads": options.query_heads_per_pass}
         return attention_cost(plan, shape, _DIRECTIONS[name], options.heads_per_pass, **more)
@@ -340,7 +343,7 @@ def _shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
         return tuple(x.shape for x in args[:2])
     dout, saved, kv_heads, *_ = args
     b, _, s, d = dout.shape
-    return dout.shape, saved[1].shape if len(saved) > 2 else torch.Size((b, kv_heads, s, d))
+    return tuple(x.shape for x in saved[:2]) if len(saved) > 2 else (dout.shape, torch.Size((b, kv_heads, s, d)))
 
 
 def _direction(name: str, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> str:

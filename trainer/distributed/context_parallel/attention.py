@@ -6,7 +6,7 @@ log-sum-exp instead of communicating again. With `keep_exchanged` it keeps what 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.latent import value_dim
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange, Kept
 from trainer.distributed.context_parallel.live import Mark, layer_of, resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
@@ -35,6 +36,7 @@ def context_parallel_attention(
     sinks: torch.Tensor | None = None,
     keep_exchanged: bool = False,
     softcap: float = 0.0,
+    up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
 
@@ -47,6 +49,8 @@ def context_parallel_attention(
     keep_exchanged: save what an exchange of heads has brought for the backward, instead of q, k, v and the results, so
     that only the gradient of the output is sent to the ranks of the heads.
     softcap: c of scores c * tanh(score / c) (Gemma 2, arXiv 2408.00118), which the kernel `math` computes; 0: none.
+    up: (H, N + V, R), with which k is a latent, (B, 1, T, R + P), v has no width, (B, 1, T, 0), and D = N + P; ranks
+    send each other latents, and the output is (B, H, S, V). See `execution/latent.py`.
     -> output as q, log-sum-exp (B, H, S) with the sink's share, in float32 at least, and two tensors of bytes: q, k, v
     and the results for all rows of this rank's heads. How many bytes depends on the batch's layout; none unless
     keep_exchanged. A query that sees no key has the output 0, and as log-sum-exp the sink, or -inf without one.
@@ -54,7 +58,8 @@ def context_parallel_attention(
 
     Raises:
         ContextParallelError: no context is open or it did not cut the inputs, the method cannot divide the heads, the
-            scale is not above 0, forward-mode differentiation is used, or keep_exchanged and no heads are exchanged.
+            scale is not above 0, forward-mode differentiation is used, or keep_exchanged and no heads are exchanged, or
+            latents are.
         OptionError: the kernel cannot do it.
     """
     if not 0 < scale < math.inf:
@@ -69,16 +74,16 @@ def context_parallel_attention(
         )
     q, k, v = map(_rows_contiguous, (q, k, v))
     live, sequences = resolve(plan)
-    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap)
+    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
     live.calls += 1
     if not keep_exchanged:
-        return *run.forward(q, k, v, scale, sinks), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))
+        return *run.forward(q, k, v, scale, sinks, up), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))
     if not isinstance(run, HeadExchange):
         raise ContextParallelError(
             "attention is asked to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
             "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
         )
-    return run.forward(q, k, v, scale, sinks, keep=True)
+    return run.forward(q, k, v, scale, sinks, up, keep=True)
 
 
 @torch.library.custom_op("trainer::context_parallel_attention_backward", mutates_args=())
@@ -92,8 +97,9 @@ def _context_parallel_attention_backward(
     window: int,
     sinks: torch.Tensor | None,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk, dv, and this rank's part of the sinks' gradient ((0,) without sinks).
+    up: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk, dv, and this rank's parts of the gradients of sinks and of `up` ((0,) without them).
 
     saved: q, k, v, output and log-sum-exp; or the two tensors of bytes of what was exchanged. kv_heads: K.
     """
@@ -106,9 +112,10 @@ def _context_parallel_attention_backward(
     else:
         given = BackwardInputs(dout, *saved)
         k = given.k
-    run = live.execution(dout, k, k, sequences, is_causal, window, layer_of(plan), softcap)
-    gradients = run.backward(given, scale, sinks)
-    return gradients if sinks is not None else (*gradients, dout.new_empty(0))
+    q, v = (dout, k) if up is None else given[1:4:2]
+    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
+    dq, dk, dv, *others = run.backward(given, scale, sinks, up)
+    return dq, dk, dv, *(dout.new_empty(0) if x is None else others.pop(0) for x in (sinks, up))
 
 
 def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -117,20 +124,22 @@ def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 @context_parallel_attention.register_fake
-def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None, keep_exchanged=False, softcap=0.0):
-    b, h, s, _ = q.shape
+def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None, keep_exchanged=False, softcap=0.0, up=None):
+    b, h, s, d = q.shape
+    d = d if up is None else value_dim(q, k, up)
     sizes = (torch.library.get_ctx().new_dynamic_size() if keep_exchanged else 0 for _ in range(2))
     kept = (q.new_empty(size, dtype=torch.uint8) for size in sizes)
-    return _like(q, h), q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32)), *kept
+    out = q.new_empty(b, s, h, d).transpose(1, 2)
+    return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32)), *kept
 
 
 @_context_parallel_attention_backward.register_fake
-def _(dout, saved, kv_heads, plan, scale, is_causal, window, sinks, softcap):
+def _(dout, saved, kv_heads, plan, scale, is_causal, window, sinks, softcap, up):
     if len(saved) == 2:
         gradients = (_like(dout, heads) for heads in (dout.shape[1], kv_heads, kv_heads))
     else:
         gradients = map(torch.empty_like, saved[:3])
-    return *gradients, dout.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return *gradients, *(dout.new_empty(0) if x is None else torch.empty_like(x) for x in (sinks, up))
 
 
 def _like(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -139,20 +148,21 @@ def _like(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, keep_exchanged, ctx.softcap = inputs
+    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, keep_exchanged, ctx.softcap, up = inputs
     ctx.kv_heads = k.shape[1]
     out, lse, *kept = output
-    ctx.save_for_backward(*(kept if keep_exchanged else (q, k, v, out, lse)), plan, sinks)
+    ctx.save_for_backward(*(kept if keep_exchanged else (q, k, v, out, lse)), plan, sinks, up)
     ctx.mark_non_differentiable(lse, *kept)
     ctx.set_materialize_grads(False)  # else the backward fills zeros of their sizes
 
 
 def _differentiate(ctx, dout: torch.Tensor, *_: None):
-    *saved, plan, sinks = ctx.saved_tensors
-    dq, dk, dv, dsinks = _context_parallel_attention_backward(
-        dout, saved, ctx.kv_heads, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, ctx.softcap
+    *saved, plan, sinks, up = ctx.saved_tensors
+    dq, dk, dv, dsinks, dup = _context_parallel_attention_backward(
+        dout, saved, ctx.kv_heads, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, ctx.softcap, up
     )
-    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks, None, None
+    dsinks, dup = None if sinks is None else dsinks, None if up is None else dup
+    return dq, dk, dv, None, None, None, None, dsinks, None, None, dup
 
 
 context_parallel_attention.register_autograd(_differentiate, setup_context=_save)
@@ -160,24 +170,30 @@ context_parallel_attention.register_autograd(_differentiate, setup_context=_save
 _LIBRARY = torch.library.Library("trainer", "FRAGMENT")
 
 
-def add_autocast_rule(operator: Any, device_type: str, casts: int) -> None:
-    """Cast the first `casts` arguments of an operator, but not float64, as F.scaled_dot_product_attention does.
+def add_autocast_rule(operator: Any, device_type: str, casts: Collection[int]) -> None:
+    """Cast these arguments of an operator, but not float64, as F.scaled_dot_product_attention does.
 
     Inside the operator autocast is off, so that its float32 tensors stay float32.
     """
 
     def run(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in args[:casts]]
+        cast = [_cast(x, dtype) if i in casts else x for i, x in enumerate(args)]
         with torch.autocast(device_type, enabled=False):
-            return operator(*cast, *args[casts:])
+            return operator(*cast)
 
     _LIBRARY.impl(operator, run, f"Autocast{device_type.upper()}")
 
 
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    is_cast = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(dtype) if is_cast else x
+
+
+_QKV_UP = 0, 1, 2, 10
 for _device_type in ("cpu", "cuda"):
-    add_autocast_rule(torch.ops.trainer.context_parallel_attention.default, _device_type, casts=3)
-    add_autocast_rule(torch.ops.trainer.context_parallel_attention_backward.default, _device_type, casts=0)
+    add_autocast_rule(torch.ops.trainer.context_parallel_attention.default, _device_type, casts=_QKV_UP)
+    add_autocast_rule(torch.ops.trainer.context_parallel_attention_backward.default, _device_type, casts=())
 
 
 # ---- the style
@@ -186,8 +202,9 @@ for _device_type in ("cpu", "cuda"):
 class ContextParallelAttention(ParallelStyle):
     """Style that makes an attention module attend over the sequence of all ranks of the mesh.
 
-    The module's forward is `(q, k, v, *, scale=None, sinks=None, plan=None)`, with q (B, H, S, D), unrepeated k, v
-    (B, K, S, D), sinks (H,). Inside `context_parallel(...)`, the model passes the context's `attention_plan` as `plan`.
+    The module's forward is `(q, k, v, *, scale=None, sinks=None, plan=None, up=None)`, with q (B, H, S, D), unrepeated
+    k, v (B, K, S, D), sinks (H,), and `up` of latents, as the operator takes them. Inside `context_parallel(...)`, the
+    model passes the context's `attention_plan` as `plan`.
     is_causal: whether later tokens are hidden; sliding_window: how many keys a token sees, None for all;
     keep_exchanged: the option of the context, `ContextParallelOptions.keep_exchanged`; softcap: of the scores.
 
@@ -249,6 +266,7 @@ def _forward(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run as the forward of a parallelised module: return the output of the operator."""
     if plan is None:
@@ -257,4 +275,5 @@ def _forward(
             "and pass that context's `attention_plan` to its forward"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks, keep_exchanged, softcap)[0]
+    settings = scale, is_causal, window, sinks, keep_exchanged, softcap, up
+    return context_parallel_attention(q, k, v, plan, *settings)[0]

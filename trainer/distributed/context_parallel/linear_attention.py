@@ -127,8 +127,8 @@ def _differentiate(ctx, dout, _dkept, _dlast):
 linear_attention.register_autograd(_differentiate, setup_context=_save)
 
 for _device_type in ("cpu", "cuda"):
-    add_autocast_rule(torch.ops.trainer.linear_attention.default, _device_type, casts=0)
-    add_autocast_rule(torch.ops.trainer.linear_attention_backward.default, _device_type, casts=0)
+    add_autocast_rule(torch.ops.trainer.linear_attention.default, _device_type, casts=())
+    add_autocast_rule(torch.ops.trainer.linear_attention_backward.default, _device_type, casts=())
 
 
 # ---- where the tokens of a rank are

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.distributed.context_parallel.execution.build import Execution, build_execution
 from trainer.distributed.context_parallel.execution.chunks import ChunkRows
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
+from trainer.distributed.context_parallel.execution.latent import value_dim
 from trainer.distributed.context_parallel.planning.heads import check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import chunk_plan, make_plan
@@ -68,10 +69,12 @@ class LivePlan:
         window: int,
         layer: int = -1,
         softcap: float = 0.0,
+        up: torch.Tensor | None = None,
     ) -> Execution:
         """Return the execution of attention of these shapes, for these sequences of the batch.
 
-        layer: of a sequence in chunks, for which keys and values are kept. softcap: of the scores, 0 for none.
+        layer: of a sequence in chunks, for which keys and values are kept. softcap: of the scores, 0 for none. up: with
+        which k is a latent.
 
         Raises:
             ContextParallelError: the context did not cut the inputs, the method cannot divide the heads, or no layer is
@@ -80,9 +83,10 @@ class LivePlan:
         """
         # With one mask for all sequences, the plan does not depend on which sequences these are.
         sequences = tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()
-        key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), sequences, is_causal, window, softcap
+        sizes = q.shape[3] if up is None else value_dim(q, k, up)
+        key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), sizes, sequences, is_causal, window, softcap
         if key not in self._executions:
-            self._check(q, k, v, sequences)
+            self._check(q, k, v, sequences, up)
             mask = self._mask(sequences, is_causal, window)
             if self.chunk is None:
                 ways = {"kv_layout": self.kv_layout, "head_degree": self.options.head_degree(self.mesh.size())}
@@ -92,7 +96,8 @@ class LivePlan:
             calls = max(len(stage.tiles) for stage in plan.forward)
             choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
             fixed = self.mask is None and not window
-            kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls, fixed=fixed, softcap=softcap)
+            needs = {"bands": mask.has_windows, "calls": calls, "fixed": fixed, "softcap": softcap}
+            kernel = choose_kernel(*choice, **needs, value_dim=sizes)
             groups, waiting = self.groups or (self.mesh.get_group(),) * 2, self.chunk and self.chunk[1]
             run = build_execution(plan, kernel, groups, self.mesh.device_type, self.options, waiting)
             self._executions[key] = run
@@ -105,10 +110,19 @@ class LivePlan:
             )
         return replace(self._executions[key], layer=layer)
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: tuple[int, ...]) -> None:
+    def _check(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: tuple[int, ...],
+        up: torch.Tensor | None,
+    ) -> None:
         """Check the inputs of an attention call; sequences: of the batch, () for any."""
         alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
-        if not alike or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
+        if up is not None:
+            _check_latents(q, k, v, up)
+        elif not alike or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
             raise ContextParallelError(
                 f"context-parallel attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of types "
                 f"{q.dtype}, {k.dtype}, {v.dtype}; give (B, H, S, D) and twice (B, K, T, D) of one type, K dividing H"
@@ -140,6 +154,17 @@ class LivePlan:
         if sequences in ((), tuple(range(self.mask.sequences))):
             return mask & self.mask
         return mask & by_sequence([self.mask.sequence(number) for number in sequences])
+
+
+def _check_latents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, up: torch.Tensor) -> None:
+    alike = q.dtype == k.dtype == up.dtype and (q.ndim, k.ndim, v.ndim, up.ndim) == (4, 4, 4, 3)
+    fits = alike and k.shape[:2] == (q.shape[0], 1) and up.shape[0] == q.shape[1] and v.shape == (*k.shape[:3], 0)
+    if not fits or up.shape[2] > k.shape[3] or not 0 < value_dim(q, k, up) <= q.shape[3]:
+        raise ContextParallelError(
+            f"latent attention got q {tuple(q.shape)}, latents {tuple(k.shape)}, values {tuple(v.shape)} and up "
+            f"{tuple(up.shape)} of types {q.dtype}, {k.dtype}, {v.dtype}, {up.dtype}; give (B, H, S, N + P), "
+            "(B, 1, T, R + P), (B, 1, T, 0) and (H, N + V, R) of one type, V at most N + P"
+        )
 
 
 @contextmanager

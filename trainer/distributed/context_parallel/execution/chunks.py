@@ -44,7 +44,7 @@ class OnDevice(NamedTuple):
 
 @dataclass(eq=False)
 class ChunkRows:
-    """The K/V rows that wait for later chunks, and the sums of their gradients, (rows, 2, B, K, D), in one micro-batch.
+    """The K/V rows that wait for later chunks, and the sums of their gradients, as they are sent, in one micro-batch.
 
     keep: makes a tensor wait. Keys are (layer, chunk); a chunk's backward removes its own.
     """
@@ -72,14 +72,20 @@ class ChunkExecution(StagedExecution):
     layer: int = 0
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the rows of this chunk that later ones see, unless an earlier pass has, and attend."""
         key, ranges = (self.layer, self.plan.rank), union(r for m in self.plan.forward[0].messages for r in m.ranges)
         if ranges and key not in self.waiting.rows:
             rows = pack(fold_batch(k, self.plan), fold_batch(v, self.plan), self.plan.own.places(ranges))
             self.waiting.rows[key] = Offsets(ranges), self.waiting.keep(rows)
-        return super().forward(q, k, v, scale, sinks)
+        return super().forward(q, k, v, scale, sinks, up)
 
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
         """Begin to fetch the rows of the next stage."""

@@ -1,6 +1,7 @@
 """Execution of a plan of stages, forward and backward: the ring, and all-gather, which has two stages.
 
-K and V are sent as rows of one buffer, (rows, 2, B, K, D), unrepeated, in which any range of tokens is contiguous. The
+K and V are sent as rows of one buffer, (rows, 2, B, K, D), unrepeated, in which any range of tokens is contiguous.
+Latents are sent as (rows, 1, B, 1, W), and K and V are computed from them where a tile needs them (`latent.py`). The
 next stage's rows are sent while this stage's tiles are computed, so that two such buffers are alive. Results are merged
 in float32 at least.
 """
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.distributed.context_parallel.execution.kernels.base import QKV, BackwardInputs, Kernel
+from trainer.distributed.context_parallel.execution.latent import Expansion, value_dim
 from trainer.distributed.context_parallel.execution.stages import (
     Merged,
     add_parts,
@@ -26,6 +28,7 @@ from trainer.distributed.context_parallel.execution.stages import (
     part,
     query_heads,
     restore_shape,
+    row_shape,
     sink_gradient,
     unfold_batch,
     unpack,
@@ -55,7 +58,10 @@ class Item(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The K and V of a stage, (B, heads, T, D); rows: the buffer of which they are views, None for own K and V."""
+    """The K and V of a stage, (B, heads, T, D); rows: the buffer of which they are views, None for own K and V.
+
+    Of latents, k is the latent (B, 1, T, W), and v has no width.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -83,20 +89,33 @@ class StagedExecution:
         return self.lowered.plan
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S).
 
-        sinks: (H,), whose share is in both results.
+        sinks: (H,), whose share is in both results. up: (H, N + V, R), with which k is a latent (B, 1, T, W) and v has
+        no width; the output is then (B, H, S, V).
         """
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
-        total = Merged(q)
+        expansion = None if up is None else Expansion(up, q.shape[3], q.dtype)
+        total = Merged(q, v.shape[3] if up is None else value_dim(q, k, up))
         own = held = Held(k, v)
         for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
             incoming, pending = self._fetch(following, own, held)
-            heads = query_heads(item.kv_heads, q, k)
-            attend(total, (part(q, heads, 1), held.k, held.v), heads, item.launches, self.kernel, scale)
+            if expansion is None:
+                heads = query_heads(item.kv_heads, q, k)
+                attend(total, (part(q, heads, 1), held.k, held.v), heads, item.launches, self.kernel, scale)
+            else:
+                for heads in expansion.groups(held.k):
+                    inputs = part(q, heads, 1), *expansion.keys(held.k, heads)
+                    attend(total, inputs, heads, item.launches, self.kernel, scale)
             pending.wait()
             held = incoming
         out, lse = (unfold_batch(x, whole_q) for x in total.result)
@@ -108,10 +127,11 @@ class StagedExecution:
         given: BackwardInputs,
         scale: float,
         sinks: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
         *,
         kv_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of q, k, v, and of the sinks if there are any.
+        """Return the gradients of q, k, v, and of the sinks and of `up` if there are any.
 
         K and V are sent again, and dK and dV are sent to their owners. Output and log-sum-exp have the share of the
         sinks, and so do the probabilities that tiles compute from them. kv_dtype: of dk and dv, if the caller adds to
@@ -121,26 +141,30 @@ class StagedExecution:
         inputs = given.q, given.k, given.v
         types = given.q.dtype, kv_dtype or given.k.dtype, kv_dtype or given.v.dtype
         given = BackwardInputs(*(fold_batch(x, self.plan) for x in given))
-        lone = self.plan.degree == 1 and lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
-        found = zip(lone or self._summed_gradients(given, scale), inputs, types, strict=True)
-        return *(restore_shape(x, like, dtype) for x, like, dtype in found), *of_sinks
+        expansion = None if up is None else Expansion(up, given.q.shape[3], given.lse.dtype)
+        lone = None
+        if self.plan.degree == 1 and expansion is None:
+            lone = lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
+        found = zip(lone or self._summed_gradients(given, scale, expansion), inputs, types, strict=True)
+        of_up = () if up is None else (expansion.gradient.to(up.dtype),)
+        return *(restore_shape(x, like, dtype) for x, like, dtype in found), *of_sinks, *of_up
 
-    def _summed_gradients(self, given: BackwardInputs, scale: float) -> QKV:
+    def _summed_gradients(self, given: BackwardInputs, scale: float, expansion: Expansion | None) -> QKV:
         """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
         dout, q, k, v, out, lse = given
         launches = self.lowered.backward
-        b, kv_heads, rows, d = k.shape
+        kv_heads, is_latent = k.shape[1], expansion is not None
         written = fresh_rows(run for launch in chain.from_iterable(launches) for run in launch.q_runs)
         dq = (torch.empty_like if written == q.shape[2] else torch.zeros_like)(q, dtype=lse.dtype)
-        own_gradient = _sums(k, (rows, 2, b, kv_heads, d), launches[0], lse.dtype)
         own = held = Held(k, v)
+        own_gradient = _sums(own, k.shape[2], launches[0], lse.dtype, is_latent=is_latent)
         returning = Returning()
         for item, following in with_next(self._items(self.plan.backward, launches, kv_heads)):
             incoming, pending = self._fetch(following, own, held)
             heads = query_heads(item.kv_heads, q, k)
             dout_, q_, out_, lse_, dq_ = (part(x, heads, 1) for x in (dout, q, out, lse, dq))
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
-            if len(item.launches) == 1 and returning.has_sums_of(item, self):
+            if not is_latent and len(item.launches) == 1 and returning.has_sums_of(item, self):
                 parts = gradients(of_item, item.launches[0], self.kernel, scale)
                 returning.pending.wait()  # while the kernel ran, they were sent
                 gradient = returning.arriving[0][1]
@@ -150,15 +174,37 @@ class StagedExecution:
                 gradient = own_gradient
                 if item.stage is not self.plan.backward[0]:
                     sent_dtype = self.gradient_dtype or lse.dtype
-                    gradient = _sums(k, (item.stage.rows, 2, *held.k.shape[:2], d), item.launches, sent_dtype)
-                for launch in item.launches:
-                    add_parts((dq_, *unpack(gradient)), gradients(of_item, launch, self.kernel, scale), launch)
+                    gradient = _sums(held, item.stage.rows, item.launches, sent_dtype, is_latent=is_latent)
+                if expansion is None:
+                    for launch in item.launches:
+                        add_parts((dq_, *unpack(gradient)), gradients(of_item, launch, self.kernel, scale), launch)
+                else:
+                    self._add_latent_gradients(of_item, item, dq_, unpack(gradient)[0], expansion, scale)
                 returning.add(item.stage, gradient, own_gradient, self)
             returning = self._return_gradients(item, gradient)
             pending.wait()
             held = incoming
         returning.add(None, own_gradient, own_gradient, self)
         return dq, *unpack(own_gradient)
+
+    def _add_latent_gradients(
+        self,
+        given: BackwardInputs,
+        item: Item,
+        dq: torch.Tensor,
+        dlatent: torch.Tensor,
+        expansion: Expansion,
+        scale: float,
+    ) -> None:
+        """Add the gradients of an item to those of q, of a stage's latents, and of `up`. given: of the item."""
+        for heads in expansion.groups(given.k):
+            keys = expansion.keys(given.k, heads)
+            dout, q, out, lse, dq_ = (part(x, heads, 1) for x in (given.dout, given.q, given.out, given.lse, dq))
+            sums = [torch.zeros_like(x, dtype=lse.dtype) for x in keys]
+            for launch in item.launches:
+                found = gradients(BackwardInputs(dout, q, *keys, out, lse), launch, self.kernel, scale)
+                add_parts((dq_, *sums), found, launch)
+            expansion.add(*sums, given.k, heads, dlatent)
 
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
         return _fetch(following, own, held, self)
@@ -180,7 +226,7 @@ def _fetch(following: Item | None, own: Held, held: Held, run: StagedExecution) 
         return held, Pending()
     stage, heads = following.stage, following.kv_heads
     mine = Held(part(own.k, heads, 1), part(own.v, heads, 1))
-    rows = own.k.new_empty(stage.rows, 2, *mine.k.shape[:2], mine.k.shape[3])
+    rows = own.k.new_empty(stage.rows, *row_shape(*mine[:2]))
     incoming = Held(*unpack(rows), rows, stage.places)
     if stage.collective:
         return incoming, gather_rows(mine.k, mine.v, rows, stage, run.plan, run.group)
@@ -209,10 +255,11 @@ def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _sums(like: torch.Tensor, shape: tuple[int, ...], launches: tuple[Launch, ...], dtype: torch.dtype) -> torch.Tensor:
+def _sums(held: Held, rows: int, launches: tuple[Launch, ...], dtype: torch.dtype, *, is_latent: bool) -> torch.Tensor:
     """Return a buffer for the gradients of a stage's rows, filled with zeros if the launches do not write all of it."""
     written = fresh_rows(run for launch in launches for run in launch.kv_runs)
-    return (like.new_empty if written == shape[0] else like.new_zeros)(shape, dtype=dtype)
+    new = held.k.new_empty if written == rows and not is_latent else held.k.new_zeros
+    return new(rows, *row_shape(held.k, held.v), dtype=dtype)
 
 
 @dataclass
@@ -266,7 +313,7 @@ def gather_rows(
     k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, stage: Stage, plan: RankPlan, group: dist.ProcessGroup
 ) -> Pending:
     """Start gathering every rank's k, v (B, K, T, D); on arrival, copy the rows that `stage` holds to `rows`."""
-    mine = k.new_empty(plan.longest, 2, *k.shape[:2], k.shape[3])
+    mine = k.new_empty(plan.longest, *row_shape(k, v))
     pack(k, v, ((0, k.shape[2]),), into=mine)
     mine[k.shape[2] :] = 0
     gathered, pending = gather_shards(mine, group, kind="kv")

@@ -24,14 +24,15 @@ def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
 
 
 class Merged:
-    """The running output (B, H, S, D) and log-sum-exp (B, H, S) of queries over the keys so far, in float32 at least.
+    """The running output (B, H, S, V) and log-sum-exp (B, H, S) of queries over the keys so far, in float32 at least.
 
     Queries that see no key have output 0 and log-sum-exp -inf. While there is the result of one call only, of all
-    queries, that is kept as the kernel returned it: nothing is filled, copied or cast.
+    queries, that is kept as the kernel returned it: nothing is filled, copied or cast. value_dim: V, by default that of
+    the queries.
     """
 
-    def __init__(self, q: torch.Tensor) -> None:
-        self._q = q
+    def __init__(self, q: torch.Tensor, value_dim: int | None = None) -> None:
+        self._q, self._value_dim = q, value_dim or q.shape[3]
         self._lone: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -45,10 +46,10 @@ class Merged:
 
     def _accumulated(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._sums is None:
-            b, h, s, d = self._q.shape
+            b, h, s, _ = self._q.shape
             dtype = torch.promote_types(self._q.dtype, torch.float32)
             # (B, S, H, D) in memory, as the output projection reads it
-            out = self._q.new_empty(b, s, h, d, dtype=dtype).transpose(1, 2)
+            out = self._q.new_empty(b, s, h, self._value_dim, dtype=dtype).transpose(1, 2)
             lse = self._q.new_empty(b, h, s, dtype=dtype)
             self._sums = out, lse
             if self._lone is None:
@@ -146,22 +147,31 @@ def restore_shape(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None
     return torch.empty_like(like, dtype=dtype).copy_(x)
 
 
+def row_shape(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a token's keys and values as they are sent: (2, B, K, D), or (1, B, 1, W) of a latent.
+
+    k, v: (B, K, T, D), or a latent (B, 1, T, W) and values of no width.
+    """
+    return 2 if v.shape[3] else 1, *k.shape[:2], k.shape[3]
+
+
 def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Return rows of K and V (B, K, T, D) as (rows, 2, B, K, D), contiguous, or as the first rows of `into`."""
-    b, heads, _, d = k.shape
-    rows = k.new_empty(size(places), 2, b, heads, d) if into is None else into
+    """Return rows of K and V (B, K, T, D) as (rows, *row_shape), contiguous, or as the first rows of `into`."""
+    rows = k.new_empty(size(places), *row_shape(k, v)) if into is None else into
     offset = 0
     for start, stop in places:
         target = rows[offset : offset + stop - start]
         for part, source in zip(unpack(target), (k, v), strict=True):
-            part.copy_(source[:, :, start:stop])
+            if part.shape[3]:
+                part.copy_(source[:, :, start:stop])
         offset += stop - start
     return rows
 
 
 def unpack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of (T, 2, B, K, D) as views (B, K, T, D)."""
-    return rows.permute(1, 2, 3, 0, 4).unbind()
+    """Return K and V of (T, *row_shape) as views (B, K, T, D)."""
+    k, *others = rows.permute(1, 2, 3, 0, 4).unbind()
+    return k, others[0] if others else k[..., :0]
 
 
 def with_next(items: Sequence) -> Iterator[tuple]:

@@ -56,8 +56,8 @@ class Kept(NamedTuple):
 
     def likes(self) -> Iterator[torch.Tensor]:
         """Yield tensors of the shapes of q, k, v, in the memory order (B, S, H, D)."""
-        _, heads, rows, _ = self.dout.shape
-        return (_rows_first(self.dout, rows, n, self.dout.dtype) for n in (heads, self.kv_heads, self.kv_heads))
+        _, heads, rows, width = self.dout.shape
+        return (_rows_first(self.dout, rows, n, self.dout.dtype, width) for n in (heads, self.kv_heads, self.kv_heads))
 
 
 _Passes = Iterator[tuple[HeadShare, list[BackwardInputs]]]
@@ -89,17 +89,23 @@ class HeadExchange:
         v: torch.Tensor,
         scale: float,
         sinks: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
         *,
         keep: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S).
 
-        sinks: (H,), whose share is in both results. keep: also return two tensors of bytes, all rows of this rank's
-        heads: of q, k, v, and of output and log-sum-exp; for one pass.
+        sinks: (H,), whose share is in both results. up: (H, N + V, R), of latents, see `StagedExecution.forward`: a
+        latent is sent to all ranks. keep: also return two tensors of bytes, all rows of this rank's heads: of q, k, v,
+        and of output and log-sum-exp; for one pass.
 
         Raises:
-            ContextParallelError: keep, and the keys have another layout than the queries.
+            ContextParallelError: keep, and the keys have another layout than the queries, or are latents.
         """
+        if keep and up is not None:
+            raise ContextParallelError(
+                "keep_exchanged keeps keys and values, and latent attention sends latents; use keep_exchanged = False"
+            )
         if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:  # of all ranks: no head group raises alone
             raise ContextParallelError(
                 "keep_exchanged keeps rows of queries and keys together, and this attention has as many of each only "
@@ -117,7 +123,9 @@ class HeadExchange:
             of_heads = [all_q, *_keys(of_heads, share, held)]
             kept += inputs if keep else []
             del inputs
-            results = [*self.inner.forward(*of_heads, scale, self._own(sinks, share))]  # (B, h, R, D), (B, h, R)
+            of_own = self._own(sinks, share), self._own(up, share)
+            results = [*self.inner.forward(*of_heads, scale, *of_own)]  # (B, h, R, D), (B, h, R)
+            width = results[0].shape[3]
             del all_q, of_heads
             bundle = PackedRows.of(results, [], self.plan.head_group_layouts)
             rows = bundle.rows(results)
@@ -126,7 +134,7 @@ class HeadExchange:
             returning.append(self._send_rows(bundle, rows, into, share, kind="out"))
             del rows
         # The output as the output projection reads it, (B, S, H, D) in memory.
-        out = _rows_first(q, q.shape[2], q.shape[1], q.dtype)
+        out = _rows_first(q, q.shape[2], q.shape[1], q.dtype, width)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         into[0].extend((out, lse))
         for each in returning:
@@ -134,31 +142,37 @@ class HeadExchange:
         return unfold_batch(out, whole_q), unfold_batch(lse, whole_q), *(x.view(-1) for x in kept)
 
     def backward(
-        self, given: BackwardInputs | Kept, scale: float, sinks: torch.Tensor | None = None
+        self,
+        given: BackwardInputs | Kept,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of q, k, v, and of the sinks if there are any (of this rank's heads, zero elsewhere)."""
+        """Return the gradients of q, k, v, and of the sinks and of `up` (of this rank's heads, zero elsewhere)."""
         dout = fold_batch(given.dout, self.plan)
-        _, heads, rows, _ = dout.shape
+        _, heads, rows, width = dout.shape
         if isinstance(given, Kept):
             kv_heads, kv_rows, likes, inputs_of = given.kv_heads, rows, given.likes(), self._kept
+            widths = [width] * 3
         else:
             (_, kv_heads, kv_rows, _), likes = fold_batch(given.k, self.plan).shape, given[1:4]
-            inputs_of = self._exchanged
+            inputs_of, widths = self._exchanged, [x.shape[3] for x in likes]
         passes = self._passes(dout, kv_heads)
         copies = passes[0].copies
         # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
         sum_dtype = torch.promote_types(dout.dtype, torch.float32)
         gradient_dtype = sum_dtype if copies > 1 else dout.dtype
-        dsinks = [] if sinks is None else [torch.zeros_like(sinks)]
+        of_heads = [None if x is None else torch.zeros_like(x) for x in (sinks, up)]
         returning: list[Pending] = []
         into: tuple[Tensors, Tensors] = [], []
         sums: Tensors = []
         for share, inside in inputs_of(given, dout, passes):
-            mine, in_parts = self._own(sinks, share), not (share.has_keys and share.has_gradients)
+            mine, in_parts = (self._own(x, share) for x in (sinks, up)), not (share.has_keys and share.has_gradients)
             kv_dtype = dout.dtype if in_parts else gradient_dtype
-            found = [*self.inner.backward(inside.pop(), scale, mine, kv_dtype=kv_dtype)]
-            if mine is not None:
-                dsinks[0][share.queries(self.group.rank())] = found.pop()
+            found = [*self.inner.backward(inside.pop(), scale, *mine, kv_dtype=kv_dtype)]
+            for total in reversed(of_heads):
+                if total is not None:
+                    total[share.queries(self.group.rank())] = found.pop()
             if in_parts:
                 found[1:] = _summed_over_passes(found[1:], share, sums, sum_dtype, gradient_dtype)
             bundle = PackedRows.of(found[:1], found[1:], self.plan.head_group_layouts)
@@ -167,12 +181,13 @@ class HeadExchange:
             targets = into if share.has_gradients else (into[0], [])
             returning.append(self._send_rows(bundle, all_rows, targets, share, kind="dqkv"))
             del all_rows
-        into[0].append(_rows_first(dout, rows, heads, dout.dtype))
-        into[1].extend(_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype) for _ in "kv")
+        into[0].append(_rows_first(dout, rows, heads, dout.dtype, widths[0]))
+        into[1].extend(_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype, width) for width in widths[1:])
         for each in returning:
             each.wait()
         gradients = into[0][0], *(summed(x, kv_heads) for x in into[1])
-        return *(restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)), *dsinks
+        of_heads = [x for x in of_heads if x is not None]
+        return *(restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)), *of_heads
 
     def _exchanged(self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
         """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
@@ -197,8 +212,8 @@ class HeadExchange:
         all_out, all_lse = of_results.tensors([given.results.view(-1, of_results.blocks[0].width)])
         yield share, [BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)]
 
-    def _own(self, sinks: torch.Tensor | None, share: HeadShare) -> torch.Tensor | None:
-        return None if sinks is None else sinks[share.queries(self.group.rank())]
+    def _own(self, of_heads: torch.Tensor | None, share: HeadShare) -> torch.Tensor | None:
+        return None if of_heads is None else of_heads[share.queries(self.group.rank())]
 
     def _passes(self, q: torch.Tensor, kv_heads: int) -> list[HeadShare]:
         return HeadShare.passes(
@@ -283,10 +298,9 @@ def _summed_over_passes(
     return [x.to(dtype) for x in sums] if share.has_gradients else []
 
 
-def _rows_first(like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised (B, heads, rows, D) with the memory order (B, rows, heads, D)."""
-    b, _, _, d = like.shape
-    return like.new_empty(b, rows, heads, d, dtype=dtype).transpose(1, 2)
+def _rows_first(like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """Return an uninitialised (B, heads, rows, width) with the memory order (B, rows, heads, width)."""
+    return like.new_empty(like.shape[0], rows, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> tuple[Tensors, Tensors]:

@@ -40,10 +40,20 @@ def shortest_ring(stages: int) -> int:
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """R and P, the numbers of a latent, which is sent in the place of keys and values, and V, the size of values."""
+
+    rank: int
+    rotated: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class AttentionShape:
     """The local sizes of one attention call.
 
     itemsize: bytes of an element of q, k, v; gradient_itemsize: of dK and dV when they are sent; 0: of an accumulator.
+    latent: with one key/value head, the latent; None: keys and values are sent.
     """
 
     batch: int
@@ -52,6 +62,23 @@ class AttentionShape:
     head_dim: int
     itemsize: int
     gradient_itemsize: int = 0
+    latent: LatentShape | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a head's values and outputs."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def key_sizes(self) -> tuple[int, int]:
+        """What is sent of a token and key/value head: the sizes of its key and of its value, or the latent and 0."""
+        return (self.head_dim, self.head_dim) if self.latent is None else (self.latent.rank + self.latent.rotated, 0)
+
+    def expansion_flops(self, rows: int) -> int:
+        """Return the FLOPs that make keys and values of a head of so many latents."""
+        if self.latent is None:
+            return 0
+        return 2 * rows * self.latent.rank * (self.head_dim - self.latent.rotated + self.latent.value_dim)
 
     @property
     def accumulator(self) -> int:
@@ -100,14 +127,17 @@ def attention_cost(
         passes = HeadShare.passes(shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass, query_heads)
         cost = _exchanged(plan, shape, width, direction, passes, keep_exchanged)
     # Two products in the forward; in the backward the scores again, and four products of their size.
-    cost.flops = (10 if is_backward else 4) * plan.pairs * shape.head_dim * (shape.heads // plan.head_degree) * width
+    of_pair = 6 * shape.head_dim + 4 * shape.value_dim if is_backward else 2 * (shape.head_dim + shape.value_dim)
+    stages = (plan.inner or plan).backward if is_backward else (plan.inner or plan).forward
+    expansions = (3 if is_backward else 1) * shape.expansion_flops(sum(stage.rows for stage in stages))
+    cost.flops = (of_pair * plan.pairs + expansions) * (shape.heads // plan.head_degree) * width
     return cost
 
 
 def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int) -> Cost:
     cost = Cost()
     stages = plan.backward if is_backward else plan.forward
-    element = 2 * width * shape.head_dim
+    element = width * sum(shape.key_sizes)
     alive = [0]
     for start, stop in passes_of(shape.kv_heads, heads_per_pass):
         heads = stop - start
@@ -162,19 +192,20 @@ def _exchanged(
 
 # The exchange to the ranks of the heads, and the one back: kind -> tensors as large as these.
 _TENSORS = {
-    "forward": {"qkv": ("q", "k", "k"), "out": ("q", "lse")},
-    "backward": {"qkv_dout": ("q", "q", "q", "lse", "k", "k"), "dqkv": ("q", "dk", "dk")},
-    "keeping": {"dout": ("q",), "dqkv": ("q", "dk", "dk")},
+    "forward": {"qkv": ("q", "k", "v"), "out": ("out", "lse")},
+    "backward": {"qkv_dout": ("q", "out", "out", "lse", "k", "v"), "dqkv": ("q", "dk", "dv")},
+    "keeping": {"dout": ("out",), "dqkv": ("q", "dk", "dv")},
 }
 
 
 def _pieces(part: AttentionShape, width: int, share: HeadShare, names: tuple[str, ...]) -> Iterator[tuple[bool, int]]:
     """Yield (whether a row belongs to a key, bytes of a row) for each tensor that a rank gets; part: of this pass."""
     for name in names:
-        if name == "q":
-            yield False, aligned(width * part.heads * part.head_dim * part.itemsize)
+        if name in ("q", "out"):
+            size = part.head_dim if name == "q" else part.value_dim
+            yield False, aligned(width * part.heads * size * part.itemsize)
         elif name == "lse":
             yield False, aligned(width * part.heads * part.accumulator)
-        elif share.has_gradients if name == "dk" else share.has_keys:
-            item = part.accumulator if name == "dk" and share.copies > 1 else part.itemsize
-            yield True, aligned(width * part.kv_heads * part.head_dim * item)
+        elif share.has_gradients if name.startswith("d") else share.has_keys:
+            item = part.accumulator if name.startswith("d") and share.copies > 1 else part.itemsize
+            yield True, aligned(width * part.kv_heads * part.key_sizes[name.endswith("v")] * item)
