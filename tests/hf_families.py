@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from trainer.families.args import ExpertArgs, LinearArgs
+from trainer.families.args import ExpertArgs, LatentArgs, LinearArgs
 from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
 from trainer.families.registry import hf_config
 
@@ -41,6 +41,7 @@ _YARN = RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
 _WINDOWS = tuple(LayerKind(window=window) for window in (False, True, True))
 _EXPERTS = replace(LLAMA, ffn_hidden_dim=24, experts=ExpertArgs(6, 2, 24))
 _SIGMOID = ExpertArgs(6, 2, 24, sigmoid=True)
+_LATENT = replace(_EXPERTS, n_kv_heads=4, latent=LatentArgs(10, 6, 4, 8, query_rank=14))
 MODELS: dict[str, tuple[str, TransformerArgs]] = {
     "qwen3, windows from a layer on": ("qwen3", replace(LLAMA, qk_norm=True, sliding_window=5, layers=_WINDOWS)),
     "qwen3_moe, dense layers, a window": (
@@ -155,6 +156,20 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
             experts=replace(_EXPERTS.experts, shared_dim=20, shared_gate=True),
             layers=(LayerKind(linear=True), LayerKind(linear=True, experts=False), LayerKind()),
         ),
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        replace(
+            _LATENT,
+            ffn_hidden_dim=40,
+            rope_scaling=replace(_YARN, attention_factor=1.0, mscale_all_dim=1.0),
+            experts=replace(_SIGMOID, groups=3, groups_per_token=2, scale=2.5, shared_dim=24),
+            layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
+        ),
+    ),
+    "deepseek_v3, whole queries": (
+        "deepseek_v3",
+        replace(_LATENT, latent=LatentArgs(12, 8, 4, 12), experts=replace(_SIGMOID, shared_dim=24)),
     ),
     "minimax_m2": (
         "minimax_m2",

@@ -91,7 +91,8 @@ def test_gradients_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, n
 
 
 @pytest.mark.parametrize(
-    "name", ["phi3, a window, heads rotated in part", "glm4_moe", "qwen3_next", *slow("gemma3", "minimax_m2")]
+    "name",
+    ["phi3, a window, heads rotated in part", "qwen3_next", "deepseek_v3", *slow("gemma3", "minimax_m2", "glm4_moe")],
 )
 def test_ranks_read_their_parts_and_write_all(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     """Parts of fused matrices, biases for the choice, and tied matrices, through a checkpoint."""
@@ -117,7 +118,7 @@ LAYOUTS = {
     "fsdp2, in parts": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mlp_chunk_tokens=5"]),
 }
 NEW = dict.fromkeys(family for family, _ in MODELS.values() if family not in ("qwen3", "qwen3_moe"))
-QUICK = {(family, "cp2+tp2") for family in ("gemma2", "gemma3", "olmo3", "glm4_moe", "qwen3_next")} | {
+QUICK = {(family, "cp2+tp2") for family in ("gemma2", "gemma3", "olmo3", "qwen3_next", "deepseek_v3")} | {
     ("smollm3", "pp2")
 }
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.components.loss import whole_sequence
 from trainer.distributed.context_parallel.convolution import convolved
+from trainer.distributed.context_parallel.execution.latent import expanded
 from trainer.distributed.context_parallel.execution.linear_chunks import one_token
 from trainer.distributed.context_parallel.linear_attention import linear_attention
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
@@ -31,7 +32,7 @@ from trainer.models.short_convolution import InnerConvolution
 
 
 class GenerationCache:
-    """Keys and values of all attention modules, states of linear attention, and last inputs of short convolutions.
+    """Keys and values, or latents, of attention, states of linear attention, and last inputs of short convolutions.
 
     lengths: (B,) tokens of each text so far; capacity: the most tokens that a rank keeps of one; cp, tp: the ranks that
     divide tokens and heads.
@@ -160,11 +161,14 @@ class GenerationCache:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Do what the module does, with the keys and values of all tokens so far; shapes as there."""
         keys, values = self._keep(module, k[:, :, : self._own_new], v[:, :, : self._own_new], self._used)
+        if up is not None:
+            keys, values = expanded(keys, up, q.shape[3])
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q = q.unflatten(1, (k.shape[1], -1)).to(dtype)  # (B, K, G, S, D)
+        q = q.unflatten(1, (keys.shape[1], -1)).to(dtype)  # (B, K, G, S, D)
         scores = q @ keys.to(dtype)[:, :, None].mT * (q.shape[-1] ** -0.5 if scale is None else scale)
         if module.softcap is not None:
             scores = module.softcap * torch.tanh(scores / module.softcap)
@@ -175,7 +179,7 @@ class GenerationCache:
         parts = all_gather(torch.cat((out, scores.logsumexp(-1, keepdim=True)), -1), self._cp)
         totals = parts[..., -1:]  # (ranks, B, K, G, S, 1)
         if sinks is not None:
-            logits = sinks.to(dtype).view(k.shape[1], -1, 1, 1)
+            logits = sinks.to(dtype).view(keys.shape[1], -1, 1, 1)
             totals = torch.cat((totals, logits.expand(1, *totals.shape[1:])))
         shares = totals.softmax(0)[: len(parts)]
         return (shares * parts[..., :-1]).sum(0).flatten(1, 2).to(v.dtype)

@@ -137,9 +137,51 @@ class LinearArgs:
         return 6 * self.value_heads * self.key_dim * self.value_dim
 
 
+@dataclass(frozen=True)
+class LatentArgs:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    rank: int
+    """Width of what keys and values of all heads are computed from."""
+    nope_dim: int
+    """Channels of a head's query and key that are not rotated."""
+    rope_dim: int
+    """Channels behind them that are rotated; all heads share those of a key."""
+    value_dim: int
+    """Channels of a head's value, at most those of its key."""
+    query_rank: int | None = None
+    """Width of what queries are computed from; None: they are computed from the hidden states."""
+
+    @property
+    def head_dim(self) -> int:
+        """Return the channels of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    def linear_shapes(self, dim: int, n_heads: int, tp: int = 1) -> dict[str, tuple[int, int]]:
+        """Return (outputs, inputs) of its linear modules on one of `tp` tensor-parallel ranks."""
+        queries = n_heads * self.head_dim // tp
+        shapes = {"wq": (queries, dim)}
+        if self.query_rank is not None:
+            shapes = {"wq_a": (self.query_rank, dim), "wq_b": (queries, self.query_rank)}
+        return shapes | {"wkv_a": (self.rank + self.rope_dim, dim), "wo": (dim, n_heads * self.value_dim // tp)}
+
+    def up_projection(self, n_heads: int) -> int:
+        """Return the weights that make keys and values of latents."""
+        return n_heads * (self.nope_dim + self.value_dim) * self.rank
+
+    def vectors(self) -> int:
+        """Return the parameters of its norms."""
+        return self.rank + (self.query_rank or 0)
+
+
 def experts_of(args: ModelArgs) -> ExpertArgs | None:
     """Return the experts of a layer; None: the family, or the model, has none."""
     return getattr(args, "experts", None)
+
+
+def latent_of(args: ModelArgs) -> LatentArgs | None:
+    """Return the latent attention of a model; None: the family, or the model, has none."""
+    return getattr(args, "latent", None)
 
 
 def expert_layers(args: ModelArgs) -> list[int]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
 from trainer.config.toml import load_toml
-from trainer.families.args import ExpertArgs, LinearArgs, expert_layers
+from trainer.families.args import ExpertArgs, LatentArgs, LinearArgs, expert_layers
 
 TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
 """Sizes of families, and what their architectures assume."""
@@ -35,6 +36,13 @@ class RopeScaling:
     attention_factor: float | None = None
     """Of YaRN, by which rotated queries and keys are multiplied; None: 0.1 ln(factor) + 1."""
     truncate: bool = True
+    mscale_all_dim: float = 0.0
+    """Of latent attention, whose scores are multiplied by (0.1 m ln(factor) + 1)^2 of such an m."""
+
+    @property
+    def score_factor(self) -> float:
+        """Return the factor of the scores of latent attention."""
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0) ** 2 if self.kind == "yarn" else 1.0
 
     @property
     def magnitude(self) -> float:
@@ -140,6 +148,8 @@ class TransformerArgs:
     """Whether the output of each head is multiplied by a sigmoid, whose rows follow those of its query."""
     linear: LinearArgs | None = None
     """Of the layers that have linear attention."""
+    latent: LatentArgs | None = None
+    """In the place of the keys and values of attention."""
     experts: ExpertArgs | None = None
     """In the place of the feed-forward network of each layer, whose width then counts for nothing."""
     router_aux_loss_coef: float = 0.0
@@ -164,19 +174,47 @@ class TransformerArgs:
 
     @property
     def head_dim(self) -> int:
+        if self.latent is not None:
+            return self.latent.head_dim
         return self.dim // self.n_heads if self.head_size is None else self.head_size
+
+    @property
+    def table_dim(self) -> int:
+        """Return how many channels the rotary table has, with those that it leaves as they are."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def rotary_dim(self) -> int:
         """Return how many channels of a head are rotated."""
-        return int(self.head_dim * self.rope_share)
+        return int(self.table_dim * self.rope_share)
+
+    @property
+    def value_dim(self) -> int:
+        """Return the channels of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def score_scale(self) -> float:
+        """Return the factor of the scores of attention."""
+        if self.attention_scale is not None:
+            return self.attention_scale
+        stretched = self.latent is not None and self.rope_scaling is not None
+        return self.head_dim**-0.5 * (self.rope_scaling.score_factor if stretched else 1.0)
 
     @property
     def norms_have_parameters(self) -> bool:
         return self.norm_type != "np_layernorm"
 
     def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "TransformerArgs":
+        """Return the arguments with the settings.
+
+        Raises:
+            ConfigError: a setting that latent attention does not have.
+        """
         asked = {}
+        for key in ("attention_sinks", "short_conv_kernel") if self.latent is not None else ():
+            if getattr(settings, key):
+                raise ConfigError(f"model.{key} = {getattr(settings, key)} is not for latent attention; leave it out")
         if settings.sliding_window is not None:
             asked |= {
                 "sliding_window": settings.sliding_window,
@@ -260,11 +298,15 @@ class TransformerArgs:
             vocab_size=self.vocab_size // tp,
         )
         for layer in range(self.n_layers):
-            name = f"layers.{layer}.attention"
+            name, others = f"layers.{layer}.attention", None
             if self.layer(layer).linear:
+                others = self.linear.linear_shapes(self.dim, tp)
+            elif self.latent is not None:
+                others = self.latent.linear_shapes(self.dim, self.n_heads, tp)
+            if others is not None:
                 for part in ("wq", "wk", "wv", "wo"):
                     del shapes[f"{name}.{part}"]
-                shapes |= {f"{name}.{part}": shape for part, shape in self.linear.linear_shapes(self.dim, tp).items()}
+                shapes |= {f"{name}.{part}": shape for part, shape in others.items()}
             elif self.attention_gate:
                 shapes[f"{name}.wq"] = 2 * shapes[f"{name}.wq"][0], self.dim
         for layer in expert_layers(self):
@@ -286,7 +328,7 @@ class TransformerArgs:
             + (self.n_layers - len(self.linear_layers())) * self._vectors()
             + len(self.linear_layers()) * (self.linear.vectors() if self.linear else 0)
             + (len(expert_layers(self)) * self.experts.number * self.experts.biases if self.experts else 0)
-            + self._convolution_weights()
+            + self._other_weights()
             + self._expert_weights(self.experts.number if self.experts else 0)
             + norm
             + (0 if self.tie_embeddings else self.vocab_size * self.dim)
@@ -296,14 +338,15 @@ class TransformerArgs:
         """Return model FLOPs per token of a training step (forward + backward) as (full attention, causal attention).
 
         The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix product
-        plus 12 * layers * heads * head size * seq_len, as if every query saw every key. The second counts visible keys:
-        (seq_len + 1) / 2 per query under a causal mask, fewer with a window. The embedding look-up is no product. A
+        plus 12 * layers * heads * head size * seq_len, half of it for keys and half for values, as if every query saw
+        every key. The second counts visible keys: (seq_len + 1) / 2 per query under a causal mask, fewer with a window.
+        The embedding look-up is no product. A
         weight of a short convolution meets each token once, as one of a matrix does. Of the experts those count that a
         token chooses. Linear attention counts as its recurrence, whatever the length.
         """
-        active = self._convolution_weights() + self._expert_weights(self.experts.per_token if self.experts else 0)
+        active = self._other_weights() + self._expert_weights(self.experts.per_token if self.experts else 0)
         matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + active)
-        attention = 12.0 * self.n_heads * self.head_dim
+        attention = 6.0 * self.n_heads * (self.head_dim + self.value_dim)
         linear = self.linear_layers()
         if self.linear is not None:
             matrices += len(linear) * (
@@ -315,6 +358,9 @@ class TransformerArgs:
     def words(self) -> str:
         heads = f"{self.n_heads} query and {self.n_kv_heads} key/value heads of {self.head_dim}"
         words = f"{self.n_layers} layers of width {self.dim}, {heads}"
+        if self.latent is not None:
+            sizes = f"{self.latent.rank} + {self.latent.rope_dim}"
+            words = f"{self.n_layers} layers of width {self.dim}, {self.n_heads} heads, latents of {sizes}"
         if self.linear is not None:
             states = f"{self.linear.value_heads} states of {self.linear.key_dim} x {self.linear.value_dim}"
             words = f"{words}, in {len(self.linear_layers())} layers linear attention with {states}"
@@ -330,6 +376,8 @@ class TransformerArgs:
 
     def _vectors(self) -> int:
         """Return the parameters of a layer but for norms of its block, matrices, convolutions and mixtures."""
+        if self.latent is not None:
+            return self.latent.vectors()
         normalised = self.n_heads + self.n_kv_heads if self.qk_norm_of_all_heads else 2
         return (
             self.n_heads * self.attention_sinks
@@ -343,8 +391,11 @@ class TransformerArgs:
         """Return the parameters of so many experts of every layer that has some."""
         return len(expert_layers(self)) * number * self.experts.weights(self.dim) if self.experts else 0
 
-    def _convolution_weights(self) -> int:
+    def _other_weights(self) -> int:
+        """Return the parameters of short convolutions and of what makes keys and values of latents."""
         layers = self.n_layers - len(self.linear_layers())
+        if self.latent is not None:
+            return layers * self.latent.up_projection(self.n_heads)
         return layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.short_conv_kernel
 
     def _keys_per_query(self, layer: int, seq_len: int) -> float:
@@ -361,7 +412,7 @@ def sizes(family: str) -> dict[str, TransformerArgs]:
         own = dict(tables[flavor])
         return (fields_of(own.pop("like")) if "like" in own else {}) | own
 
-    kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs, "linear": LinearArgs}
+    kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs, "linear": LinearArgs, "latent": LatentArgs}
     found = {flavor: fields_of(flavor) for flavor in tables}
 
     def value(key: str, x: Any) -> Any:

@@ -223,9 +223,14 @@ def _rotary(config: Entries) -> tuple[float, RopeScaling | None]:
         low, high = (float(table.number(key)) for key in ("low_freq_factor", "high_freq_factor"))
         return theta, replace(scaling, low_freq_factor=low, high_freq_factor=high)
     fast, slow = float(table.number("beta_fast", 32.0)), float(table.number("beta_slow", 1.0))
-    truncate = bool(table.only("truncate", True, False))
+    truncate, of_scores = bool(table.only("truncate", True, False)), table.content.get("mscale_all_dim")
     return theta, replace(
-        scaling, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=_attention_factor(table)
+        scaling,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=truncate,
+        attention_factor=_attention_factor(table),
+        mscale_all_dim=float(table.number("mscale_all_dim")) if of_scores else 0.0,
     )
 
 
@@ -251,6 +256,8 @@ def _rope_entries(scaling: RopeScaling) -> dict[str, Any]:
     entries |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     if scaling.attention_factor is not None:
         entries["attention_factor"] = scaling.attention_factor
+    if scaling.mscale_all_dim:
+        entries["mscale_all_dim"] = scaling.mscale_all_dim
     return entries if scaling.truncate else entries | {"truncate": False}
 
 
@@ -373,7 +380,7 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
         for i in layers
     ]
     fields = asdict(args) | {"sliding_window": [args.window_of_layer(i) for i in layers], "layers": kinds}
-    fields["attention_scale"] = args.attention_scale or args.head_dim**-0.5
+    fields["attention_scale"] = args.score_scale
     others = ["max_seq_len", "router_aux_loss_coef"]
     if args.experts is not None and args.experts.sigmoid:
         others.append("router_bias_update_rate")  # the bias is one of the weights there

@@ -89,7 +89,7 @@ def hf_tensor(args: TransformerArgs, name: str, names: Mapping[str, str | None] 
         return HFTensor(stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers))
     part = part.rpartition(".")[0]
     there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(args, part, table))
-    if part not in _ROTATED:
+    if part not in _ROTATED or args.latent is not None:  # latent attention has adjacent pairs there, too
         return there
     sizes = args.head_dim * (2 if args.attention_gate and part == "attention.wq" else 1), args.rotary_dim
     return replace(there, to_hf=partial(_to_halves, *sizes), from_hf=partial(_to_pairs, *sizes), moves_rows=True)

@@ -9,6 +9,7 @@ from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig, Model
 from trainer.families import (
+    deepseek_v3,
     gemma2,
     gemma3,
     glm4_moe,
@@ -69,6 +70,7 @@ _FAMILIES = (
     glm4_moe,
     minimax_m2,
     qwen3_next,
+    deepseek_v3,
 )
 MODELS: Registry[Family] = Registry(
     "model",

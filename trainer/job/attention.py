@@ -13,13 +13,13 @@ from trainer.distributed.context_parallel.planning.capabilities import (
     able_kernels,
     auto_kernel,
 )
-from trainer.distributed.context_parallel.planning.cost import AttentionShape
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, LatentShape
 from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding.errors import OptionError
-from trainer.families.args import ModelArgs, has_windows
+from trainer.families.args import ModelArgs, has_windows, latent_of
 
 
 def resolve_attention(
@@ -164,9 +164,17 @@ def _local_shape(config: JobConfig, model: ModelArgs, device_type: str) -> Atten
     """Return the sizes of one attention call on a rank, in its compute data type."""
     training, tp = config.training, config.parallelism.tensor_parallel_degree
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type)]
-    heads, kv_heads = model.n_heads // tp, model.n_kv_heads // tp
     gradients = 2 if config.parallelism.context_parallel_gradient_dtype == "bfloat16" else 0
-    return AttentionShape(training.local_batch_size, heads, kv_heads, model.head_dim, itemsize, gradients)
+    latent = None
+    if (of_model := latent_of(model)) is not None:
+        latent = LatentShape(of_model.rank, of_model.rope_dim, of_model.value_dim)
+    shape = training.local_batch_size, model.n_heads // tp, _kv_heads(model, tp), model.head_dim
+    return AttentionShape(*shape, itemsize, gradients, latent)
+
+
+def _kv_heads(model: ModelArgs, tp: int) -> int:
+    """Return the key/value heads that a tensor-parallel rank sends: a latent is one."""
+    return model.n_kv_heads // tp if latent_of(model) is None else 1
 
 
 def _checked_gradients(config: JobConfig, device_type: str) -> str:
@@ -199,7 +207,7 @@ def _checked_passes(parallelism: Parallelism, options: ContextParallelOptions, m
             "or leave the heads out"
         )
     head_degree = options.head_degree(parallelism.context_parallel_degree)
-    kv_heads = HeadShare.passes(model.n_heads // tp, model.n_kv_heads // tp, head_degree)[0].per_rank
+    kv_heads = HeadShare.passes(model.n_heads // tp, _kv_heads(model, tp), head_degree)[0].per_rank
     if passes >= kv_heads and passes:
         raise ConfigError(
             f"parallelism.context_parallel_heads_per_pass = {passes} must be less than the {kv_heads} key/value heads "
@@ -212,7 +220,7 @@ def _checked_queries(parallelism: Parallelism, options: ContextParallelOptions, 
     queries, tp = parallelism.context_parallel_query_heads_per_pass, parallelism.tensor_parallel_degree
     if not queries or not options.spread.query_passes:
         return 0
-    share = HeadShare.passes(model.n_heads // tp, model.n_kv_heads // tp, parallelism.context_parallel_degree)[0]
+    share = HeadShare.passes(model.n_heads // tp, _kv_heads(model, tp), parallelism.context_parallel_degree)[0]
     if queries >= share.group or parallelism.context_parallel_heads_per_pass:
         raise ConfigError(
             f"parallelism.context_parallel_query_heads_per_pass = {queries} must be less than the {share.group} query "

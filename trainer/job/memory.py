@@ -69,7 +69,7 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         weights=(local + added) * stored,
         gradients=trained * stored,
         optimizer=2 * trained * ITEMSIZE[job.config.state_dtype],
-        tables=rows * (rotary_tables(model) * model.head_dim * max(stored, 4) + of_batch),
+        tables=rows * (rotary_tables(model) * getattr(model, "table_dim", model.head_dim) * max(stored, 4) + of_batch),
     )
 
 
@@ -106,7 +106,7 @@ def host_memory(job: ResolvedJob) -> int:
     model, itemsize = job.model, ITEMSIZE[job.compute_dtype]
     of_token = model.dim * itemsize
     if job.config.activation_checkpoint.offload == "inputs+attention":  # output and log-sum-exp
-        of_token += model.n_heads * (model.head_dim * itemsize + max(itemsize, 4))
+        of_token += model.n_heads * (getattr(model, "value_dim", model.head_dim) * itemsize + max(itemsize, 4))
     return _passes_in_flight(job) * job.tokens_of_a_pass * of_token * most // job.degrees.tp
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
+from trainer.distributed.context_parallel.execution.latent import expanded
 from trainer.models.initialization import draw, start
 from trainer.models.rotary import apply_rope
 from trainer.models.short_convolution import ShortConvolution
@@ -48,8 +49,11 @@ class InnerAttention(nn.Module):
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q: (B, H, S, D); k, v: (B, K, S, D), K divides H; sinks: (H,) -> (B, H, S, D). It does not use the plan.
+
+        up: (H, N + V, R), with which k is a latent (B, 1, S, R + P), D = N + P, and the output is (B, H, S, V).
 
         Raises:
             RuntimeError: a sliding window, sinks or a soft-cap, without a plan.
@@ -60,11 +64,19 @@ class InnerAttention(nn.Module):
                 "`ContextParallelAttention` to this module, on a mesh of one rank if need be, and run the model inside "
                 "`context_parallel(...)`"
             )
-        options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        if q.device.type != _GPU:
-            return F.scaled_dot_product_attention(q, k, v, **options)
-        with sdpa_kernel(_gpu_backends(q.shape[-1]), set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, **options)
+        if up is None:
+            return _causal(q, k, v, scale)
+        k, v = expanded(k, up, q.shape[3])
+        filled = F.pad(v, (0, q.shape[3] - v.shape[3]))  # the fastest kernels take one size of heads
+        return _causal(q, k, filled, scale)[..., : v.shape[3]]
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+    options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if q.device.type != _GPU:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with sdpa_kernel(_gpu_backends(q.shape[-1]), set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 class AttentionSinks(nn.Module):

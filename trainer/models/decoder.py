@@ -1,7 +1,7 @@
 """The decoder of all families of language models, as single-device code. Its arguments say what a family has.
 
 Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06825, Gemma 3
-2503.19786, OLMo 2 2501.00656, GLM-4.5 2508.06471.
+2503.19786, OLMo 2 2501.00656, GLM-4.5 2508.06471, DeepSeek-V3 2412.19437.
 """
 
 from functools import partial
@@ -15,6 +15,7 @@ from trainer.families.decoder_args import TransformerArgs
 from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
 from trainer.models.initialization import start
+from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import GatedDeltaNet
 from trainer.models.moe import MoE, routers_of
 from trainer.models.norms import NormOfHeads, OffsetNorm, build_norm
@@ -36,13 +37,20 @@ def build_attention(args: TransformerArgs, layer: int) -> nn.Module:
     """Return the attention of a layer, or its linear attention."""
     if args.layer(layer).linear:
         return GatedDeltaNet(args.dim, args.linear, norm_eps=args.norm_eps, branches=2 * args.n_layers)
+    of_layer = {
+        "n_heads": args.n_heads,
+        "sliding_window": args.window_of_layer(layer),
+        "rotate": apply_rope if args.layer(layer).rope else None,
+        "branches": 2 * args.n_layers,
+    }
+    if args.latent is not None:
+        how = {"scale": args.score_scale, "norm_eps": args.norm_eps}
+        return LatentAttention(args.dim, args.latent, **how, **of_layer)
     kind = NormOfHeads if args.qk_norm_of_all_heads else OffsetNorm if args.norm_offset else nn.RMSNorm
     return Attention(
         args.dim,
-        n_heads=args.n_heads,
         n_kv_heads=args.n_kv_heads,
         head_dim=args.head_dim,
-        sliding_window=args.window_of_layer(layer),
         softcap=args.attention_softcap,
         scale=args.attention_scale,
         sinks=args.attention_sinks,
@@ -51,9 +59,8 @@ def build_attention(args: TransformerArgs, layer: int) -> nn.Module:
         output_bias=args.output_bias,
         qk_norm=partial(kind, eps=args.norm_eps) if args.qk_norm else None,
         norm_all_heads=args.qk_norm_of_all_heads,
-        rotate=apply_rope if args.layer(layer).rope else None,
         gate=args.attention_gate,
-        branches=2 * args.n_layers,
+        **of_layer,
     )
 
 
@@ -134,7 +141,7 @@ class Transformer(nn.Module):
         self.output = build_output(args)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        pairs = args.head_dim // 2
+        pairs = args.table_dim // 2
         self.thetas = sorted({theta for i in range(args.n_layers) if (theta := args.theta_of_layer(i))})
         self.register_buffer("frequencies", torch.empty(pairs), persistent=False)
         for theta in self.thetas:
@@ -183,13 +190,13 @@ class Transformer(nn.Module):
         kinds |= {theta: (self.get_buffer(_own(theta)), None) for theta in self.thetas}
         used = {layer.theta for layer in self.layers.values()}
         tables = {theta: kind for theta, kind in kinds.items() if theta in used}
-        options = {"dtype": self.rotary_dtype, "unrotated": self.args.head_dim - self.args.rotary_dim}
+        options = {"dtype": self.rotary_dtype, "unrotated": self.args.table_dim - self.args.rotary_dim}
         return {theta: freqs_cis_at(positions, *kind, **options) for theta, kind in tables.items()}
 
     def init_buffers(self, device: torch.device) -> None:
         args = self.args
         self.rotary_dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
-        rotated, unrotated = args.rotary_dim, args.head_dim - args.rotary_dim
+        rotated, unrotated = args.rotary_dim, args.table_dim - args.rotary_dim
         self.frequencies = rope_frequencies(rotated, args.rope_theta, args.rope_scaling, unrotated).to(device)
         for theta in self.thetas:
             setattr(self, _own(theta), rope_frequencies(rotated, theta, None, unrotated).to(device))

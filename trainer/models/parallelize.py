@@ -24,6 +24,7 @@ from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOption
 from trainer.distributed.expert_parallel import ExpertParallel, expert_units
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import (
+    Gathered,
     LocalParameter,
     OwnPositions,
     ShardedNorm,
@@ -33,6 +34,7 @@ from trainer.distributed.tensor_parallel import (
 )
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
+from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import Decay, GatedDeltaNet
 from trainer.models.moe import MoE
 from trainer.models.tiles import compute_in_tiles, experts_in_tiles
@@ -65,7 +67,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             options = {"sliding_window": inner.sliding_window, "keep_exchanged": kept}
             attention = ContextParallelAttention(**options, softcap=getattr(inner, "softcap", None))
             styles = {"attention.inner_attention": attention}
-            if block.attention.short_conv is not None and dims.size("cp") > 1:
+            if getattr(block.attention, "short_conv", None) is not None and dims.size("cp") > 1:
                 styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
             parallelize_module(block, dims["cp"], styles)
     if job.loss_chunk_tokens and model.output is not None:
@@ -109,6 +111,9 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
     for name, block in model.layers.items():
         if isinstance(block.attention, GatedDeltaNet):
             styles |= {f"layers.{name}.{part}": style for part, style in _linear_block_styles(block).items()}
+            continue
+        if isinstance(block.attention, LatentAttention):
+            styles |= {f"layers.{name}.{part}": style for part, style in _latent_block_styles(block).items()}
             continue
         local = [] if block.attention.sinks is None else ["attention.sinks"]
         local += [] if block.attention.short_conv is None else [f"attention.short_conv.{part}" for part in "qkv"]
@@ -159,6 +164,18 @@ def _linear_block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
     local = "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
     styles |= {f"attention.{name}": LocalParameter() for name in local}
     return styles | {"attention.norm": SequenceParallel(sequence_dim=2, use_local_output=True)}  # of (B, S, H, D)
+
+
+def _latent_block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
+    """Return the styles of a block with latent attention: a rank has latents of its tokens, then those of all."""
+    styles = {name: style for name, style in _block_styles(block).items() if not name.startswith("attention.")}
+    del styles["attention"]
+    of_tokens = "wq_a", "q_a_norm", "wkv_a", "kv_a_norm"
+    of_heads = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wq_b")}
+    parts = {name: SequenceParallel(use_local_output=True) for name in of_tokens} | of_heads
+    parts |= {"gathered": Gathered(), "wkv_b": LocalParameter(), "wo": RowwiseParallel(output_layouts=Shard(1))}
+    there = dict(block.attention.named_children())
+    return styles | {f"attention.{name}": style for name, style in parts.items() if name in there}
 
 
 def _feed_forward_styles(name: str) -> dict[str, ParallelStyle]:
