@@ -1,16 +1,22 @@
 """Models of transformers that compute wholly in float64, and small arguments of each family."""
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer.families.args import ExpertArgs, LatentArgs, LinearArgs
+from trainer.families.args import ExpertArgs, LatentArgs
 from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
+from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.registry import hf_config
 
 LLAMA = TransformerArgs(
@@ -152,7 +158,7 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
             qk_norm=True,
             norm_offset=True,
             attention_gate=True,
-            linear=LinearArgs(2, 4, 8, 6),
+            linear=GatedDeltaArgs(2, 4, 8, 6),
             experts=replace(_EXPERTS.experts, shared_dim=20, shared_gate=True),
             layers=(LayerKind(linear=True), LayerKind(linear=True, experts=False), LayerKind()),
         ),
@@ -170,6 +176,47 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
     "deepseek_v3, whole queries": (
         "deepseek_v3",
         replace(_LATENT, latent=LatentArgs(12, 8, 4, 12), experts=replace(_SIGMOID, shared_dim=24)),
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        replace(
+            _LATENT,
+            n_layers=4,
+            latent=LatentArgs(10, 6, 4, 8),
+            linear=KimiDeltaArgs(4, 6),
+            ffn_hidden_dim=40,
+            experts=replace(_SIGMOID, shared_dim=24),
+            layers=(
+                LayerKind(linear=True, rope=False, experts=False),
+                LayerKind(linear=True, rope=False),
+                LayerKind(rope=False),
+                LayerKind(linear=True, rope=False),
+            ),
+        ),
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        replace(
+            _EXPERTS,
+            n_layers=4,
+            tie_embeddings=True,
+            embedding_scale=12.0,
+            residual_scale=0.22,
+            logits_divisor=8.0,
+            attention_scale=0.0625,
+            linear=MambaArgs(8, 8, 6),
+            experts=replace(_EXPERTS.experts, shared_dim=20),
+            layers=(LayerKind(linear=True, rope=False), LayerKind(rope=False)),
+        ),
+    ),
+    "granitemoehybrid, dense, groups": (
+        "granitemoehybrid",
+        replace(
+            LLAMA,
+            attention_scale=0.25,
+            linear=MambaArgs(4, 16, 6, groups=2, convolution_bias=False),
+            layers=(LayerKind(linear=True), LayerKind()),
+        ),
     ),
     "minimax_m2": (
         "minimax_m2",
@@ -211,4 +258,19 @@ def hf_decoder(family: str, args: TransformerArgs) -> nn.Module:
     for name, x in tensors:
         one = 1.0 if "norm" in name and not args.norm_offset else 0.0
         nn.init.normal_(x, one, 0.5 if x.ndim == 1 else 0.2, generator=generator)
+    if family == "kimi_linear":
+        model.save_pretrained = partial(_save_as_published, model.save_pretrained)
     return model.eval()
+
+
+_DENSE = re.compile(r"\.block_sparse_moe\.(gate|up|down)_proj\.")
+
+
+def _save_as_published(save: Callable[..., None], folder: Path, **settings: Any) -> None:
+    """Save, with dense layers under their published names: transformers 5.23 gives them those of experts."""
+    save(folder, **settings)
+    for file in folder.glob("*.safetensors"):
+        tensors = {_DENSE.sub(r".mlp.\1_proj.", name): x for name, x in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    for index in folder.glob("*.index.json"):
+        index.write_text(_DENSE.sub(r".mlp.\1_proj.", index.read_text()))

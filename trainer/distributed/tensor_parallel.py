@@ -29,6 +29,22 @@ class LocalParameter(ParallelStyle):
         return distribute_module(module, device_mesh, shard_rows, output_fn=lambda _part, x, _mesh: x.to_local())
 
 
+class Replicated(ParallelStyle):
+    """Style for a module that every rank has whole.
+
+    is_local: its output, of which each rank uses a part of its own, is no DTensor; its gradients are summed over ranks.
+    """
+
+    def __init__(self, *, is_local: bool) -> None:
+        self._is_local = is_local
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def local(_part: nn.Module, x: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+            return x.to_local(grad_placements=[Partial()])
+
+        return distribute_module(module, device_mesh, output_fn=local if self._is_local else None)
+
+
 class OwnPositions(ParallelStyle):
     """Style for a module called with (B, S / tp, dim) and positions (B, S) or None: a rank takes those of its rows."""
 

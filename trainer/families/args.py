@@ -103,41 +103,6 @@ class ExpertArgs:
 
 
 @dataclass(frozen=True)
-class LinearArgs:
-    """Linear attention of a layer: Gated DeltaNet (arXiv 2412.06464)."""
-
-    key_heads: int
-    value_heads: int
-    """A multiple of `key_heads`: the states of a layer."""
-    key_dim: int
-    value_dim: int
-    kernel: int = 4
-    """Tokens of the convolution of queries, keys and values."""
-
-    @property
-    def channels(self) -> int:
-        """Return the channels of queries, keys and values together."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    def linear_shapes(self, dim: int, tp: int = 1) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of its linear modules on one of `tp` tensor-parallel ranks."""
-        values = self.value_heads * self.value_dim
-        return {
-            "in_qkvz": ((self.channels + values) // tp, dim),
-            "in_ba": (2 * self.value_heads // tp, dim),
-            "wo": (dim, values // tp),
-        }
-
-    def vectors(self) -> int:
-        """Return the parameters of all its other modules."""
-        return self.channels * self.kernel + 2 * self.value_heads + self.value_dim
-
-    def state_flops(self) -> int:
-        """Return the FLOPs of a token's forward that read and change the states: three products of (K, V) each."""
-        return 6 * self.value_heads * self.key_dim * self.value_dim
-
-
-@dataclass(frozen=True)
 class LatentArgs:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 

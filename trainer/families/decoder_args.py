@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
 from trainer.config.toml import load_toml
-from trainer.families.args import ExpertArgs, LatentArgs, LinearArgs, expert_layers
+from trainer.families.args import ExpertArgs, LatentArgs, expert_layers
+from trainer.families.linear_args import LinearArgs, linear_args, state_flops
 
 TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
 """Sizes of families, and what their architectures assume."""
@@ -262,7 +263,7 @@ class TransformerArgs:
         return {
             "attention heads": self.n_heads,
             "key/value heads": self.n_kv_heads,
-            **({"key heads of linear attention": self.linear.key_heads} if self.linear else {}),
+            **(self.linear.tensor_parallel_sizes() if self.linear else {}),
             **({"feed-forward channels": self.ffn_hidden_dim} if dense else {}),
             **({"channels of the shared expert": shared} if shared else {}),
             "tokens in the vocabulary": self.vocab_size,
@@ -349,9 +350,8 @@ class TransformerArgs:
         attention = 6.0 * self.n_heads * (self.head_dim + self.value_dim)
         linear = self.linear_layers()
         if self.linear is not None:
-            matrices += len(linear) * (
-                3.0 * self.linear.state_flops() + 6.0 * self.linear.channels * self.linear.kernel
-            )
+            convolved = sum(self.linear.convolved().values()) * self.linear.kernel
+            matrices += len(linear) * (3.0 * state_flops(self.linear) + 6.0 * convolved)
         keys = [self._keys_per_query(layer, seq_len) for layer in range(self.n_layers) if layer not in linear]
         return matrices + attention * len(keys) * seq_len, matrices + attention * sum(keys)
 
@@ -362,7 +362,8 @@ class TransformerArgs:
             sizes = f"{self.latent.rank} + {self.latent.rope_dim}"
             words = f"{self.n_layers} layers of width {self.dim}, {self.n_heads} heads, latents of {sizes}"
         if self.linear is not None:
-            states = f"{self.linear.value_heads} states of {self.linear.key_dim} x {self.linear.value_dim}"
+            number, keys, values = self.linear.states
+            states = f"{number} states of {keys} x {values}"
             words = f"{words}, in {len(self.linear_layers())} layers linear attention with {states}"
         if (experts := self.experts) is None:
             return words
@@ -412,7 +413,7 @@ def sizes(family: str) -> dict[str, TransformerArgs]:
         own = dict(tables[flavor])
         return (fields_of(own.pop("like")) if "like" in own else {}) | own
 
-    kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs, "linear": LinearArgs, "latent": LatentArgs}
+    kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs, "linear": linear_args, "latent": LatentArgs}
     found = {flavor: fields_of(flavor) for flavor in tables}
 
     def value(key: str, x: Any) -> Any:

@@ -26,6 +26,9 @@ _OF_LAYER = {
     "attention.q_conv": "linear_attn.conv1d",
     "attention.k_conv": "linear_attn.conv1d",
     "attention.v_conv": "linear_attn.conv1d",
+    "attention.decay.a_log.weight": "linear_attn.A_log",
+    "attention.decay.dt_bias.weight": "linear_attn.dt_bias",
+    "linear.wo": "linear_attn.out_proj",
     "attention.norm": "linear_attn.norm",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
@@ -54,17 +57,21 @@ _NORMS = {
     },
 }
 _ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
-_FUSED = ("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3")
-_CONVOLVED = "attention.q_conv", "attention.k_conv", "attention.v_conv"
-_OF_HEADS = {"attention.decay.a_log.weight": "A_log", "attention.decay.dt_bias.weight": "dt_bias"}
+_FUSED = (
+    ("attention.wq", "attention.wk", "attention.wv"),
+    ("attention.in_z", "attention.in_x", "attention.in_b", "attention.in_c", "attention.in_dt"),
+    ("feed_forward.w1", "feed_forward.w3"),
+    ("feed_forward.shared.w1", "feed_forward.shared.w3"),
+)
 SELECTION_BIAS = "feed_forward.router.selection_bias"
 
 
 def hf_tensor(args: TransformerArgs, name: str, names: Mapping[str, str | None] | None = None) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter; None: a buffer of routers, which it does not have.
 
-    names: modules of a layer -> their names there, in the place of the usual ones; {} stands for the number of an
-    expert, whose rows several names divide. Modules of one name have parts of one tensor. The two rows of a rotary pair
+    names: modules of a layer, or their parameters -> their names there, in the place of the usual ones; {} stands for
+    the number of an expert, whose rows several names divide, and `linear.wo` for the output of linear attention.
+    Modules of one name have parts of one tensor. The two rows of a rotary pair
     are adjacent here, and half of the rotated share of a head apart there.
     """
     module, kind = name.rsplit(".", 1)
@@ -77,34 +84,40 @@ def hf_tensor(args: TransformerArgs, name: str, names: Mapping[str, str | None] 
         return None if there is None else HFTensor(prefix + there)
     if part == "attention.sinks.weight":
         return HFTensor(f"{prefix}self_attn.sinks")
-    if part in _OF_HEADS:
-        return HFTensor(f"{prefix}linear_attn.{_OF_HEADS[part]}")
     if part == "attention.wo.weight" and args.layer(int(layer)).linear:
-        return HFTensor(f"{prefix}linear_attn.out_proj.weight")
+        return HFTensor(f"{prefix}{table['linear.wo']}.weight")
     if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):
         return _of_gpt_oss(f"{prefix}mlp", part.removeprefix("feed_forward."))
     if part.startswith("feed_forward.experts."):
         templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         numbers = range(args.experts.number)
         return HFTensor(stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers))
+    if part in table:
+        return HFTensor(prefix + table[part], **_place(args, int(layer), part.rpartition(".")[0], table))
     part = part.rpartition(".")[0]
-    there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(args, part, table))
-    if part not in _ROTATED or args.latent is not None:  # latent attention has adjacent pairs there, too
+    there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(args, int(layer), part, table))
+    if (
+        part not in _ROTATED or args.latent is not None or args.layer(int(layer)).linear
+    ):  # latent attention has adjacent pairs there, too
         return there
     sizes = args.head_dim * (2 if args.attention_gate and part == "attention.wq" else 1), args.rotary_dim
     return replace(there, to_hf=partial(_to_halves, *sizes), from_hf=partial(_to_pairs, *sizes), moves_rows=True)
 
 
-def _place(args: TransformerArgs, part: str, table: Mapping[str, str]) -> dict[str, int]:
-    """Return where the rows of a matrix are in a tensor there that it shares with others."""
-    if part in _CONVOLVED:
-        keys = args.linear.key_heads * args.linear.key_dim
-        return {"first_row": keys * _CONVOLVED.index(part), "all_rows": args.linear.channels}
-    for parts in _FUSED:
-        if part in parts and len({table[each] for each in parts}) == 1:
-            shapes = args.linear_shapes()
-            rows = [shapes[f"layers.0.{each}"][0] for each in parts]
-            return {"first_row": sum(rows[: parts.index(part)]), "all_rows": sum(rows)}
+def _place(args: TransformerArgs, layer: int, part: str, table: Mapping[str, str]) -> dict[str, int]:
+    """Return where the rows of a module are in a tensor there that it shares with others."""
+    groups: list[dict[str, int]] = []
+    if args.layer(layer).linear:
+        convolved = args.linear.convolved().items()
+        groups += [{f"attention.{name}_{kind}": rows for name, rows in convolved} for kind in ("conv", "bias")]
+    if parts := next((parts for parts in _FUSED if part in parts and table.get(parts[-1]) == table.get(part)), None):
+        shapes = args.linear_shapes()
+        groups.append({each: shapes[f"layers.{layer}.{each}"][0] for each in parts})
+    for group in groups:
+        shared = {table.get(each, table.get(f"{each}.weight")) for each in group}
+        if part in group and len(shared) == 1:
+            before = list(group)[: list(group).index(part)]
+            return {"first_row": sum(group[each] for each in before), "all_rows": sum(group.values())}
     return {}
 
 

@@ -15,19 +15,24 @@ _SCALARS = {
 }
 
 
+def read_scalars(config: Entries) -> dict[str, float]:
+    """Return the fields of the four scalars, each one where the file has none."""
+    return {field: float(config.number(key, 1.0)) for key, field in _SCALARS.items()}
+
+
+def write_scalars(args: TransformerArgs) -> dict[str, float]:
+    """Return the entries that `read_scalars` reads."""
+    return {key: getattr(args, field) for key, field in _SCALARS.items()} | {"attention_multiplier": args.score_scale}
+
+
 def _read(config: Entries) -> dict[str, Any]:
-    """Each of the four scalars is one where the file has none."""
     config.only("mlp_bias", False)
     biases = config.switch("attention_bias")
-    scalars = {field: float(config.number(key, 1.0)) for key, field in _SCALARS.items()}
-    return {"attention_bias": biases, "output_bias": biases, **scalars}
+    return {"attention_bias": biases, "output_bias": biases, **read_scalars(config)}
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
-    scalars = {key: getattr(args, field) for key, field in _SCALARS.items()}
-    if scalars["attention_multiplier"] is None:
-        scalars["attention_multiplier"] = args.head_dim**-0.5
-    return {"attention_bias": args.attention_bias, "mlp_bias": False, **scalars}
+    return {"attention_bias": args.attention_bias, "mlp_bias": False, **write_scalars(args)}
 
 
 HF = HFDecoder("granite", "GraniteForCausalLM", _read, _write)

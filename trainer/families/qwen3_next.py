@@ -3,7 +3,6 @@
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import LinearArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import (
     FULL,
@@ -15,6 +14,7 @@ from trainer.families.decoder_config_json import (
     write_experts,
     write_sparse_layers,
 )
+from trainer.families.linear_args import GatedDeltaArgs
 from trainer.hugging_face.config_json import Entries
 
 FLAVORS = sizes("qwen3_next")
@@ -32,7 +32,7 @@ def _read(config: Entries) -> dict[str, Any]:
             f"{n_layers} layers"
         )
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
-    linear = LinearArgs(*(config.whole(f"linear_{name}") for name in names))
+    linear = GatedDeltaArgs(*(config.whole(f"linear_{name}") for name in names))
     if linear.value_heads % linear.key_heads:
         raise ConfigError(
             f"{config.file}: linear_num_value_heads = {linear.value_heads} must be a multiple of "

@@ -15,6 +15,8 @@ from trainer.families import (
     glm4_moe,
     gpt_oss,
     granite,
+    granitemoehybrid,
+    kimi_linear,
     llama3,
     minimax_m2,
     mistral,
@@ -71,6 +73,8 @@ _FAMILIES = (
     minimax_m2,
     qwen3_next,
     deepseek_v3,
+    kimi_linear,
+    granitemoehybrid,
 )
 MODELS: Registry[Family] = Registry(
     "model",

@@ -16,7 +16,7 @@ from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
 from trainer.models.initialization import start
 from trainer.models.latent_attention import LatentAttention
-from trainer.models.linear_attention import GatedDeltaNet
+from trainer.models.linear_attention import LINEAR_LAYERS
 from trainer.models.moe import MoE, routers_of
 from trainer.models.norms import NormOfHeads, OffsetNorm, build_norm
 from trainer.models.output import CappedOutput
@@ -36,7 +36,8 @@ def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
 def build_attention(args: TransformerArgs, layer: int) -> nn.Module:
     """Return the attention of a layer, or its linear attention."""
     if args.layer(layer).linear:
-        return GatedDeltaNet(args.dim, args.linear, norm_eps=args.norm_eps, branches=2 * args.n_layers)
+        kind = LINEAR_LAYERS[type(args.linear)]
+        return kind(args.dim, args.linear, norm_eps=args.norm_eps, branches=2 * args.n_layers)
     of_layer = {
         "n_heads": args.n_heads,
         "sliding_window": args.window_of_layer(layer),

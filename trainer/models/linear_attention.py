@@ -1,11 +1,13 @@
 """Layers of linear attention: a state of fixed size in the place of the keys and values of all tokens."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.context_parallel.linear_attention import linear_attention
-from trainer.families.args import LinearArgs
+from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, LinearArgs, MambaArgs
 from trainer.models.initialization import draw, start
 from trainer.models.short_convolution import InnerConvolution, Taps
 
@@ -30,7 +32,7 @@ class InnerLinearAttention(nn.Module):
 
 
 class OfHeads(nn.Module):
-    """One number for each head."""
+    """One number for each head, or for each channel of all heads."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -42,20 +44,25 @@ class OfHeads(nn.Module):
 
 
 class Decay(nn.Module):
-    """Logarithms of decays: -e^a_log * softplus(x + dt_bias), in float32 at least (Mamba, arXiv 2312.00752).
+    """Logarithms of decays, -e^a_log * step, with step = softplus(x + dt_bias) (Mamba, arXiv 2312.00752).
 
-    Its parameters are never rounded to the type of the computation: e^a_log multiplies what is summed over all tokens.
+    channels: of a head, which have decays of their own. The parameters are in float32 at least, and never rounded to
+    the type of the computation: e^a_log multiplies what is summed over all tokens.
     """
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, channels: int = 1) -> None:
         super().__init__()
-        self.a_log, self.dt_bias = OfHeads(heads), OfHeads(heads)
+        self.channels = channels
+        self.a_log, self.dt_bias = OfHeads(heads), OfHeads(heads * channels)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, S, H) -> the same shape."""
-        a_log, dt_bias = self.a_log(), self.dt_bias()
-        dtype = torch.promote_types(x.dtype, torch.promote_types(a_log.dtype, torch.float32))
-        return -a_log.to(dtype).exp() * F.softplus(x.to(dtype) + dt_bias.to(dtype))
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: (B, S, H * channels) -> logarithms and steps, (B, S, H), or (B, S, H, channels) of several."""
+        rate, dt_bias = self.a_log(), self.dt_bias()
+        dtype = torch.promote_types(x.dtype, torch.promote_types(rate.dtype, torch.float32))
+        step, rate = F.softplus(x.to(dtype) + dt_bias.to(dtype)), rate.to(dtype).exp()
+        if self.channels > 1:
+            step, rate = step.unflatten(-1, (-1, self.channels)), rate.unsqueeze(-1)
+        return -rate * step, step
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         if name == "a_log.weight":
@@ -64,7 +71,46 @@ class Decay(nn.Module):
             parameter.fill_(1.0)
 
 
-class GatedDeltaNet(nn.Module):
+class LinearAttention(nn.Module):
+    """What the layers share: short convolutions, the recurrence, and who has which part with tensor parallelism.
+
+    convolved: their convolutions, with biases if a layer has some; divided: modules whose rows belong to heads; whole:
+    modules that all ranks have whole, and use for their own heads; first: matrices before one that is divided.
+    """
+
+    convolved: tuple[str, ...] = ("q", "k", "v")
+    divided: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+
+    def __init__(self, args: LinearArgs, branches: int) -> None:
+        super().__init__()
+        self.args, self.branches = args, branches
+        for name, channels in args.convolved().items():
+            self.add_module(f"{name}_conv", Taps(channels, args.kernel))
+        self.inner_convolution = InnerConvolution()
+        self.inner_attention = InnerLinearAttention()
+
+    def convolve(
+        self, parts: Sequence[torch.Tensor], positions: torch.Tensor | None, plan: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return each part, (B, S, C), behind its convolution and SiLU."""
+        taps = torch.cat([self.get_submodule(f"{name}_conv")() for name in self.convolved])
+        mixed = self.inner_convolution(torch.cat([*parts], -1), taps, positions=positions, plan=plan)
+        if self.args.convolution_bias:
+            mixed = mixed + torch.cat([self.get_submodule(f"{name}_bias")() for name in self.convolved])
+        return F.silu(mixed).split([part.shape[-1] for part in parts], -1)
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        if name.endswith("_bias.weight"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            start(name, parameter)
+        else:
+            draw(parameter, generator, branches=self.branches if name == "wo.weight" else 1)
+
+
+class GatedDeltaNet(LinearAttention):
     """Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next: short convolutions, normalised keys, a gated norm.
 
     The rows of `in_qkvz` are, for each key head, its query, its key, and the values and gates of its value heads, and
@@ -72,16 +118,14 @@ class GatedDeltaNet(nn.Module):
     both by key heads.
     """
 
-    def __init__(self, dim: int, args: LinearArgs, *, norm_eps: float, branches: int = 1) -> None:
-        super().__init__()
-        self.args, self.branches, self.shared = args, branches, args.value_heads // args.key_heads
+    divided = "in_qkvz", "in_ba", "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
+
+    def __init__(self, dim: int, args: GatedDeltaArgs, *, norm_eps: float, branches: int = 1) -> None:
+        super().__init__(args, branches)
         keys, values = args.key_heads * args.key_dim, args.value_heads * args.value_dim
         self.in_qkvz = nn.Linear(dim, 2 * (keys + values), bias=False)
         self.in_ba = nn.Linear(dim, 2 * args.value_heads, bias=False)
-        self.q_conv, self.k_conv, self.v_conv = (Taps(channels, args.kernel) for channels in (keys, keys, values))
-        self.inner_convolution = InnerConvolution()
         self.decay = Decay(args.value_heads)
-        self.inner_attention = InnerLinearAttention()
         self.norm = nn.RMSNorm(args.value_dim, eps=norm_eps)
         self.wo = nn.Linear(values, dim, bias=False)
 
@@ -95,26 +139,117 @@ class GatedDeltaNet(nn.Module):
         **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
         """As `Attention`: x: (B, S, dim) -> the same shape. Nothing is rotated."""
-        args, shared = self.args, self.shared
+        args, shared = self.args, self.args.value_heads // self.args.key_heads
         sizes = args.key_dim, args.key_dim, shared * args.value_dim, shared * args.value_dim
         heads = self.in_qkvz(x, **of_adapters).unflatten(-1, (-1, sum(sizes)))  # -1: of this tensor-parallel rank
         *qkv, z = (part.flatten(2) for part in heads.split(sizes, -1))
         b, a = self.in_ba(x, **of_adapters).unflatten(-1, (-1, 2, shared)).unbind(-2)
-        taps = torch.cat((self.q_conv(), self.k_conv(), self.v_conv()))
-        mixed = F.silu(self.inner_convolution(torch.cat(qkv, -1), taps, positions=positions, plan=attention_plan))
-        q, k, v = mixed.split([part.shape[-1] for part in qkv], -1)
+        q, k, v = self.convolve(qkv, positions, attention_plan)
         q, k = (_normalised(part.unflatten(-1, (-1, args.key_dim))) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, args.value_dim)) for part in (v, z))
-        beta, log_decay = b.flatten(2).sigmoid(), self.decay(a.flatten(2))
+        beta, (log_decay, _) = b.flatten(2).sigmoid(), self.decay(a.flatten(2))
         how = {"scale": args.key_dim**-0.5, "positions": positions, "plan": attention_plan}
         out = self.inner_attention(q, k, v, log_decay, beta, **how)
         return self.wo((self.norm(out) * F.silu(z)).flatten(2), **of_adapters)
 
+
+class KimiDeltaAttention(LinearAttention):
+    """Kimi Delta Attention (arXiv 2510.26692): the delta rule, with a decay for each channel of a key."""
+
+    divided = (
+        *("wq", "wk", "wv", "wb", "f_b", "g_b", "q_conv", "k_conv", "v_conv"),
+        *("decay.a_log", "decay.dt_bias"),
+    )
+    first = "f_a", "g_a"
+
+    def __init__(self, dim: int, args: KimiDeltaArgs, *, norm_eps: float, branches: int = 1) -> None:
+        super().__init__(args, branches)
+        for name, shape in args.linear_shapes(dim).items():
+            self.add_module(name, nn.Linear(*shape[::-1], bias=False))
+        self.decay = Decay(args.heads, args.head_dim)
+        self.norm = nn.RMSNorm(args.head_dim, eps=norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor | None = None,
+        attention_plan: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        **of_adapters: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `Attention`: x: (B, S, dim) -> the same shape. Nothing is rotated."""
+        qkv = [w(x, **of_adapters) for w in (self.wq, self.wk, self.wv)]
+        qkv = self.convolve(qkv, positions, attention_plan)
+        q, k, v = (part.unflatten(-1, (-1, self.args.head_dim)) for part in qkv)
+        log_decay, _ = self.decay(self.f_b(self.f_a(x, **of_adapters), **of_adapters))
+        beta = self.wb(x, **of_adapters).sigmoid()
+        how = {"scale": self.args.head_dim**-0.5, "positions": positions, "plan": attention_plan}
+        out = self.inner_attention(_normalised(q), _normalised(k), v, log_decay, beta, **how)
+        gate = self.g_b(self.g_a(x, **of_adapters), **of_adapters).unflatten(-1, (-1, self.args.head_dim))
+        return self.wo((self.norm(out) * gate.sigmoid()).flatten(2), **of_adapters)
+
+
+class Mamba2(LinearAttention):
+    """Mamba-2 (arXiv 2405.21060): a state space model with a decay for each head; groups of heads share keys, queries.
+
+    What the papers call C, B and x are queries, keys and values, which here are multiplied by the step.
+    """
+
+    convolved = "x", "b", "c"
+
+    def __init__(self, dim: int, args: MambaArgs, *, norm_eps: float, branches: int = 1) -> None:
+        super().__init__(args, branches)
+        for name, shape in args.linear_shapes(dim).items():
+            self.add_module(name, nn.Linear(*shape[::-1], bias=False))
+        for name, channels in args.convolved().items() if args.convolution_bias else ():
+            self.add_module(f"{name}_bias", OfHeads(channels))
+        self.decay, self.skip, self.norm_eps = Decay(args.heads), OfHeads(args.heads), norm_eps
+        values = args.heads * args.head_dim
+        self.norm = nn.RMSNorm(values, eps=norm_eps) if args.groups == 1 else OfHeads(values)
+        kinds = ("conv", "bias") if args.convolution_bias else ("conv",)
+        of_groups = "in_b", "in_c", *(f"{part}_{kind}" for part in "bc" for kind in kinds)
+        of_heads = "in_z", "in_x", "in_dt", "skip", "decay.a_log", "decay.dt_bias", *(f"x_{kind}" for kind in kinds)
+        self.whole = of_groups if args.groups == 1 else ()
+        self.divided = of_heads if args.groups == 1 else (*of_heads, *of_groups, "norm")
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor | None = None,
+        attention_plan: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        **of_adapters: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `Attention`: x: (B, S, dim) -> the same shape. Nothing is rotated."""
+        args, matrices = self.args, (self.in_z, self.in_x, self.in_b, self.in_c, self.in_dt)
+        z, *parts, dt = (w(x, **of_adapters) for w in matrices)
+        values, keys, queries = self.convolve(parts, positions, attention_plan)
+        values = values.unflatten(-1, (-1, args.head_dim))
+        keys, queries = (part.unflatten(-1, (-1, args.state_dim)) for part in (keys, queries))
+        log_decay, step = self.decay(dt)
+        how = {"scale": 1.0, "positions": positions, "plan": attention_plan}
+        out = self.inner_attention(queries, keys, values * step.unsqueeze(-1), log_decay, None, **how)
+        out = (out + values * self.skip().unsqueeze(-1)).flatten(2) * F.silu(z.to(out.dtype))
+        return self.wo(self._normed(out).to(x.dtype), **of_adapters)
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (B, S, H * head_dim), normed over all channels of a group."""
+        if self.args.groups == 1:
+            return self.norm(x)
+        size = self.args.heads * self.args.head_dim // self.args.groups
+        return F.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=self.norm_eps).flatten(2) * self.norm()
+
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        if parameter.ndim == 1:
-            start(name, parameter)
+        if name == "skip.weight":
+            parameter.fill_(1.0)
         else:
-            draw(parameter, generator, branches=self.branches if name == "wo.weight" else 1)
+            super().init_parameter(name, parameter, generator)
+
+
+LINEAR_LAYERS = {GatedDeltaArgs: GatedDeltaNet, KimiDeltaArgs: KimiDeltaAttention, MambaArgs: Mamba2}
+"""The layer of each kind of arguments."""
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:

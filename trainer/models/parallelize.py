@@ -27,6 +27,7 @@ from trainer.distributed.tensor_parallel import (
     Gathered,
     LocalParameter,
     OwnPositions,
+    Replicated,
     ShardedNorm,
     VocabularyParallel,
     apply_tensor_parallel,
@@ -35,7 +36,7 @@ from trainer.distributed.tensor_parallel import (
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
 from trainer.models.latent_attention import LatentAttention
-from trainer.models.linear_attention import Decay, GatedDeltaNet
+from trainer.models.linear_attention import Decay, LinearAttention, Mamba2
 from trainer.models.moe import MoE
 from trainer.models.tiles import compute_in_tiles, experts_in_tiles
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
@@ -59,7 +60,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             parallelize_module(module, dims["ep"], ExpertParallel())
     if job.attention is not None:
         for block in blocks:
-            if isinstance(block.attention, GatedDeltaNet):
+            if isinstance(block.attention, LinearAttention):
                 if dims.size("cp") > 1:
                     parallelize_module(block, dims["cp"], {"attention.inner_convolution": ContextParallelConvolution()})
                 continue
@@ -109,7 +110,7 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
     }
     styles = {name: style for name, style in styles.items() if getattr(model, name) is not None}
     for name, block in model.layers.items():
-        if isinstance(block.attention, GatedDeltaNet):
+        if isinstance(block.attention, LinearAttention):
             styles |= {f"layers.{name}.{part}": style for part, style in _linear_block_styles(block).items()}
             continue
         if isinstance(block.attention, LatentAttention):
@@ -157,13 +158,18 @@ def _block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
 
 def _linear_block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
     """Return the styles of a block with linear attention, whose heads each rank has a part of."""
+    layer = block.attention
     styles = {
         name: style for name, style in _block_styles(block).items() if not re.fullmatch(r"attention\.w[qkv]", name)
     }
-    styles |= {f"attention.{name}": ColwiseParallel() for name in ("in_qkvz", "in_ba")}
-    local = "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
-    styles |= {f"attention.{name}": LocalParameter() for name in local}
-    return styles | {"attention.norm": SequenceParallel(sequence_dim=2, use_local_output=True)}  # of (B, S, H, D)
+    norm = ShardedNorm() if isinstance(layer, Mamba2) else SequenceParallel(sequence_dim=2, use_local_output=True)
+    parts: dict[str, ParallelStyle] = {"norm": norm}  # over all heads, or of (B, S, H, D)
+    for name in layer.divided:
+        is_linear = isinstance(layer.get_submodule(name), nn.Linear)
+        parts[name] = ColwiseParallel() if is_linear else LocalParameter()
+    parts |= {name: Replicated(is_local=True) for name in layer.whole}
+    parts |= {name: Replicated(is_local=False) for name in layer.first}
+    return styles | {f"attention.{name}": style for name, style in parts.items()}
 
 
 def _latent_block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
