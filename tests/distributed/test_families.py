@@ -118,9 +118,8 @@ LAYOUTS = {
     "fsdp2, in parts": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mlp_chunk_tokens=5"]),
 }
 NEW = dict.fromkeys(family for family, _ in MODELS.values() if family not in ("qwen3", "qwen3_moe"))
-QUICK = {(family, "cp2+tp2") for family in ("gemma2", "gemma3", "olmo3", "qwen3_next", "deepseek_v3")} | {
-    ("smollm3", "pp2")
-}
+_QUICK = "gemma3", "olmo3", "qwen3_next", "deepseek_v3", "kimi_linear", "granitemoehybrid"
+QUICK = {(family, "cp2+tp2") for family in _QUICK} | {("smollm3", "pp2")}
 
 
 @pytest.mark.parametrize(

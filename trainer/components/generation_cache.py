@@ -125,18 +125,28 @@ class GenerationCache:
         return forward(x, weight, **settings)
 
     def _keep_state(
-        self, module: nn.Module, _: Callable, *inputs: torch.Tensor, scale: float, **settings: torch.Tensor | None
+        self,
+        module: nn.Module,
+        _: Callable,
+        *inputs: torch.Tensor | None,
+        scale: float,
+        **settings: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run the module over the prompts; what fills them up changes no state."""
         real = self._rows < self.lengths[:, None]
-        q, *others = (x * real.view(*real.shape, *[1] * (x.ndim - 2)) for x in inputs)
+        q, *others = (None if x is None else x * real.view(*real.shape, *[1] * (x.ndim - 2)) for x in inputs)
         out, _, last = linear_attention(q, *others, settings["plan"], None, scale)
         is_last = self._rows[-1] + 1 == len(self._rows) * self._cp.size()
         self._states[module] = all_reduce(last * is_last, self._cp)
         return out
 
     def _change_state(
-        self, module: nn.Module, _: Callable, *inputs: torch.Tensor, scale: float, **settings: torch.Tensor | None
+        self,
+        module: nn.Module,
+        _: Callable,
+        *inputs: torch.Tensor | None,
+        scale: float,
+        **settings: torch.Tensor | None,
     ) -> torch.Tensor:
         """Do what the module does, from the states so far; shapes as there."""
         q, _, v, *_ = inputs
@@ -146,7 +156,7 @@ class GenerationCache:
             state = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
         out = torch.zeros_like(v)
         for t in range(self._new):
-            state, out[:, t] = one_token(state, *(x[:, t] for x in inputs))
+            state, out[:, t] = one_token(state, *(None if x is None else x[:, t] for x in inputs))
         self._states[module] = state
         return out * scale
 

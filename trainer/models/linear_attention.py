@@ -9,6 +9,7 @@ from torch import nn
 from trainer.distributed.context_parallel.linear_attention import linear_attention
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, LinearArgs, MambaArgs
 from trainer.models.initialization import draw, start
+from trainer.models.norms import NormOfHeads
 from trainer.models.short_convolution import InnerConvolution, Taps
 
 
@@ -206,7 +207,7 @@ class Mamba2(LinearAttention):
             self.add_module(f"{name}_bias", OfHeads(channels))
         self.decay, self.skip, self.norm_eps = Decay(args.heads), OfHeads(args.heads), norm_eps
         values = args.heads * args.head_dim
-        self.norm = nn.RMSNorm(values, eps=norm_eps) if args.groups == 1 else OfHeads(values)
+        self.norm = NormOfHeads(values, eps=norm_eps) if args.groups == 1 else OfHeads(values)
         kinds = ("conv", "bias") if args.convolution_bias else ("conv",)
         of_groups = "in_b", "in_c", *(f"{part}_{kind}" for part in "bc" for kind in kinds)
         of_heads = "in_z", "in_x", "in_dt", "skip", "decay.a_log", "decay.dt_bias", *(f"x_{kind}" for kind in kinds)
