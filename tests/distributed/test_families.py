@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.distributed.harness import assert_parity, run_layout, whole
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_expert_hugging_face import through_case
+from tests.distributed.test_expert_hugging_face import beside_case, through_case
 from tests.distributed.test_experts import ep
 from tests.distributed.test_generation import opened
 from tests.distributed.test_parity import degrees, reference
@@ -22,6 +23,7 @@ from trainer.components import generation
 from trainer.config.schema import Model
 from trainer.distributed.context_parallel import ContextParallelOptions, context_parallel
 from trainer.hugging_face.reader import HFReader
+from trainer.models.linear_attention import Decay
 from trainer.models.model_spec import hf_model, model_spec
 
 
@@ -104,6 +106,39 @@ def test_ranks_read_their_parts_and_write_all(pool: WorkerPool, tmp_path: Path, 
     given, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
     assert given.keys() == back.keys()
     assert [x for x, tensor in given.items() if not torch.equal(back[x], tensor)] == []
+
+
+def decay_types_case(arguments: list[str]) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """The types in which decays are computed, and those of their inputs, in a run."""
+    forward, computed, given = Decay.forward, set(), set()
+
+    def seen(module: Decay, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given.add(x.dtype)
+        found = forward(module, x)
+        computed.update(part.dtype for part in (module.a_log.weight, module.dt_bias.weight, *found))
+        return found
+
+    with mock.patch.object(Decay, "forward", seen):
+        run_layout(arguments)
+    return computed, given
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", *slow("qwen3_next", "granitemoehybrid")])
+def test_decays_are_in_float32_beside_bfloat16(pool: WorkerPool, family: str) -> None:
+    """Of FSDP's parameters in bfloat16, those of decays are not rounded."""
+    arguments = [f"--model.name={family}", "--training.mixed_precision_param=bfloat16", *degrees(dp_shard=2)]
+    assert pool.run(2, decay_types_case, arguments) == 2 * [({torch.float32}, {torch.bfloat16})]
+
+
+@pytest.mark.parametrize("modules", [["wq", "wkv_a", "f_b", "wo"], *slow(["wk", "g_a", "wb"])])
+def test_adapters_of_hybrid_layers_train_on_ranks(pool: WorkerPool, tmp_path: Path, modules: list[str]) -> None:
+    family, args = MODELS["kimi_linear"]
+    with in_double():
+        hf_decoder(family, args).save_pretrained(tmp_path / "hf")
+    case = beside_case, family, modules, str(tmp_path / "hf")
+    wanted = pool.run(1, *case, [])[0]
+    got = pool.run(4, *case, [*degrees(cp=2, tp=2), ep(2)])[0]
+    assert_parity(got, wanted, 1e-10)
 
 
 A2A = "--parallelism.context_parallel_method=all_to_all"

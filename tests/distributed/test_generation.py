@@ -52,8 +52,13 @@ MODELS = [
     Model(name="qwen3", rope_scaling=4.0, rope_scaling_type="yarn", rope_original_seq_len=16),
     Model(name="qwen2"),
     Model(name="gpt_oss"),
+    Model(name="deepseek_v3"),
+    Model(name="kimi_linear"),
+    Model(name="qwen3_next"),
+    Model(name="granitemoehybrid"),
 ]
-IDS = ["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2", "gpt_oss"]
+IDS = ["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2"]
+IDS += ["gpt_oss", "deepseek_v3", "kimi_linear", "qwen3_next", "granitemoehybrid"]
 
 
 def models(*quick: str) -> list[Any]:
@@ -156,7 +161,7 @@ def test_tensor_parallel_ranks_write_the_same(pool: WorkerPool, model: Model, sa
     """Chunks of odd lengths, and a text that outgrows the longest sequence."""
     (alone,) = pool.run(1, written_case, model, PROMPTS, 30, sampling, 3)
     assert pool.run(2, written_case, model, PROMPTS, 30, sampling, 3) == [alone, alone]
-    assert len({token for text in alone for token in text}) > 10, "the model says something"
+    assert len({token for text in alone for token in text}) > (10 if sampling.temperature else 2), "the model speaks"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +171,7 @@ def test_tensor_parallel_ranks_write_the_same(pool: WorkerPool, model: Model, sa
         for name, cp, ranks, method, marks in [
             ("windows and sinks", 2, 2, "ring", ()),
             ("convolution", 2, 4, "all_gather", ()),
+            ("kimi_linear", 2, 4, "ring", ()),
             *((name, 2, 2, "ring", pytest.mark.slow) for name in IDS if name != "windows and sinks"),
             ("plain", 4, 4, "all_to_all", pytest.mark.slow),
             ("gpt_oss", 2, 4, "ring", pytest.mark.slow),

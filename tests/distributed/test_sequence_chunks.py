@@ -33,6 +33,7 @@ MODELS = {
     "sinks, documents": [DOCUMENTS, "--model.attention_sinks"],
     "gpt-oss: experts, windows, sinks, documents": [DOCUMENTS, "--model.name=gpt_oss"],
     "experts with an auxiliary loss": ["--model.name=qwen3_moe"],
+    "latents, documents": [DOCUMENTS, "--model.name=deepseek_v3"],
     "tied embeddings": ["--model.flavor=tiny_tied"],
     "one micro-batch": ["--training.global_batch_size=-1"],
 }

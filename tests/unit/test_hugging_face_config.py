@@ -54,7 +54,7 @@ SIZES = {
     "num_hidden_layers": 4,
     "vocab_size": 50,
 }
-EXPERTS = {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DEFAULTS = [
     (family, key)
     for family, known in hf_families().items()
@@ -70,12 +70,16 @@ def test_what_a_file_lacks_is_what_transformers_assumes(family: str, key: str) -
     kind = type(AutoConfig.for_model(known.model_type))
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
     sizes = SIZES | {key: value for key, value in EXPERTS.items() if hasattr(kind(), key)}
+    is_latent = hasattr(kind(), "kv_lora_rank")  # a latent is for as many heads as there are
+    sizes |= {"num_key_value_heads": 16} if is_latent else {}
     wholly = kind(**sizes).to_dict() | {"architectures": [architecture]}
     gone = {key} if key in _ASSUMED else {"rope_parameters"} if "null" in key else set(_ASSUMED)
     given = {name: value for name, value in wholly.items() if name not in gone}
     given |= {"rope_scaling": None} if "null" in key else {}
     if "num_key_value_heads" in gone:
-        given |= {"num_attention_heads": 64, "hidden_size": 512}
+        heads = kind().num_key_value_heads if is_latent else 64
+        given |= {"num_attention_heads": heads, "hidden_size": 8 * heads}
+        given |= {"mamba_d_head": "auto"} if "mamba_d_head" in given else {}
     # transformers' own class, of the same file
     filled = kind(**given).to_dict() | {"architectures": [architecture]}
     assert known.read(Entries(Path(), given)) == known.read(Entries(Path(), filled))

@@ -337,6 +337,16 @@ RULES = [
         2,
         ["sequence_chunks = 4 with parallelism.pipeline_parallel_degree = 2", "FSDP, HSDP or TP"],
     ),
+    ([f"{CHUNKS}4", "--model.name=granitemoehybrid"], 1, ["sequence_chunks = 4", "layers of linear attention"]),
+    (["--model.name=deepseek_v3", "--model.attention_sinks"], 1, ["model.attention_sinks = True", "latent attention"]),
+    (
+        [
+            *("--model.name=deepseek_v3", "--parallelism.context_parallel_degree=2"),
+            *("--parallelism.context_parallel_method=all_to_all", "--parallelism.context_parallel_keep_exchanged"),
+        ],
+        2,
+        ["context_parallel_keep_exchanged = true", "latents"],
+    ),
     ([f"{CHUNKS}4", "--model.short_conv_kernel=4"], 1, ["sequence_chunks = 4", "model.short_conv_kernel = 4"]),
     ([*PARTS, "--compile.enable"], 1, ["mlp_chunk_tokens = 64 with compile.enable", "compile.components = ['loss']"]),
     ([*PARTS, "--float8.enable", "--float8.emulate"], 1, ["mlp_chunk_tokens = 64 with float8.enable"]),

@@ -29,29 +29,57 @@ _KEYS = {
     "model_max_length": "max_position_embeddings",
 }
 """Names there -> those of DeepSeek-V3."""
+_LINEAR = "linear_attention"
+
+
+def _linear_layers(config: Entries) -> tuple[KimiDeltaArgs, list[bool]]:
+    """Return the arguments of linear layers, and which layers are: listed and counted from one, or by `layer_types`.
+
+    Raises:
+        ConfigError: a layer is named twice, or not at all.
+    """
+    n_layers, table = config.whole("num_hidden_layers"), config.table("linear_attn_config")
+    names = {"num_heads": "num_heads", "head_dim": "head_dim", "short_conv_kernel_size": "conv_kernel_dim"}
+    sizes = (table.whole(key, config.whole(f"linear_{other}")) for key, other in names.items())
+    args, kinds = KimiDeltaArgs(*sizes), config.content.get("layer_types")
+    if table.content:
+        full, linear = (table.content.get(key) for key in ("full_attn_layers", "kda_layers"))
+        numbers = [*range(1, n_layers + 1)]
+        if not (isinstance(full, list) and isinstance(linear, list) and sorted(full + linear) == numbers):
+            raise ConfigError(
+                f"{config.file}: full_attn_layers = {full!r} and kda_layers = {linear!r} of linear_attn_config must "
+                f"name each of {n_layers} layers once, the first one as 1"
+            )
+        return args, [number in linear for number in numbers]
+    kinds = [FULL if i and i % 4 == 0 else _LINEAR for i in range(n_layers)] if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != n_layers or not {FULL, _LINEAR}.issuperset(map(str, kinds)):
+        raise ConfigError(
+            f"{config.file}: layer_types = {kinds!r} is not supported; it must be {FULL!r} or {_LINEAR!r} for each of "
+            f"{n_layers} layers"
+        )
+    return args, [kind == _LINEAR for kind in kinds]
 
 
 def _read(config: Entries) -> dict[str, Any]:
-    """The layers of each kind are listed, counted from one."""
     content = config.content | {ours: config.content[key] for key, ours in _KEYS.items() if key in config.content}
     config = replace(config, content=content)
     for key, value in (("mla_use_nope", True), ("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1)):
         config.only(key, value)
-    n_layers, table = config.whole("num_hidden_layers"), config.table("linear_attn_config")
-    full, linear = (table.content.get(key) for key in ("full_attn_layers", "kda_layers"))
-    if not (isinstance(full, list) and isinstance(linear, list) and sorted(full + linear) == [*range(1, n_layers + 1)]):
-        raise ConfigError(
-            f"{config.file}: full_attn_layers = {full!r} and kda_layers = {linear!r} of linear_attn_config must name "
-            f"each of {n_layers} layers once, the first one as 1"
-        )
+    args, linear = _linear_layers(config)
     experts, sparse = read_sigmoid_experts(config)
-    numbers = range(1, n_layers + 1)
+    if (kinds := config.content.get("mlp_layer_types")) is not None:
+        if not isinstance(kinds, list) or len(kinds) != len(sparse) or not {"dense", "sparse"}.issuperset(kinds):
+            raise ConfigError(
+                f"{config.file}: mlp_layer_types = {kinds!r} is not supported; it must be 'dense' or 'sparse' for each "
+                f"of {len(sparse)} layers"
+            )
+        sparse = [kind == "sparse" for kind in kinds]
     return {
         **read_latent(config),
         "max_seq_len": config.whole("max_position_embeddings"),
-        "linear": KimiDeltaArgs(*(table.whole(key) for key in ("num_heads", "head_dim", "short_conv_kernel_size"))),
+        "linear": args,
         "experts": experts,
-        **layer_kinds(n_layers, linear=[n in linear for n in numbers], rope=[False] * n_layers, experts=sparse),
+        **layer_kinds(len(sparse), linear=linear, rope=[False] * len(sparse), experts=sparse),
     }
 
 
@@ -74,7 +102,8 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
             "head_dim": linear.head_dim,
             "short_conv_kernel_size": linear.kernel,
         },
-        "layer_types": ["linear_attention" if is_linear else FULL for is_linear in kinds],
+        "layer_types": [_LINEAR if is_linear else FULL for is_linear in kinds],
+        "mlp_layer_types": ["sparse" if args.layer(layer).experts else "dense" for layer in range(args.n_layers)],
     }
 
 

@@ -64,6 +64,11 @@ def resolve_attention(
     with options_as_keys():
         check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
     passes, keep = _checked_passes(parallelism, options, model), parallelism.context_parallel_keep_exchanged
+    if keep and latent_of(model) is not None:
+        raise ConfigError(
+            "parallelism.context_parallel_keep_exchanged = true keeps keys and values, and latent attention sends "
+            "latents, which are small; leave it out"
+        )
     queries = _checked_queries(parallelism, options, model)
     if (passes or queries) and keep:
         which = f"heads_per_pass = {passes}" if passes else f"query_heads_per_pass = {queries}"

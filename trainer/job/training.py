@@ -142,10 +142,14 @@ def check_chunks(config: JobConfig, model: ModelArgs, degrees: Degrees) -> None:
                 f"training.sequence_chunks = {chunks} with parallelism.{name}_parallel_degree = {degree} is not "
                 "handled; use degree 1, and FSDP, HSDP or TP over the ranks, or leave the chunks out"
             )
-    if kernel := getattr(model, "short_conv_kernel", 0):
+    kernel, linear = getattr(model, "short_conv_kernel", 0), getattr(model, "linear", None)
+    if kernel or linear is not None:
+        what = f"model.short_conv_kernel = {kernel}, whose last tokens"
+        if linear is not None:
+            what = "layers of linear attention, whose states and last tokens"
         raise ConfigError(
-            f"training.sequence_chunks = {chunks} does not work with model.short_conv_kernel = {kernel}, whose last "
-            "tokens of a chunk are not kept for the next one; use sequence_chunks = 1, or context parallelism"
+            f"training.sequence_chunks = {chunks} does not work with {what} of a chunk are not kept for the next one; "
+            "use sequence_chunks = 1, or context parallelism"
         )
 
 
