@@ -1,6 +1,8 @@
 """Law: linear attention over many ranks is the recurrence of one token after another, on any layout, with documents."""
 
 import random
+from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_short_convolution import any_layout, mesh_of_all
 from tests.slow import slow
-from trainer.distributed.context_parallel import region
+from trainer.distributed.context_parallel import linear_scan, region
 from trainer.distributed.context_parallel.execution import linear_chunks
-from trainer.distributed.context_parallel.linear_attention import fragments_of, linear_attention
+from trainer.distributed.context_parallel.linear_attention import linear_attention
+from trainer.distributed.context_parallel.linear_scan import fragments_of
 from trainer.distributed.sharding import exchange
 from trainer.distributed.sharding.layout import AxisLayout
 
@@ -73,7 +76,9 @@ def positions_of(starts: torch.Tensor) -> torch.Tensor:
 
 
 def differences(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    return max(((a - b).norm() / max(b.norm().item(), 1e-3)).item() for a, b in zip(found, wanted, strict=True))
+    """The largest relative error; a tensor that should vanish counts as a hundredth of the largest one."""
+    least = max(b.norm().item() for b in wanted) / 100
+    return max(((a - b).norm() / max(b.norm().item(), least)).item() for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +88,8 @@ def test_chunks_are_the_recurrence(kind: str, length: int, packed: bool) -> None
     positions = positions_of(starts) if packed else None
     got, _, last = linear_attention(*inputs, None, positions, 0.7)
     wanted = token_by_token(*inputs, starts, 0.7)
-    given, cotangent = [x for x in inputs if x is not None], torch.randn_like(wanted)
+    given = [x for x in inputs if x is not None]
+    cotangent = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(length))
     gradients = [torch.autograd.grad(x, given, cotangent) for x in (got, wanted)]
     assert differences([got, *gradients[0]], [wanted, *gradients[1]]) < TOLERANCE
     more = [None if x is None else x.detach()[:, -1:] for x in inputs]
@@ -107,10 +113,11 @@ def test_strong_decays_neither_overflow_nor_divide(kind: str) -> None:
     assert differences([got, *gradients], [wanted, *of_exact]) < 1e-5
 
 
-def random_cases(seed: int) -> list[str]:
+def random_cases(seed: int, in_turn: bool) -> list[str]:
     """Compare outputs, gradients and bytes of CASES calls; return what differs on this rank."""
     problems: list[str] = []
-    with mesh_of_all() as mesh:
+    most = 0 if in_turn else linear_scan.GATHERED_BYTES
+    with mesh_of_all() as mesh, mock.patch.object(linear_scan, "GATHERED_BYTES", most):
         for number in range(CASES):
             rng = random.Random(1000 * seed + number)
             length, batch = rng.choice((rng.randint(1, 24), rng.randint(100, 300))), rng.randint(1, 2)
@@ -133,18 +140,23 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kind: str, batch: int, packed
     with region(mesh, layout, sequences=batch) as opened:
         positions = positions_of(starts)[:, own] if packed else None
         got = linear_attention(*mine, opened.attention_plan, positions, 0.5)[0]
-        sent = exchange.bytes_sent["exchange"]
+        before = exchange.bytes_sent.copy()
         gradients = torch.autograd.grad(got, [x for x in mine if x is not None], cotangent[:, own])
     of_whole = torch.autograd.grad(wanted, [x for x in inputs if x is not None], cotangent)
     names = ["output", "q", "k", "v", "decay", "beta"]
     pairs = zip(names, [got, *gradients], [wanted, *of_whole], strict=False)
     problems = [name for name, a, b in pairs if not (a - b[:, own]).norm() <= TOLERANCE * max(b.norm().item(), 1.0)]
-    total = torch.tensor([sent, exchange.bytes_sent["exchange"] - sent])
+    after = exchange.bytes_sent - before
+    total = torch.tensor([[sent["exchange"], sent["states"]] for sent in (before, after)])
     dist.all_reduce(total)
-    slot = 8 * batch * 4 * 5 * (3 + (5 if "delta" in kind else 1))
-    if total.tolist() != [slot * maps_sent(layout, behind) for behind in (False, True)]:
-        problems.append(f"bytes {total.tolist()}")
-    return problems
+    state = 8 * batch * 4 * 5
+    if linear_scan.GATHERED_BYTES:
+        slot = state * (3 + (5 if "delta" in kind else 1))
+        planned = [[slot * maps_sent(layout, behind), 0] for behind in (False, True)]
+    else:  # a state for each border of fragments between ranks, in either direction
+        owners = linear_scan._owners(fragments_of(layout))
+        planned = [[0, state * 3 * sum(a != b for a, b in pairwise(owners))]] * 2
+    return problems if total.tolist() == planned else [*problems, f"bytes {total.tolist()}"]
 
 
 def maps_sent(layout: AxisLayout, behind: bool) -> int:
@@ -160,9 +172,17 @@ def maps_sent(layout: AxisLayout, behind: bool) -> int:
 
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
 @pytest.mark.parametrize("world_size", [2, 4, *slow(1, 3, 8)])
-def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: int) -> None:
-    """Shards of any size, down to none and to one row, also many a rank; and as many bytes as there are maps."""
-    assert not [problem for rank in pool.run(world_size, random_cases, seed) for problem in rank]
+@pytest.mark.parametrize("in_turn", [False, True], ids=["gathered", "in turn"])
+def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: int, in_turn: bool) -> None:
+    """Shards of any size, down to none and to one row, also many a rank; and as many bytes as maps, or states, have."""
+    assert not [problem for rank in pool.run(world_size, random_cases, seed, in_turn) for problem in rank]
+
+
+def test_maps_are_gathered_while_they_are_small() -> None:
+    """Of 32 heads with 128 x 256 numbers in float32, 4 MiB a fragment: up to 16 fragments."""
+    for fragments, gathered in ((2, True), (16, True), (17, False), (128, False)):
+        layout = AxisLayout("fragments", fragments, (((0, fragments),),))
+        assert linear_scan.is_gathered(layout, 4 * 32 * 128 * 256) == gathered
 
 
 def wrong_case(what: str) -> float:

@@ -14,7 +14,7 @@ states have float32 at least. See arXiv 2404.02882 (LASP-2 is 2502.07563) for si
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -22,11 +22,10 @@ import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.attention import add_autocast_rule
 from trainer.distributed.context_parallel.execution.linear_chunks import CHUNK, Chunks, Fragments, Inputs
+from trainer.distributed.context_parallel.linear_scan import fragments_of, states_before
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import union
-from trainer.distributed.sharding.rows import Axis, Wanted, fetch
+from trainer.distributed.sharding.rows import Axis
 
 
 @torch.library.custom_op("trainer::linear_attention", mutates_args=())
@@ -86,7 +85,8 @@ def _linear_attention_backward(
     dout, exits = _chunked(dout.to(before.dtype), place), torch.zeros_like(entries)
     if place.sends:
         *_, bias = chunks.adjoint(place.fragments, dout, exits)
-        exits = place.exits(torch.cat((bias, transitions.view(*shape, 1 if beta is None else q.shape[3])), -1), v_dim)
+        maps = torch.cat((bias, transitions.view(*shape, 1 if beta is None else q.shape[3])), -1)
+        exits = states_before(maps, place.axis, v_dim, reverse=True)
     dadded, dbehind, _ = chunks.adjoint(place.fragments, dout, exits)
     found = chunks.gradients(dout, before, dadded, dbehind)
     dq, dk, dv = (_rows(x, place) for x in (found.q * scale, found.k, found.v))
@@ -182,56 +182,9 @@ class _Place:
     def entries(self, chunks: Chunks, maps: torch.Tensor | None) -> torch.Tensor:
         """Return the states before this rank's fragments, (B, F, H, K, V), of all maps before; collective."""
         x = chunks.x
-        zero = x.k.new_zeros(*x.k.shape[:2], x.k.shape[-1], x.v.shape[-1])
         if maps is None:
-            return torch.stack([zero] * len(self.lengths), 1) if self.lengths else zero.unsqueeze(1)[:, :0]
-        wanted = maps_before(self.axis.layout)
-        return self._folded(fetch(maps, self.axis, wanted, 1), zero, self._own, transposed=False)
-
-    def exits(self, maps: torch.Tensor, v_dim: int) -> torch.Tensor:
-        """Return the gradients of the states behind this rank's fragments, of all reverse maps behind; collective."""
-        wanted, last = maps_behind(self.axis.layout), self.axis.layout.length - 1
-        rows = fetch(maps, self.axis, wanted, 1).flip(1)
-        zero = maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim)
-        return self._folded(rows, zero, [last - i for i in reversed(self._own)], transposed=True).flip(1)
-
-    @property
-    def _own(self) -> list[int]:
-        return [i for first, end in self.axis.layout.ranges[self.axis.rank] for i in range(first, end)]
-
-    def _folded(self, maps: torch.Tensor, state: torch.Tensor, own: list[int], *, transposed: bool) -> torch.Tensor:
-        """Return the states before the `own` ones of some maps, (B, N, H, K, V + K or 1), in the order of the folds."""
-        found, v_dim = [], state.shape[-1]
-        for number in range(own[-1] + 1 if own else 0):
-            if number in own:
-                found.append(state)
-            if number < maps.shape[1]:
-                bias, transition = maps[:, number, ..., :v_dim], maps[:, number, ..., v_dim:]
-                if transition.shape[-1] == 1:
-                    state = bias + transition * state
-                else:
-                    state = bias + (transition.mT if transposed else transition) @ state
-        return torch.stack(found, 1) if found else state.unsqueeze(1)[:, :0]
-
-
-@lru_cache(maxsize=64)
-def fragments_of(layout: AxisLayout) -> AxisLayout:
-    """Return the layout of the fragments of all ranks, in the order of their tokens: a row is a fragment."""
-    owners = sorted((start, rank) for rank, ranges in enumerate(layout.ranges) for start, _ in ranges)
-    shards = (
-        union((i, i + 1) for i, (_, owner) in enumerate(owners) if owner == rank) for rank in range(layout.degree)
-    )
-    return AxisLayout("fragments", len(owners), tuple(shards))
-
-
-def maps_before(fragments: AxisLayout) -> Wanted:
-    """Return the maps that each rank wants: those of all fragments before its last one."""
-    return tuple(((0, ranges[-1][1] - 1),) if ranges else () for ranges in fragments.ranges)
-
-
-def maps_behind(fragments: AxisLayout) -> Wanted:
-    """Return the reverse maps that each rank wants: those of all fragments behind its first one."""
-    return tuple(((ranges[0][0] + 1, fragments.length),) if ranges else () for ranges in fragments.ranges)
+            return x.k.new_zeros(x.k.shape[0], len(self.lengths), x.k.shape[1], x.k.shape[-1], x.v.shape[-1])
+        return states_before(maps, self.axis, x.v.shape[-1], reverse=False)
 
 
 def _inputs(

@@ -39,8 +39,8 @@ def build_execution(
     if waiting is not None:
         return ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, waiting=waiting)
     staged = plan if plan.inner is None else plan.inner
-    stage_group, head_group = (_own_group(group, "kv", device_type) for group in groups)
-    gradients = _own_group(groups[0], "dkv", device_type) if staged.degree > 1 else stage_group
+    stage_group, head_group = (own_group(group, "kv", device_type) for group in groups)
+    gradients = own_group(groups[0], "dkv", device_type) if staged.degree > 1 else stage_group
     passes = options.heads_per_pass if plan.inner is None else 0
     sent = torch.bfloat16 if options.gradient_dtype == "bfloat16" else None
     run = StagedExecution(lower(staged, kernel.capabilities), kernel, stage_group, gradients, passes, sent)
@@ -51,7 +51,7 @@ def build_execution(
     )
 
 
-def _own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.ProcessGroup:
+def own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.ProcessGroup:
     """Return a group of the same ranks for this purpose alone, if a communicator is a queue, else the group itself.
 
     A mesh of all ranks has the default group, in which K/V would wait behind the collectives of FSDP. Kernels of

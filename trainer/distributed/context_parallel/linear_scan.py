@@ -1,0 +1,134 @@
+"""The scan of the states of linear attention over the fragments of all ranks, in the order of the tokens.
+
+Each fragment has an affine map of the state, S -> bias + transition @ S, of which its rank has the rows. A rank wants
+the states before its own fragments; in the backward, from the end, those of the gradients behind them. Two ways:
+
+    gathered    a rank gets the maps of all fragments before its last one, and folds them (LASP-2, arXiv 2502.07563)
+    in turn     a rank gets the state before its fragment from the rank of the fragment before, and sends on the state
+                behind it; in blocks of the columns of V, so that many ranks work at once (ZeCO, arXiv 2507.01004)
+
+    fragments 0 1 2 on three ranks, blocks a b c:     step    0    1    2    3
+                                                      0 -> 1  a    b    c
+                                                      1 -> 2       a    b    c
+
+In turn a rank sends a state for each of its fragments, whatever the number of ranks, but one step for each fragment and
+block. So small maps are gathered: while all of them take at most GATHERED_BYTES.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+
+from trainer.distributed.context_parallel.execution.build import own_group
+from trainer.distributed.sharding.exchange import Transfer, send_receive
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import union
+from trainer.distributed.sharding.rows import Axis, Wanted, fetch
+
+GATHERED_BYTES = 64 << 20
+"""At 50 GB/s they take 1.3 ms, as long as some forty messages of a small block."""
+BLOCKS = 8
+
+
+@lru_cache(maxsize=64)
+def fragments_of(layout: AxisLayout) -> AxisLayout:
+    """Return the layout of the fragments of all ranks, in the order of their tokens: a row is a fragment."""
+    owners = sorted((start, rank) for rank, ranges in enumerate(layout.ranges) for start, _ in ranges)
+    shards = (
+        union((i, i + 1) for i, (_, owner) in enumerate(owners) if owner == rank) for rank in range(layout.degree)
+    )
+    return AxisLayout("fragments", len(owners), tuple(shards))
+
+
+def is_gathered(fragments: AxisLayout, map_bytes: int) -> bool:
+    """Return whether maps are gathered, each of so many bytes; else states are sent in turn."""
+    return fragments.length * map_bytes <= GATHERED_BYTES
+
+
+def states_before(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
+    """Return the states before this rank's fragments, (B, F, H, K, V), the first one of all being zero; collective.
+
+    maps: (B, F, H, K, V + K), of this rank's fragments, the transition behind the bias; or (B, F, H, K, V + 1), with
+    its diagonal. axis: a row for each fragment of all ranks. reverse: from the last fragment to the first, with
+    transposed transitions.
+    """
+    if is_gathered(axis.layout, math.prod((maps.shape[0], *maps.shape[2:])) * maps.itemsize):
+        return _gathered(maps, axis, v_dim, reverse=reverse)
+    return _in_turn(maps, axis, v_dim, reverse=reverse)
+
+
+def _own(axis: Axis) -> list[int]:
+    """Return the numbers of this rank's fragments."""
+    return [i for first, end in axis.layout.ranges[axis.rank] for i in range(first, end)]
+
+
+def _changed(state: torch.Tensor, change: torch.Tensor, v_dim: int, *, reverse: bool) -> torch.Tensor:
+    """Return a state behind a map, (B, H, K, V + K or 1)."""
+    bias, transition = change[..., :v_dim], change[..., v_dim:]
+    if transition.shape[-1] == 1:
+        return bias + transition * state
+    return bias + (transition.mT if reverse else transition) @ state
+
+
+def maps_before(fragments: AxisLayout) -> Wanted:
+    """Return the maps that each rank wants: those of all fragments before its last one."""
+    return tuple(((0, ranges[-1][1] - 1),) if ranges else () for ranges in fragments.ranges)
+
+
+def maps_behind(fragments: AxisLayout) -> Wanted:
+    """Return the reverse maps that each rank wants: those of all fragments behind its first one."""
+    return tuple(((ranges[0][0] + 1, fragments.length),) if ranges else () for ranges in fragments.ranges)
+
+
+def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
+    own, last = _own(axis), axis.layout.length - 1
+    rows = fetch(maps, axis, (maps_behind if reverse else maps_before)(axis.layout), 1)
+    if reverse:
+        own, rows = [last - i for i in reversed(own)], rows.flip(1)
+    state, found = maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim), []
+    for number in range(own[-1] + 1 if own else 0):
+        if number in own:
+            found.append(state)
+        if number < rows.shape[1]:
+            state = _changed(state, rows[:, number], v_dim, reverse=reverse)
+    states = torch.stack(found, 1) if found else state.unsqueeze(1)[:, :0]
+    return states.flip(1) if reverse else states
+
+
+def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
+    order = [*enumerate(_owners(axis.layout))]  # fragments with their ranks; a place is a number in this order
+    order = order[::-1] if reverse else order
+    numbers = {number: i for i, number in enumerate(_own(axis))}
+    changes = {place: maps[:, numbers[n]] for place, (n, _) in enumerate(order) if n in numbers}
+    states = {place: maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim) for place in changes}
+    size = -(-v_dim // BLOCKS)
+    blocks = [slice(first, min(first + size, v_dim)) for first in range(0, v_dim, size)]
+    group = own_group(axis.group, "states", maps.device.type)
+    for step in range(len(order) + len(blocks) - 2):
+        transfers, arriving = [], []
+        for place in range(max(step - len(blocks) + 1, 0), min(step + 1, len(order) - 1)):
+            (_, sender), (_, receiver), columns = order[place], order[place + 1], blocks[step - place]
+            if sender == axis.rank:
+                bias, transition = changes[place][..., :v_dim], changes[place][..., v_dim:]
+                change = torch.cat((bias[..., columns], transition), -1)
+                block = _changed(states[place][..., columns], change, columns.stop - columns.start, reverse=reverse)
+                if receiver == axis.rank:
+                    states[place + 1][..., columns] = block
+                else:
+                    transfers.append(Transfer(block, receiver, is_send=True))
+            elif receiver == axis.rank:
+                target = states[place + 1][..., columns]
+                arriving.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
+                transfers.append(Transfer(arriving[-1][1], sender, is_send=False))
+        send_receive(transfers, group, kind="states").wait()
+        for target, block in arriving:
+            target.copy_(block)
+    found = [states[place] for place in sorted(states, reverse=reverse)]
+    return torch.stack(found, 1) if found else maps.new_zeros(maps.shape[0], 0, *maps.shape[2:4], v_dim)
+
+
+def _owners(fragments: AxisLayout) -> list[int]:
+    """Return the rank of each fragment, in the order of the tokens."""
+    owners = {i: rank for rank, ranges in enumerate(fragments.ranges) for a, b in ranges for i in range(a, b)}
+    return [owners[i] for i in range(fragments.length)]
