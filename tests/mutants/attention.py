@@ -281,15 +281,15 @@ EXECUTION = (
     Mutant(
         "every rank of a head group applies the sinks of the first heads",
         f"{_CP}/execution/ulysses.py",
-        "None if sinks is None else sinks[share.queries(self.group.rank())]",
-        "None if sinks is None else sinks[share.queries(0)]",
+        "None if of_heads is None else of_heads[share.queries(self.group.rank())]",
+        "None if of_heads is None else of_heads[share.queries(0)]",
         _ATTENTION,
     ),
     Mutant(
         "what was exchanged is not kept",
         f"{_CP}/attention.py",
-        "return run.forward(q, k, v, scale, sinks, keep=True)",
-        "return *run.forward(q, k, v, scale, sinks), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))",
+        "return run.forward(q, k, v, scale, sinks, up, keep=True)",
+        "return *run.forward(q, k, v, scale, sinks, up), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))",
         _ATTENTION,
     ),
     Mutant(

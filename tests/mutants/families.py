@@ -45,7 +45,7 @@ FAMILIES = (
     Mutant(
         "each fused matrix begins with the first row",
         "trainer/families/decoder_tensors.py",
-        '"first_row": sum(rows[: parts.index(part)])',
+        '"first_row": sum(group[each] for each in before)',
         '"first_row": 0',
         f"{_WEIGHTS}::test_parts_of_fused_matrices_are_read",
     ),

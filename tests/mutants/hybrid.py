@@ -1,0 +1,124 @@
+"""Planted mistakes in linear attention, latent attention and the families that have them."""
+
+from tests.mutants.mutant import Mutant
+
+_CP = "trainer/distributed/context_parallel"
+_LINEAR, _LATENT = "tests/distributed/test_linear_attention.py", "tests/distributed/test_latent_attention.py"
+_FAMILIES = "tests/distributed/test_families.py"
+_RANDOM = f"{_LINEAR}::test_random_layouts_and_documents"
+_METHODS = f"{_LATENT}::test_every_method_layout_and_mask_equals_one_process"
+
+HYBRID = (
+    Mutant(
+        "the backward folds maps that are not transposed",
+        f"{_CP}/linear_scan.py",
+        "(transition.mT if reverse else transition) @ state",
+        "transition @ state",
+        f"{_RANDOM}[gathered-2-0]",
+    ),
+    Mutant(
+        "a state in turn skips the last block",
+        f"{_CP}/linear_scan.py",
+        "range(len(order) + len(blocks) - 2)",
+        "range(len(order) + len(blocks) - 3)",
+        f"{_RANDOM}[in turn-2-0]",
+    ),
+    Mutant(
+        "states in turn are found in the order of the scan",
+        f"{_CP}/linear_scan.py",
+        "sorted(states, reverse=reverse)",
+        "sorted(states)",
+        f"{_RANDOM}[in turn-2-0]",
+    ),
+    Mutant(
+        "maps are always gathered",
+        f"{_CP}/linear_scan.py",
+        "return fragments.length * map_bytes <= GATHERED_BYTES",
+        "return True",
+        f"{_LINEAR}::test_maps_are_gathered_while_they_are_small",
+    ),
+    Mutant(
+        "a state goes on into the next document",
+        f"{_CP}/execution/linear_chunks.py",
+        "self.grown = _masked(x.decay.exp(), self.begins)",
+        "self.grown = x.decay.exp()",
+        f"{_LINEAR}::test_chunks_are_the_recurrence",
+    ),
+    Mutant(
+        "the entry state is lost in the backward",
+        f"{_CP}/linear_attention.py",
+        "before, _ = chunks.states(place.fragments, entries)\n    dout, exits",
+        "before, _ = chunks.states(place.fragments, torch.zeros_like(entries))\n    dout, exits",
+        f"{_RANDOM}[gathered-2-0]",
+    ),
+    Mutant(
+        "gradients of the rotated part of a latent are those of one head",
+        f"{_CP}/execution/latent.py",
+        "dk[..., of_keys:].sum(1)",
+        "dk[:, 0, :, of_keys:]",
+        f"{_METHODS}[3-ring]",
+    ),
+    Mutant(
+        "latents of all heads are expanded by the first ones",
+        f"{_CP}/execution/latent.py",
+        "return expanded(latent, self._up[heads], self._key_dim)",
+        "return expanded(latent, self._up[: heads.stop - heads.start], self._key_dim)",
+        f"{_LATENT}::test_heads_are_expanded_in_groups",
+    ),
+    Mutant(
+        "the gradient of what expands is that of the last stage",
+        f"{_CP}/execution/latent.py",
+        "self.gradient[heads] += (",
+        "self.gradient[heads] = (",
+        f"{_METHODS}[3-ring]",
+    ),
+    Mutant(
+        "keys and values are sent beside latents",
+        f"{_CP}/execution/stages.py",
+        "return 2 if v.shape[3] else 1, *k.shape[:2], k.shape[3]",
+        "return 2, *k.shape[:2], k.shape[3]",
+        f"{_LATENT}::test_bytes_are_those_of_latents",
+    ),
+    Mutant(
+        "values that are filled up are not cut",
+        f"{_CP}/execution/kernels/base.py",
+        "return dq, dk, dv[..., : self._value_dim]",
+        "return dq, dk, dv[..., -self._value_dim :]",
+        f"{_METHODS}[3-ring]",
+    ),
+    Mutant(
+        "gathered latents have the gradient of one rank's heads",
+        "trainer/distributed/tensor_parallel.py",
+        "return whole.to_local(grad_placements=[Partial()])",
+        "return whole.to_local()",
+        f"{_FAMILIES}::test_a_layout_equals_one_process[deepseek_v3-cp2+tp2]",
+    ),
+    Mutant(
+        "B and C have the gradient of one rank's heads",
+        "trainer/distributed/tensor_parallel.py",
+        "return x.to_local(grad_placements=[Partial()])",
+        "return x.to_local()",
+        f"{_FAMILIES}::test_a_layout_equals_one_process[granitemoehybrid-cp2+tp2]",
+    ),
+    Mutant(
+        "YaRN's factor of scores is left out",
+        "trainer/families/decoder_args.py",
+        "(self.rope_scaling.score_factor if stretched else 1.0)",
+        "1.0",
+        f"{_FAMILIES}::test_logits_are_those_of_transformers[deepseek_v3]",
+    ),
+    Mutant(
+        "decays are rounded to bfloat16 by FSDP",
+        "trainer/models/parallelize.py",
+        "exact = [module for module in model.modules() if isinstance(module, Decay)]",
+        "exact = []",
+        f"{_FAMILIES}::test_decays_are_in_float32_beside_bfloat16[kimi_linear]",
+    ),
+    Mutant(
+        "what fills a prompt up changes its state",
+        "trainer/components/generation_cache.py",
+        "real = self._rows < self.lengths[:, None]",
+        "real = self._rows < 1 + 10**6 * self.lengths[:, None]",
+        "tests/distributed/test_generation.py::test_context_parallel_ranks_write_the_same[kimi_linear, cp2 of 4, ring]",
+    ),
+)
