@@ -172,7 +172,7 @@ def maps_sent(layout: AxisLayout, behind: bool) -> int:
 
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
 @pytest.mark.parametrize("world_size", [2, 4, *slow(1, 3, 8)])
-@pytest.mark.parametrize("in_turn", [False, True], ids=["gathered", "in turn"])
+@pytest.mark.parametrize("in_turn", [False, True], ids=["gathered", "in_turn"])
 def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: int, in_turn: bool) -> None:
     """Shards of any size, down to none and to one row, also many a rank; and as many bytes as maps, or states, have."""
     assert not [problem for rank in pool.run(world_size, random_cases, seed, in_turn) for problem in rank]

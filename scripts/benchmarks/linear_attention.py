@@ -1,0 +1,142 @@
+"""Linear attention over ranks against one process that computes all of it, and its bytes beside those of attention.
+
+    python scripts/benchmarks/linear_attention.py --seq-len 16384 65536 --degrees 2 4 --json rows.json
+
+N ranks of `--threads` threads each, and one process of N times as many, run a layer's recurrence forward and backward
+in turn. The ratio of a row is the median over the rounds of (time of the ranks) / (time of the one process). Bytes are
+those that all ranks send, counted where the program calls collectives; `attention`: what a ring sends for as many heads.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from scripts.benchmarks.teams import Row, Team, Times, compared
+from scripts.provenance import made_with
+from trainer.distributed.context_parallel import region
+from trainer.distributed.context_parallel.linear_attention import linear_attention
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.planning.mask import causal
+from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.sharding import exchange
+from trainer.distributed.sharding.layout import LAYOUTS, AxisLayout
+
+KINDS = ("gated_delta", "kimi_delta", "mamba2")
+
+
+def layout_of(args: argparse.Namespace, seq_len: int, degree: int) -> AxisLayout:
+    return LAYOUTS[args.layout](seq_len, degree)
+
+
+def inputs(args: argparse.Namespace, kind: str, seq_len: int) -> list[torch.Tensor | None]:
+    """q, k, v, logarithms of decays, beta if the kind has erasure, and a cotangent: the same in every process."""
+    generator = torch.Generator().manual_seed(seq_len)
+    q, k, v, cotangent = (torch.randn(1, seq_len, args.heads, args.head_dim, generator=generator) for _ in range(4))
+    decay = torch.rand(*q.shape[: 4 if kind == "kimi_delta" else 3], generator=generator).log()
+    beta = None if kind == "mamba2" else torch.rand(q.shape[:3], generator=generator)
+    return [q, k / k.norm(dim=-1, keepdim=True), v, decay, beta, cotangent]
+
+
+class Member:
+    """What measures in a process: the whole sequence, or in a process group this rank's part."""
+
+    def __init__(self, args: argparse.Namespace, kind: str, seq_len: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        *given, self._cotangent = inputs(args, kind, seq_len)
+        self._plan, self._open = None, ExitStack()
+        if dist.is_initialized():
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            layout = layout_of(args, seq_len, mesh.size())
+            own = torch.from_numpy(layout.indices(dist.get_rank()))
+            *given, self._cotangent = (None if x is None else x[:, own] for x in (*given, self._cotangent))
+            self._plan = self._open.enter_context(region(mesh, layout, sequences=1)).attention_plan
+        self._inputs = [None if x is None else x.requires_grad_() for x in given]
+
+    def close(self) -> None:
+        self._open.close()
+
+    def run(self) -> Times:
+        """One forward and backward."""
+        if self._plan is not None:
+            dist.barrier()
+        cpu, start = time.process_time(), time.monotonic()
+        out = linear_attention(*self._inputs, self._plan, None, 1.0)[0]
+        middle = time.monotonic()
+        torch.autograd.grad(out, [x for x in self._inputs if x is not None], self._cotangent)
+        return Times(start, middle, time.monotonic(), time.process_time() - cpu)
+
+    def sent(self) -> int:
+        """Return the bytes that this rank sends in one forward and backward."""
+        before = Counter(exchange.bytes_sent)
+        self.run()
+        return sum((Counter(exchange.bytes_sent) - before).values())
+
+
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Every degree, length and kind."""
+    for degree in args.degrees:
+        with Team(degree, Member, Member) as team:
+            for seq_len in args.seq_len:
+                for kind in args.kinds:
+                    team.whole("prepare", args, kind, seq_len, degree * args.threads)
+                    team.ranks("prepare", args, kind, seq_len, args.threads)
+                    team.whole("run")
+                    bytes_sent = sum(team.ranks("sent"))
+                    times = [(team.whole("run"), team.ranks("run")) for _ in range(args.repeats)]
+                    whole, shares = zip(*times, strict=True)
+                    yield {
+                        "kind": kind,
+                        "degree": degree,
+                        "seq_len": seq_len,
+                        **compared(whole, shares),
+                        "bytes_sent": bytes_sent,
+                        "attention": attention_bytes(args, seq_len, degree),
+                    }
+
+
+def attention_bytes(args: argparse.Namespace, seq_len: int, degree: int) -> int:
+    """Return what a ring's ranks send of keys and values with as many heads, forward and backward."""
+    layout, shape = layout_of(args, seq_len, degree), AttentionShape(1, args.heads, args.heads, args.head_dim, 4)
+    plans = [make_plan(layout, causal(seq_len), "ring", rank) for rank in range(degree)]
+    costs = [attention_cost(plan, shape, way) for plan in plans for way in ("forward", "backward")]
+    return sum(sum(cost.bytes_sent.values()) for cost in costs)
+
+
+def main(argv: list[str]) -> None:
+    described = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = described.add_argument
+    add("--seq-len", nargs="+", type=int, default=[16384], help="tokens of the sequence")
+    add("--degrees", nargs="+", type=int, default=[2], help="how many ranks share it")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    add("--layout", choices=LAYOUTS, default="head_tail")
+    add("--heads", type=int, default=4)
+    add("--head-dim", type=int, default=64, help="K and V")
+    add("--threads", type=int, default=1, help="of each rank")
+    add("--repeats", type=int, default=5, help="rounds, after one that does not count")
+    add("--json", type=Path, metavar="FILE", help="write the rows there, and where they come from")
+    args = described.parse_args(argv)
+    found = []
+    for row in rows(args):
+        found.append(row)
+        sent, attention = (row[name] / 2**20 for name in ("bytes_sent", "attention"))
+        where = f"{row['kind']:12} {row['degree']} ranks {row['seq_len']:7,} tokens"
+        took = f"{row['ratio']:.2f} of one process's {row['whole_ms']:,.0f} ms"
+        print(f"{where}  {took}  {sent:.2f} MiB sent, attention {attention:.2f} MiB", flush=True)
+    if args.json is not None:
+        head = made_with("scripts/benchmarks/linear_attention.py", argv, device="cpu")
+        args.json.write_text(json.dumps(head | {"rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
