@@ -4,7 +4,7 @@
 
 N ranks of `--threads` threads each, and one process of N times as many, run a layer's recurrence forward and backward
 in turn. The ratio of a row is the median over the rounds of (time of the ranks) / (time of the one process). Bytes are
-those that all ranks send, counted where the program calls collectives; `attention`: what a ring sends for as many heads.
+those that all ranks send, counted where the program calls collectives; `attention`: what a ring sends for such heads.
 """
 
 import argparse
