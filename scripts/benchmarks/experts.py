@@ -71,7 +71,7 @@ class Layer:
         def sums(*rows: torch.Tensor, **sizes: object) -> torch.Tensor:
             return expert_sums(*rows, self.weights, clamped=False, **sizes)
 
-        return dispatched_sums(self.x, *self.moe.router(self.x), sums, len(self.weights.w13), dist.group.WORLD)
+        return dispatched_sums(self.x, *self.moe.router(self.x), sums, len(self.weights.w13), dist.group.WORLD)[0]
 
     def run(self, kind: str) -> Times:
         """Run `experts` or `dense` once, forward and backward."""

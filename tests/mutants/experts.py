@@ -14,6 +14,20 @@ EXPERTS = (
         f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
     ),
     Mutant(
+        "the shared expert waits for the tokens",
+        "trainer/distributed/expert_parallel.py",
+        "    other = beside()\n    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)",
+        "    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)\n    other = beside()",
+        "tests/distributed/test_expert_overlap.py::test_the_shared_expert_runs_while_tokens_and_gradients_are_sent",
+    ),
+    Mutant(
+        "gradients of tokens are read before they have come back",
+        "trainer/distributed/expert_parallel.py",
+        "        arrived, pending = ctx.flight.pop()\n        pending.wait()",
+        "        arrived, pending = ctx.flight.pop()",
+        f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
+    ),
+    Mutant(
         "a token is sent once for each of its experts",
         "trainer/distributed/expert_parallel.py",
         'goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)',

@@ -57,7 +57,7 @@ def of_rank(rank: int, mesh: ThreadMesh, routing: str) -> list[torch.Tensor]:
         def sums(*args, **sizes) -> torch.Tensor:
             return expert_sums(*args, experts, clamped=True, scale=SCALE, **sizes)
 
-        return dispatched_sums(x, chosen, weights, sums, len(experts.w13), mesh.get_group())
+        return dispatched_sums(x, chosen, weights, sums, len(experts.w13), mesh.get_group())[0]
 
     return gradients(run, x, weights, mine, cotangent)
 

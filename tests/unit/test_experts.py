@@ -51,6 +51,7 @@ def outputs_and_gradients(run, module: Experts, *inputs: torch.Tensor) -> list[t
     x, chosen, weights = inputs
     x, weights = (tensor.clone().requires_grad_() for tensor in (x, weights))
     out = run(x, chosen, weights)
+    out = out[0] if run is module else out
     cotangent = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
     wanted = [x, weights, *module.parameters()]
     return [out, *torch.autograd.grad(out, wanted, cotangent)]

@@ -7,6 +7,14 @@
 A token is sent once to a rank, however many of its experts are there, with its weights and the numbers of its experts.
 One weighted sum comes back. The backward sends gradients on the same ways, and adds those of a token at its owner.
 
+What needs no exchange, an expert that all tokens share, is computed while tokens are sent, and its backward while their
+gradients come back:
+
+    forward    start dispatch | shared expert | wait, experts, combine
+    backward   start dispatch | shared expert | wait        after the backward of combine and experts
+
+Autograd runs nodes that are ready from the last of the forward to the first, and so in this order.
+
 Only routing knows how many rows are sent. Each forward gathers a small table of counts over the ranks, and the host
 reads it: once a layer and forward (again where the layer is recomputed). The backward uses the same counts.
 """
@@ -26,30 +34,31 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from trainer.distributed.data_parallel import REDUCE_SCATTER, InnerUnits
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_gather, all_to_all
+from trainer.distributed.sharding.exchange import Pending, all_gather, all_to_all
 from trainer.distributed.sharding.forward import replace_forward
 from trainer.distributed.sharding.ranges import aligned
 from trainer.distributed.tensor_parallel import shard_rows
 
 Tensors = Sequence[torch.Tensor]
-Sums = Callable[..., torch.Tensor]
-"""(x, chosen, weights, *, sizes) -> weighted sums of this rank's experts, as `models.experts.expert_sums`."""
+Beside = Callable[[], torch.Tensor | None]
+Sums = tuple[torch.Tensor, torch.Tensor | None]
+"""Weighted sums of experts, and what was computed beside."""
 
 
 class ExpertParallel(ParallelStyle):
     """Style that divides stacked experts over a 1-D mesh, whose size divides their number.
 
-    The module's parameters have a row for each expert, and its forward is `(x, chosen, weights)`. The same with
-    parameters of some of the experts is `module.sums(parameters, x, chosen, weights, sizes=...)`.
+    The module's parameters have a row for each expert, and its forward is `(x, chosen, weights, beside=...)`, see
+    `dispatched_sums`. With parameters of some of the experts, `module.sums(parameters, x, chosen, weights, sizes=...)`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
 
-        def forward(self: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def forward(self: nn.Module, *tokens: torch.Tensor, beside: Beside = lambda: None) -> Sums:
             parameters = {name: w.to_local() for name, w in self.named_parameters(recurse=False)}
             experts = len(next(iter(parameters.values())))
-            return dispatched_sums(x, chosen, weights, partial(self.sums, parameters), experts, group)
+            return dispatched_sums(*tokens, partial(self.sums, parameters), experts, group, beside)
 
         replace_forward(module, "expert parallelism", MethodType(forward, module))
         return distribute_module(module, device_mesh, shard_rows)
@@ -73,16 +82,25 @@ def expert_units(experts: Mapping[nn.Module, nn.Module], dims: ParallelDims) -> 
 
 
 def dispatched_sums(
-    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, sums: Sums, experts: int, group: dist.ProcessGroup
-) -> torch.Tensor:
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    sums: Callable[..., torch.Tensor],
+    experts: int,
+    group: dist.ProcessGroup,
+    beside: Beside = lambda: None,
+) -> Sums:
     """Return the weighted sums of the experts of all ranks for this rank's tokens, (N, dim); a collective.
 
-    x: (N, dim); chosen: (N, k) int64; weights: (N, k). sums: of this rank's experts; experts: their number E. Expert i
-    of all is number i % E of rank i // E. A rank may have no token.
+    x: (N, dim); chosen: (N, k) int64; weights: (N, k). sums: (x, chosen, weights, *, sizes) -> those of this rank's
+    experts; experts: their number E. Expert i of all is number i % E of rank i // E. A rank may have no token.
+    beside: what is computed while tokens are sent; it is called once, on every rank.
     """
-    plan = plan_dispatch(chosen, experts, group)
-    rows, row_weights, numbers = _Dispatch.apply(x, weights, chosen, plan)
-    return _Combine.apply(sums(rows, numbers, row_weights, sizes=plan.pairs), plan)
+    plan, flight = plan_dispatch(chosen, experts, group), []
+    arriving = _StartDispatch.apply(x, weights, chosen, plan, flight)
+    other = beside()
+    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)
+    return _Combine.apply(sums(rows, numbers, row_weights, sizes=plan.pairs), plan), other
 
 
 @dataclass(frozen=True)
@@ -125,29 +143,50 @@ def plan_dispatch(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup) 
     )
 
 
-class _Dispatch(torch.autograd.Function):
-    """Tokens -> rows at the experts of this rank. One node, so that a rank without tokens or rows joins too."""
+class _StartDispatch(torch.autograd.Function):
+    """Tokens -> rows at the experts of this rank, which `_Arrived` waits for. A rank without tokens or rows joins too.
+
+    flight: a list with the exchange that has started, of the forward or of the backward.
+    """
 
     @staticmethod
-    def forward(ctx, x, weights, chosen, plan):
+    def forward(ctx, x, weights, chosen, plan, flight):
         experts = len(plan.pairs)
         numbers = chosen[plan.places] - plan.peers.unsqueeze(1) * experts
         numbers = numbers.masked_fill((numbers < 0) | (numbers >= experts), experts).to(torch.int32)
-        ctx.plan = plan
-        rows, row_weights, numbers = _exchanged(
-            [x[plan.places], weights[plan.places], numbers], plan.sent, plan.received, plan.group, "expert_dispatch"
-        )
+        ctx.plan, ctx.flight = plan, flight
+        parts = [x[plan.places], weights[plan.places], numbers]
+        arriving, pending = _start_exchange(parts, plan.sent, plan.received, plan.group, "expert_dispatch")
+        flight.append(pending)
+        ctx.mark_non_differentiable(arriving[2])
+        ctx.set_materialize_grads(False)  # those that come are not read
+        return tuple(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *_sent):
+        arrived, pending = ctx.flight.pop()
+        pending.wait()
+        return *(_added(part, ctx.plan) for part in arrived), None, None, None
+
+
+class _Arrived(torch.autograd.Function):
+    """Rows that are being sent -> rows."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, numbers, plan, flight):
+        ctx.plan, ctx.flight = plan, flight
+        flight.pop().wait()
         numbers = numbers.long()
         ctx.mark_non_differentiable(numbers)
-        return rows.contiguous(), row_weights.contiguous(), numbers
+        return rows.contiguous(), weights.contiguous(), numbers
 
     @staticmethod
     @once_differentiable
     def backward(ctx, drows, dweights, _dnumbers):
-        plan = ctx.plan
-        arrived = _exchanged([drows, dweights], plan.received, plan.sent, plan.group, "expert_dispatch_backward")
-        dx, dweights = (_added(part, plan) for part in arrived)
-        return dx, dweights, None, None
+        plan, kind = ctx.plan, "expert_dispatch_backward"
+        ctx.flight.append(_start_exchange([drows, dweights], plan.received, plan.sent, plan.group, kind))
+        return drows, dweights, None, None, None  # for autograd; those of the tokens are sent
 
 
 class _Combine(torch.autograd.Function):
@@ -156,14 +195,17 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sums, plan):
         ctx.plan = plan
-        (arrived,) = _exchanged([sums], plan.received, plan.sent, plan.group, "expert_combine")
+        (arrived,), pending = _start_exchange([sums], plan.received, plan.sent, plan.group, "expert_combine")
+        pending.wait()
         return _added(arrived, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         plan = ctx.plan
-        (drows,) = _exchanged([dout[plan.places]], plan.sent, plan.received, plan.group, "expert_combine_backward")
+        kind = "expert_combine_backward"
+        (drows,), pending = _start_exchange([dout[plan.places]], plan.sent, plan.received, plan.group, kind)
+        pending.wait()
         return drows.contiguous(), None
 
 
@@ -174,10 +216,10 @@ def _added(parts: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
     return total.index_add_(0, plan.places, parts.to(dtype)).to(parts.dtype)
 
 
-def _exchanged(
+def _start_exchange(
     tensors: Tensors, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, kind: str
-) -> list[torch.Tensor]:
-    """Send rows of several tensors (T, C) side by side, as bytes; return those that arrive, views of the message.
+) -> tuple[list[torch.Tensor], Pending]:
+    """Start sending rows of several tensors (T, C) side by side, as bytes; return views of what arrives, and a handle.
 
     sent, received: rows to and from each rank.
     """
@@ -191,6 +233,5 @@ def _exchanged(
         message[:, place].view(x.dtype).copy_(x)
     sizes = ([rows * width for rows in counts] for counts in (sent, received))
     arrived, pending = all_to_all(message.view(-1), *sizes, group, kind=kind)
-    pending.wait()
     rows = arrived.view(-1, width)
-    return [rows[:, place].view(x.dtype) for x, place in zip(tensors, places, strict=True)]
+    return [rows[:, place].view(x.dtype) for x, place in zip(tensors, places, strict=True)], pending

@@ -60,9 +60,19 @@ class Experts(nn.Module):
         self.b13 = nn.Parameter(torch.empty(number, 2 * hidden)) if args.biases else None
         self.b2 = nn.Parameter(torch.empty(number, dim)) if args.biases else None
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x: (N, dim); chosen: (N, k) int64, experts of a token; weights: (N, k) -> their weighted sums: (N, dim)."""
-        return self.sums(dict(self.named_parameters(recurse=False)), x, chosen, weights)
+    def forward(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        beside: Callable[[], torch.Tensor | None] = lambda: None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x: (N, dim); chosen: (N, k) int64, experts of a token; weights: (N, k) -> their weighted sums: (N, dim).
+
+        beside: what can be computed while tokens are sent to their experts; its result comes second.
+        """
+        return self.sums(dict(self.named_parameters(recurse=False)), x, chosen, weights), beside()
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         if name in ("b13", "b2"):

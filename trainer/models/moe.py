@@ -19,6 +19,7 @@ expert with less than the mean load rises by the update rate, and that of one wi
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -139,17 +140,20 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """x: (B, S, dim) -> (B, S, dim). positions: (B, S), below 0 for padding."""
-        rows = x.flatten(0, 1)
         real = None if positions is None else (positions >= 0).flatten()
-        out = self.run_experts(rows, *self.router(rows, real)).view_as(x)
-        if self.shared is None:
-            return out
-        shared = self.shared(x)
-        return out + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid().type_as(x))
+        return self.run_experts(x, *self.router(x.flatten(0, 1), real))
 
     def run_experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Run what is never compiled: numbers of rows that only the routing knows."""
-        return self.experts(x, chosen, weights)
+        out, shared = self.experts(x.flatten(0, 1), chosen, weights, beside=partial(self.shared_output, x))
+        return out.view_as(x) if shared is None else out.view_as(x) + shared
+
+    def shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the output of the expert that all tokens share, None if there is none."""
+        if self.shared is None:
+            return None
+        out = self.shared(x)
+        return out if self.shared_gate is None else out * self.shared_gate(x).sigmoid().type_as(x)
 
 
 class ExpertBalance(Observer):

@@ -38,7 +38,7 @@ def in_tiles(
 
 
 def experts_in_tiles(experts: nn.Module, tiles: int) -> None:
-    """Let experts compute a part of the rows at a time; in place. Their forward is (x, chosen, weights), see `Experts`.
+    """Let experts compute a part of the rows at a time; in place. Their forward is that of `Experts`.
 
     Below FSDP's hooks, so that the experts' weights are gathered once for all parts.
     """
@@ -46,7 +46,7 @@ def experts_in_tiles(experts: nn.Module, tiles: int) -> None:
     replace_forward(
         experts,
         "experts in parts",
-        lambda *inputs: in_tiles(forward, inputs, tiles, [experts], dim=0),
+        lambda *inputs, beside: (in_tiles(lambda *part: forward(*part)[0], inputs, tiles, [experts], dim=0), beside()),
     )
 
 
