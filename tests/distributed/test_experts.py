@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.profiler import profile
 
 from tests.distributed.harness import MadeRows, Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
@@ -51,6 +52,7 @@ def ac(mode: str) -> str:
     return f"--activation_checkpoint.mode={mode}"
 
 
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 # Ranks, their settings, and settings of the reference too.
 LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
     "fsdp2": (2, degrees(dp_shard=2), []),
@@ -72,7 +74,27 @@ LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
         [*degrees(dp_shard=2, pp=2), ep(2), "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
         ["--model.flavor=tiny4"],
     ),
-    "tp2+ep2, compiled": (2, [*degrees(tp=2), ep(2), "--compile.enable", "--compile.backend=aot_eager"], []),
+    "tp2+ep2, compiled": (2, [*degrees(tp=2), ep(2), *COMPILED], []),
+    "tp2+ep2, compiled, whole layers": (2, [*degrees(tp=2), ep(2), *COMPILED, ac("full")], []),
+    "fsdp4+ep2, compiled, selective": (4, [*degrees(dp_shard=4), ep(2), *COMPILED, ac("selective")], []),
+    "cp2+tp2+ep4, compiled, selective": (
+        4,
+        [*degrees(cp=2, tp=2), ep(4), *COMPILED, ac("selective")],
+        [GPT_OSS, DOCUMENTS],
+    ),
+    "fsdp2+ep2, compiled, every second layer": (
+        2,
+        [*degrees(dp_shard=2), ep(2), *COMPILED, ac("selective"), "--activation_checkpoint.selective_ac_option=2"],
+        [],
+    ),
+    "fsdp2+pp2+ep2, compiled, selective, backward split": (
+        4,
+        [
+            *[*degrees(dp_shard=2, pp=2), ep(2), *COMPILED, ac("selective")],
+            "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+        ],
+        ["--model.flavor=tiny4"],
+    ),
     "cp2+pp2+ep2": (4, [*degrees(cp=2, pp=2), ep(2)], [GPT_OSS, DOCUMENTS]),
     "fsdp2+pp2+ep2": (4, [*degrees(dp_shard=2, pp=2), ep(2)], []),
     "tp2+pp2+ep2, offloaded": (4, [*degrees(tp=2, pp=2), ep(2), "--training.enable_cpu_offload"], []),
@@ -84,6 +106,7 @@ LAYOUTS |= {
     "fsdp2, in parts, whole layers": (2, [*degrees(dp_shard=2), PARTS, ac("full")], []),
     "fsdp4+ep2, in parts, whole layers": (4, [*degrees(dp_shard=4), ep(2), PARTS, ac("full")], []),
     "cp2+tp2+ep4, in parts": (4, [*degrees(cp=2, tp=2), ep(4), PARTS], [GPT_OSS, DOCUMENTS]),
+    "fsdp2+ep2, compiled, offloaded": (2, [*degrees(dp_shard=2), ep(2), *COMPILED, *OFFLOADED], []),
     "cp2+tp2+ep4, in parts, offloaded": (
         4,
         [*degrees(cp=2, tp=2), ep(4), PARTS, *OFFLOADED],
@@ -92,6 +115,7 @@ LAYOUTS |= {
     "fsdp2+pp2+ep2, in parts": (4, [*degrees(dp_shard=2, pp=2), ep(2), PARTS], []),
 }
 QUICK = {"cp2+tp2+ep4", "fsdp4+ep2", "fsdp2+pp2+ep2", "fsdp4+ep2, in parts, whole layers"}
+QUICK |= {"tp2+ep2, compiled, whole layers", "cp2+tp2+ep4, compiled, selective"}
 
 
 @pytest.mark.parametrize(
@@ -133,20 +157,42 @@ def test_ranks_whose_experts_nobody_chooses_take_part(pool: WorkerPool, layout: 
 
 def graphs_case(arguments: list[str]) -> tuple[list[int], int]:
     """Graphs compiled after each of three steps, and breaks."""
-    with trainer_of([*arguments, "--compile.enable", "--compile.backend=aot_eager"]) as trainer:
-        graphs = [trainer.train_step(step) or compiled_graphs() for step in (1, 2, 3)]
+    torch._dynamo.reset()
     from torch._dynamo.utils import counters
 
+    counters.clear()
+    with trainer_of([*arguments, *COMPILED]) as trainer:
+        graphs = [trainer.train_step(step) or compiled_graphs() for step in (1, 2, 3)]
     return graphs, sum(counters["graph_break"].values())
 
 
 @pytest.mark.slow
-def test_a_compiled_block_is_two_graphs_around_its_experts(pool: WorkerPool) -> None:
-    """All blocks share them, and no later step compiles again, whatever the routing."""
-    (graphs, breaks), _ = pool.run(2, graphs_case, [*EXPERTS, *degrees(dp_shard=2), ep(2)])
-    assert breaks
-    assert graphs[0] > 0
-    assert graphs[1:] == [graphs[0]] * 2
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(("family", "compiled"), [("qwen3_moe", 2), ("qwen2_moe", 4)])
+def test_attention_and_a_shared_expert_are_graphs_of_their_own(
+    pool: WorkerPool, family: str, compiled: int, mode: str
+) -> None:
+    """All blocks share them, beside that of the loss and those of dense layers, and no later step compiles again."""
+    model = [f"--model.name={family}", "--training.dtype=float64"]
+    (graphs, breaks), _ = pool.run(2, graphs_case, [*model, *degrees(dp_shard=2), ep(2), ac(mode)])
+    assert (graphs, breaks) == ([compiled] * 3, 0)
+
+
+def attentions_case(arguments: list[str]) -> tuple[int, int]:
+    """Forwards of attention and of experts in a second step of two micro-batches, and two layers."""
+    with trainer_of([*arguments, *COMPILED]) as trainer:
+        trainer.train_step(1)
+        with mock.patch.object(Experts, "sums", autospec=True, side_effect=Experts.sums) as sums, profile() as seen:
+            trainer.train_step(2)
+    names = [event.name for event in seen.events()]
+    return names.count("aten::_scaled_dot_product_flash_attention_for_cpu"), sums.call_count
+
+
+@pytest.mark.parametrize(("mode", "forwards"), [("selective", (4, 8)), *slow(("none", (4, 4)), ("full", (8, 8)))])
+def test_compiled_attention_is_kept_by_operator_and_experts_are_recomputed(
+    pool: WorkerPool, mode: str, forwards: tuple[int, int]
+) -> None:
+    assert pool.run(2, attentions_case, [*EXPERTS, *degrees(dp_shard=2), ep(2), ac(mode)])[0] == forwards
 
 
 # ---- negative controls

@@ -28,6 +28,20 @@ EXPERTS = (
         f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
     ),
     Mutant(
+        "the compiler recomputes attention beside experts",
+        "trainer/transforms/activation_checkpoint.py",
+        'part="with_attention", context_fn=_contexts_keeping_operators',
+        'part="with_attention"',
+        f"{_LAYOUTS}::test_compiled_attention_is_kept_by_operator_and_experts_are_recomputed",
+    ),
+    Mutant(
+        "experts beside compiled attention are kept",
+        "trainer/transforms/activation_checkpoint.py",
+        "            layer.with_experts = types.MethodType(_experts_keeping_inputs, layer)\n",
+        "",
+        f"{_LAYOUTS}::test_compiled_attention_is_kept_by_operator_and_experts_are_recomputed",
+    ),
+    Mutant(
         "a token is sent once for each of its experts",
         "trainer/distributed/expert_parallel.py",
         'goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)',

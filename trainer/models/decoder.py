@@ -91,17 +91,32 @@ class TransformerBlock(nn.Module):
         **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
         """x: (B, S, dim) -> the same shape. freqs_cis: of this layer's frequencies, None if it rotates nothing."""
-        normed = x if self.attention_norm is None else self.attention_norm(x)
-        out = self.attention(normed, freqs_cis, attention_plan, positions=positions, **of_adapters)
-        x = self._with_branch(x, out, self.attention_post_norm)
+        x = self.with_attention(x, freqs_cis, attention_plan, positions, **of_adapters)
         if isinstance(self.feed_forward, MoE):
-            normed = x if self.ffn_norm is None else self.ffn_norm(x)
-            return self._with_branch(x, self.feed_forward(normed, positions), self.ffn_post_norm)  # count no padding
+            return self.with_experts(x, positions)
         # With sequence parallelism x has some of the tokens, and the network sees those of all ranks: (B, S / tp, tp).
         tokens = x.shape[1]
         rows = [n.unflatten(1, (n.shape[1] // max(tokens, 1), tokens)).mT for n in of_adapters.values()]
         parts = self.ffn_norm, self.feed_forward, self.ffn_post_norm
         return in_tiles(self._with_feed_forward, [x, *rows], self.tiles, [part for part in parts if part is not None])
+
+    def with_attention(
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor | None,
+        attention_plan: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        **of_adapters: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add the output of attention."""
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        out = self.attention(normed, freqs_cis, attention_plan, positions=positions, **of_adapters)
+        return self._with_branch(x, out, self.attention_post_norm)
+
+    def with_experts(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Add the output of experts. It is not compiled: numbers of rows are only known to the routing."""
+        normed = x if self.ffn_norm is None else self.ffn_norm(x)
+        return self._with_branch(x, self.feed_forward(normed, positions), self.ffn_post_norm)  # count no padding
 
     def _with_feed_forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         of_adapters = {} if rows is None else {"token_numbers": rows.mT.flatten(1)}

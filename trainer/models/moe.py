@@ -141,11 +141,8 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """x: (B, S, dim) -> (B, S, dim). positions: (B, S), below 0 for padding."""
         real = None if positions is None else (positions >= 0).flatten()
-        return self.run_experts(x, *self.router(x.flatten(0, 1), real))
-
-    def run_experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Run what is never compiled: numbers of rows that only the routing knows."""
-        out, shared = self.experts(x.flatten(0, 1), chosen, weights, beside=partial(self.shared_output, x))
+        rows = x.flatten(0, 1)
+        out, shared = self.experts(rows, *self.router(rows, real), beside=partial(self.shared_output, x))
         return out.view_as(x) if shared is None else out.view_as(x) + shared
 
     def shared_output(self, x: torch.Tensor) -> torch.Tensor | None:

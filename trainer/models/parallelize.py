@@ -80,11 +80,11 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
                 experts_in_tiles(experts[block], job.mlp_tiles)
             else:
                 compute_in_tiles(block, job.mlp_tiles)
-    if not job.compilation.recomputes_every:
-        apply_activation_checkpoint(model.layers, config.activation_checkpoint)
-    eager = {block.feed_forward: "run_experts" for block in experts}
+    apart = {block: _compiled_parts(block) for block in experts if job.compilation.model}
+    others = {n: block for n, block in model.layers.items() if block in apart or not job.compilation.recomputes_every}
+    apply_activation_checkpoint(others, config.activation_checkpoint, apart)
     embedding = model.tok_embeddings if dims.size("tp") > 1 else None
-    apply_compile(model.layers, job.compilation, embedding=embedding, eager=eager)
+    apply_compile(model.layers, job.compilation, embedding=embedding, apart=apart)
     apply_offload(model.layers, config.activation_checkpoint, job.device_type)
     # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
@@ -94,6 +94,12 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     exact = [module for module in model.modules() if isinstance(module, Decay)]
     apply_data_parallel(model, units, last, dims.parameter_mesh, options, inner, group, exact)
     keep_on_host(model, "attention_plan")
+
+
+def _compiled_parts(block: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the methods of a block with experts that are compiled."""
+    of_experts = [] if block.feed_forward.shared is None else [(block.feed_forward, "shared_output")]
+    return [(block, "with_attention"), *of_experts]
 
 
 def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:

@@ -6,7 +6,7 @@ module is added, so that parameters keep their names, from which weights are dra
 
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -50,11 +50,15 @@ _ATTENTION = KEPT_OPERATORS - {"_c10d_functional::reduce_scatter_tensor"}
 MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
 
 
-def apply_activation_checkpoint(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None:
+def apply_activation_checkpoint(
+    layers: Mapping[str, nn.Module], config: ActivationCheckpoint, apart: Collection[nn.Module] = ()
+) -> None:
     """Checkpoint all layers or every n-th layer, whole or by operator, as `config` says; in place.
 
-    layers: by number, so that a pipeline's stages checkpoint the same layers as the whole model. Call it after tensor
-    parallelism, and before `torch.compile` and `fully_shard`.
+    layers: by number, so that a pipeline's stages checkpoint the same layers as the whole model. apart: layers of which
+    only attention will be compiled. By operator, operators are kept there, and experts are recomputed from their input:
+    a graph does not show its operators outside. Call it after tensor parallelism, and before `torch.compile` and
+    `fully_shard`.
     """
     forward = _forward_keeping_inputs
     if config.mode == "memory_budget":
@@ -64,6 +68,10 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, config: ActivationCheckpo
         forward = _forward_with_attention_on_host if on_host else _forward_keeping_operators
     for number in config.checkpointed(map(int, layers)):
         layer = layers[str(number)]
+        if layer in apart and forward is _forward_keeping_operators:
+            layer.with_attention = types.MethodType(_attention_keeping_operators, layer)
+            layer.with_experts = types.MethodType(_experts_keeping_inputs, layer)
+            continue
         replace_forward(layer, "activation checkpointing", types.MethodType(forward, layer))
 
 
@@ -79,6 +87,14 @@ def _forward_keeping_operators(self: nn.Module, *args: Any, **kwargs: Any) -> An
     return _checkpointed(self, args, kwargs, context_fn=_contexts_keeping_operators)
 
 
+def _attention_keeping_operators(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _checkpointed(self, args, kwargs, part="with_attention", context_fn=_contexts_keeping_operators)
+
+
+def _experts_keeping_inputs(self: nn.Module, *args: Any) -> Any:
+    return _checkpointed(self, args, {}, part="with_experts")
+
+
 def _forward_with_attention_on_host(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _checkpointed(self, args, kwargs, context_fn=partial(_contexts_with_attention_on_host, self.keep_attention))
 
@@ -87,9 +103,11 @@ def _forward_within_budget(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _checkpointed(self, args, kwargs, context_fn=_contexts_keeping_exchanges)
 
 
-def _checkpointed(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
+def _checkpointed(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "forward", **options: Any
+) -> Any:
     options |= {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(type(block).forward, block, *args, **options, **kwargs)
+    return checkpoint(getattr(type(block), part), block, *args, **options, **kwargs)
 
 
 def _contexts_keeping_exchanges() -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
@@ -26,13 +26,13 @@ def apply_compile(
     options: CompileOptions,
     *,
     embedding: nn.Module | None = None,
-    eager: Mapping[nn.Module, str] | None = None,
+    apart: Mapping[nn.Module, Sequence[tuple[nn.Module, str]]] | None = None,
 ) -> None:
     """Compile the forward of each block as one graph, in place; modules and names stay the same.
 
-    layers: the blocks by number, so that a pipeline's stages recompute the same ones as the whole model. eager: modules
-    of blocks that have a method, given by name, which is not compiled: a block is then two graphs. embedding: the
-    module before the first block, if it is tensor-parallel.
+    layers: the blocks by number, so that a pipeline's stages recompute the same ones as the whole model. apart: blocks
+    of which some methods of modules are compiled, as a graph each, and nothing else. embedding: the module before the
+    first block, if it is tensor-parallel.
 
     Call it after tensor parallelism and activation checkpointing, which become part of the graph, and before
     `fully_shard`, whose gathering stays outside.
@@ -41,13 +41,15 @@ def apply_compile(
         return
     # It warns of in-place operators in checkpointed blocks, on every rank; there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    for module, method in (eager or {}).items():
-        setattr(module, method, torch.compiler.disable(getattr(module, method)))
     for number, block in layers.items():
+        if apart and block in apart:
+            for module, method in apart[block]:
+                setattr(module, method, _compiled(getattr(module, method), options))
+            continue
         forward = block.forward
         if recomputed := options.recomputes_every and (int(number) + 1) % options.recomputes_every == 0:
             forward = types.MethodType(_forward_without_budget, block)
-        forward = _compiled(forward, options, one_graph=not eager)
+        forward = _compiled(forward, options)
         replace_forward(block, "compile", _keeping_inputs(forward) if recomputed else forward)
     if embedding is not None:
         embedding.register_forward_hook(_wait_inside_autograd)
@@ -91,7 +93,7 @@ def rows_vary(*tensors: torch.Tensor) -> None:
         maybe_mark_dynamic(tensor, 0)
 
 
-def _compiled(function: F, options: CompileOptions, *, one_graph: bool = True) -> F:
+def _compiled(function: F, options: CompileOptions) -> F:
     inductor = {}
     if torch.are_deterministic_algorithms_enabled():
         inductor["deterministic"] = True  # kernels are not chosen by their measured time
@@ -103,7 +105,7 @@ def _compiled(function: F, options: CompileOptions, *, one_graph: bool = True) -
         inductor = {}
     dynamic = False if options.fixed_shapes else None
     settings = {"backend": options.backend, "dynamic": dynamic, "options": inductor or None}
-    return torch.compile(function, fullgraph=one_graph, **settings)
+    return torch.compile(function, fullgraph=True, **settings)
 
 
 @contextmanager
