@@ -192,10 +192,13 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "model.rope_theta": Seen("--model.rope_theta=100", _other("losses")),
     "model.router_aux_loss_coef": (
-        "tests/distributed/test_experts.py::test_the_losses_and_the_biases_change_what_is_learnt"
+        "tests/distributed/test_expert_balance.py::test_the_losses_and_the_biases_change_what_is_learnt"
+    ),
+    "model.router_aux_loss_load": (
+        "tests/distributed/test_expert_balance.py::test_the_losses_and_the_biases_change_what_is_learnt"
     ),
     "model.router_bias_update_rate": (
-        "tests/distributed/test_experts.py::test_the_losses_and_the_biases_change_what_is_learnt"
+        "tests/distributed/test_expert_balance.py::test_the_losses_and_the_biases_change_what_is_learnt"
     ),
     "model.rope_scaling": Seen("--model.rope_scaling=8", _other("final")),
     "model.rope_scaling_type": Seen(

@@ -3,9 +3,8 @@
 Loads and biases of routers are buffers, which `assert_parity` compares too.
 """
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -16,25 +15,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import profile
 
-from tests.distributed.harness import MadeRows, Record, assert_parity, run_layout, trainer_of
+from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged, same
 from tests.distributed.test_host_reads import TOTALS
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
-from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import expert_parallel
-from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.expert_parallel import ExpertParallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import ExpertArgs
 from trainer.models import moe
 from trainer.models.experts import Experts
 from trainer.models.initialization import initialize
-from trainer.models.moe import Router
 from trainer.runtime.process_group import Process, process_group
-from trainer.tasks.task import Batch
 from trainer.transforms.compile import compiled_graphs
 
 FAMILY = "--model.name=qwen3_moe"
@@ -248,114 +243,6 @@ def frozen_case() -> list[bool]:
 def test_frozen_experts_stay_frozen(pool: WorkerPool) -> None:
     """As those of a model with adapters are."""
     assert pool.run(2, frozen_case) == [[False] * 4] * 2
-
-
-# ---- balance
-
-
-def test_the_losses_and_the_biases_change_what_is_learnt(pool: WorkerPool) -> None:
-    off = reference(pool, FAMILY, "--training.dtype=float64", "--model.router_aux_loss_coef=0")
-    for key in ("aux_loss_coef=0.5", "bias_update_rate=0.5"):
-        others = ["--model.router_aux_loss_coef=0"] * key.startswith("bias")
-        on = reference(pool, FAMILY, "--training.dtype=float64", *others, f"--model.router_{key}")
-        # Loads are equal in the first step, and biases move after it.
-        assert on.metrics[0]["loss"] == off.metrics[0]["loss"]
-        assert on.metrics[1]["loss"] == off.metrics[1]["loss"] or key.startswith("bias")
-        with pytest.raises(AssertionError, match=r"step 2 gradient of layers\.0"):
-            assert_parity(on, off, 1e-6)
-
-
-def auxiliary_case() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients of the gates by the auxiliary loss alone: in a step, and of the formula over the whole batch."""
-    settings = [*EXPERTS, "--training.max_norm=1e9", "--model.router_bias_update_rate=0"]
-    seen: dict[Router, list[torch.Tensor]] = {}
-
-    def keep(module: Router, args: tuple[torch.Tensor, ...], _out: object) -> None:
-        seen.setdefault(module, []).append(args[0].detach())
-
-    with trainer_of([*settings, "--model.router_aux_loss_coef=0"]) as trainer:
-        trainer.train_step(1)
-        routers = [*moe.routers_of(trainer.model_parts).values()]
-        loads = [router.load.clone() for router in routers]
-        weights = [router.gate.weight.detach().clone() for router in routers]
-        hooks = [router.register_forward_hook(keep) for router in routers]
-        trainer.train_step(2)
-        without = trainer.record.gradients[1]
-        for hook in hooks:
-            hook.remove()
-        inputs = [torch.cat(seen[router]) for router in routers]
-        tokens = routers[0].auxiliary.tokens.item()
-    with trainer_of([*settings, "--model.router_aux_loss_coef=0.5"]) as trainer:
-        trainer.train_step(1)
-        trainer.train_step(2)
-        gradients = trainer.record.gradients[1]
-    got, wanted = [], []
-    load = torch.stack(loads).mean(0)
-    for layer, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
-        name = f"layers.{layer}.feed_forward.router.gate.weight"
-        got.append(gradients[name] - without[name])
-        weight.requires_grad_()
-        loss = 0.5 * 4 * 2 * ((x @ weight.T).softmax(-1).sum(0) * load).sum() / (len(loads) * tokens)
-        wanted.append(torch.autograd.grad(loss, weight)[0])
-    return got, wanted
-
-
-def test_the_auxiliary_loss_is_that_of_the_formula_over_the_whole_batch(pool: WorkerPool) -> None:
-    """In the last layer, whose gate no later loss reaches."""
-    got, wanted = pool.run(1, auxiliary_case)[0]
-    assert (got[-1] - wanted[-1]).norm() < 1e-10 * wanted[-1].norm()
-    assert (got[0] - wanted[0]).norm() > 1e-3 * wanted[0].norm()
-
-
-def texts(plan: Callable[..., BatchPlan], *, padded: bool) -> Iterator[Batch]:
-    """Steps of eight texts of 8 tokens: each in a sequence of 16 with padding, or two by two."""
-    places = torch.arange(8)
-    for step in itertools.count():
-        tokens = torch.randint(128, (8, 8), generator=torch.Generator().manual_seed(step))
-        labels = tokens.roll(-1, 1).masked_fill(places == 7, IGNORE_INDEX)
-        made = {"tokens": tokens, "labels": labels, "positions": places.expand(8, 8), "document_ids": 0 * tokens}
-        if padded:
-            filler = {"tokens": 0, "labels": IGNORE_INDEX, "positions": NO_POSITION, "document_ids": 1}
-            rows = {name: torch.cat((x, torch.full((8, 8), filler[name])), 1) for name, x in made.items()}
-        else:
-            made["document_ids"] = torch.arange(2).repeat(4)[:, None].expand(8, 8)
-            rows = {name: x.reshape(4, 16) for name, x in made.items()}
-        for start in range(0, len(rows["tokens"]), 2):
-            batch = {name: x[start : start + 2].clone() for name, x in rows.items()}
-            arrays = {name: x.numpy().copy() for name, x in batch.items()}
-            yield batch | {"padding": 16 * padded, "plan": plan(arrays)}
-
-
-def of_texts_case(padded: bool) -> Record:
-    size = "--training.global_batch_size=" + ("8" if padded else "4")
-
-    def batches(_task: MadeRows, plan: Callable[..., BatchPlan]) -> Iterator[Batch]:
-        return texts(plan, padded=padded)
-
-    with mock.patch.object(MadeRows, "batches_of_rows", batches):
-        return run_layout([*EXPERTS, DOCUMENTS, size, "--model.router_aux_loss_coef=2"])
-
-
-def test_padded_texts_are_learnt_as_packed_ones(pool: WorkerPool) -> None:
-    """Loads, the balance loss, and all gradients."""
-    padded, packed = (pool.run(1, of_texts_case, padded)[0] for padded in (True, False))
-    assert [x["loss"] for x in padded.metrics] == pytest.approx([x["loss"] for x in packed.metrics], rel=1e-12)
-    for name, load in packed.buffers.items():
-        assert torch.allclose(padded.buffers[name], load, rtol=0, atol=1e-12), name
-    for step in (0, 1):
-        for name, gradient in packed.gradients[step].items():
-            assert (padded.gradients[step][name] - gradient).norm() <= 1e-10 * gradient.norm(), (step, name)
-
-
-def test_metrics_have_the_load_of_each_expert(pool: WorkerPool) -> None:
-    got = pool.run(2, run_layout, [*EXPERTS, *degrees(pp=2)])[0]
-    for line in got.metrics:
-        assert [len(layer) for layer in line["expert_load"]] == [4, 4]
-        assert all(sum(layer) == pytest.approx(4, abs=0.01) for layer in line["expert_load"])
-        assert line["expert_imbalance"] == max(map(max, line["expert_load"])) > 1
-    assert got.metrics[-1]["expert_load"][1] == pytest.approx(
-        (4 * got.buffers["layers.1.feed_forward.router.load"]).tolist(), abs=1e-3
-    )
 
 
 # ---- checkpoints, host reads

@@ -42,6 +42,27 @@ EXPERTS = (
         f"{_LAYOUTS}::test_compiled_attention_is_kept_by_operator_and_experts_are_recomputed",
     ),
     Mutant(
+        "a balance loss of the same step has the loads before its forward",
+        "trainer/models/moe.py",
+        "ctx.load = load",
+        "ctx.load = load.clone()",
+        "tests/unit/test_expert_hugging_face.py::test_the_auxiliary_loss_is_that_of_transformers",
+    ),
+    Mutant(
+        "a balance loss of the same step counts the tokens of a rank",
+        "trainer/models/moe.py",
+        'all_reduce(counts - self._counted, self._dims["dp_cp_tp"])',
+        "counts - self._counted",
+        "tests/distributed/test_expert_balance.py::test_a_loss_of_the_same_step_does_not_depend_on_the_layout",
+    ),
+    Mutant(
+        "a balance loss of the same step counts earlier choices",
+        "trainer/models/moe.py",
+        "all_reduce(counts - self._counted,",
+        "all_reduce(counts,",
+        "tests/unit/test_expert_hugging_face.py::test_the_auxiliary_loss_is_that_of_transformers",
+    ),
+    Mutant(
         "a token is sent once for each of its experts",
         "trainer/distributed/expert_parallel.py",
         'goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)',
@@ -100,8 +121,8 @@ EXPERTS = (
     Mutant(
         "a balance loss is of each layer alone",
         "trainer/models/moe.py",
-        "shares = self.mean_load * logits",
-        "shares = self.load * logits",
+        "_TimesLoad.apply(shares.sum(0), self.mean_load)",
+        "_TimesLoad.apply(shares.sum(0), self.load)",
         "tests/unit/test_expert_hugging_face.py::test_the_auxiliary_loss_is_that_of_transformers",
     ),
     Mutant(
@@ -123,7 +144,7 @@ EXPERTS = (
         "trainer/tasks/language.py",
         'batch["tokens"].numel() - batch.get("padding", 0)',
         'batch["tokens"].numel()',
-        "tests/distributed/test_experts.py::test_padded_texts_are_learnt_as_packed_ones",
+        "tests/distributed/test_expert_balance.py::test_padded_texts_are_learnt_as_packed_ones",
     ),
     Mutant(
         "expert biases move the wrong way",

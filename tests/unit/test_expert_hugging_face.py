@@ -1,8 +1,10 @@
 """Law: mixtures of experts that transformers saves are read here by part, compute the same, and go back bit for bit."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,7 +12,6 @@ import safetensors.torch
 import torch
 import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.hf_decoders import EVERY_SECOND
 from tests.hf_experts import hf_experts, in_float64
@@ -24,10 +25,11 @@ from trainer.families.registry import hf_config
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.config_json import read_config
 from trainer.hugging_face.reader import HFReader
-from trainer.models.auxiliary_loss import AuxiliaryLoss
+from trainer.models import moe
+from trainer.models.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import hf_model, model_spec
-from trainer.models.moe import routers_of
+from trainer.models.moe import ExpertBalance, routers_of
 from trainer.models.rotary import rope_frequencies
 from trainer.stores.initial import check_initial_weights
 
@@ -204,39 +206,50 @@ def test_the_balancing_loss_is_that_of_transformers(tmp_path: Path, family: str)
         hf_config(family).read(read_config(tmp_path))
 
 
-def test_the_auxiliary_loss_is_that_of_transformers(tmp_path: Path) -> None:
-    """Its value and the gradient of every gate, over all layers and without padding, for the same loads."""
-    args = replace(QWEN, n_layers=3, router_aux_loss_coef=0.5)
-    theirs = hf_experts("qwen3_moe", args)
+@pytest.mark.parametrize("same_step", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_the_auxiliary_loss_is_that_of_transformers(tmp_path: Path, family: str, same_step: bool) -> None:
+    """Its value and the gradient of every gate, over all layers and without padding: in the first step, or for the
+    same loads in the second."""
+    load = "micro_batch" if same_step else "step_before"
+    args = replace(QWEN, n_layers=3, router_aux_loss_coef=0.5, router_aux_loss_load=load)
+    args = args if family == "qwen3_moe" else replace(args, qk_norm=False, head_size=None, ffn_hidden_dim=24)
+    theirs = hf_experts(family, args)
     theirs.save_pretrained(tmp_path)
-    ours = read_here(tmp_path, "qwen3_moe", args)
+    ours = read_here(tmp_path, family, args)
     tokens = torch.randint(args.vocab_size, (3, 16), generator=torch.Generator().manual_seed(2))
     real = torch.arange(16) < torch.tensor([[16], [9], [4]])
     frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
     angles = torch.outer(torch.arange(16, dtype=torch.float64), frequencies)
-    counted = modeling_qwen3_moe.load_balancing_loss_func
+    modeling = sys.modules[type(theirs).__module__]
+    counted = modeling.load_balancing_loss_func
 
     def in_double(*args: object) -> torch.Tensor:  # transformers adds up in float32
         doubles = {"new": torch.Tensor.double}
         with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(torch.Tensor, "float", **doubles):
             return counted(*args)
 
-    with in_float64(theirs, angles), mock.patch.object(modeling_qwen3_moe, "load_balancing_loss_func", in_double):
+    with in_float64(theirs, angles), mock.patch.object(modeling, "load_balancing_loss_func", in_double):
         wanted = 0.5 * theirs(tokens, attention_mask=real.long(), output_router_logits=True).aux_loss
         wanted_gradients = torch.autograd.grad(wanted, [layer.mlp.gate.weight for layer in theirs.model.layers])
 
-    losses: list[torch.Tensor] = []
     positions = torch.arange(16).expand(3, 16).masked_fill(~real, -1)
-    ours(tokens, positions)  # the step before
-    with mock.patch.object(AuxiliaryLoss, "forward", lambda _module, x, loss: losses.append(loss) or x):
+    normalise_auxiliary_losses(ours, real.sum())
+    alone = mock.patch.object(moe, "all_reduce", lambda x, _over: x)
+    sums = mock.patch.object(moe._TimesLoad, "apply", side_effect=moe._TimesLoad.apply)
+    with alone:
+        balance = ExpertBalance([ours], {"dp_cp_tp": None, "pp": None, "world": SimpleNamespace(device_type="cpu")})
         routers = routers_of([ours]).values()
-        for router in routers:
-            router.load.copy_(router.count.double() / router.count.sum())
-        for router in routers:
-            router.mean_load.copy_(sum(other.load for other in routers) / len(routers))
-        ours(tokens, positions)
-    loss = sum(losses) / real.sum()
-    gradients = torch.autograd.grad(loss, [router.gate.weight for router in routers])
+        ours(tokens[:1], positions[:1])  # an earlier micro-batch
+        if not same_step:
+            ours(tokens[1:], positions[1:])
+            balance.end_step(torch.zeros(()))
+            balance.start_step()
+        with sums as seen:
+            hidden = ours(tokens, positions)
+    gradients = torch.autograd.grad(0 * hidden.sum(), [router.gate.weight for router in routers])
+    loads = zip(seen.call_args_list, routers, strict=True)
+    loss = 0.5 * 6 * 2 / (3 * real.sum().item()) * sum(call.args[0] @ router.mean_load for call, router in loads)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
     for ours_of_layer, theirs_of_layer in zip(gradients, wanted_gradients, strict=True):
         assert relative(ours_of_layer, theirs_of_layer) < 1e-10

@@ -14,7 +14,7 @@ from trainer.job.summary import summary
 from trainer.models.decoder import Transformer
 
 P = "--parallelism."
-QWEN = "--model.name=qwen3_moe"
+QWEN, LOAD = "--model.name=qwen3_moe", "--model.router_aux_loss_load=micro_batch"
 
 
 def job_of(*argv: str, ranks: int = 1) -> ResolvedJob:
@@ -60,6 +60,14 @@ def test_flops_count_the_experts_that_a_token_chooses() -> None:
         ([f"{P}expert_parallel_degree=2"], 2, ["model with experts", "'llama3' has none", "qwen3_moe"]),
         (["--model.router_aux_loss_coef=0.1"], 1, ["router_aux_loss_coef = 0.1 is for a model with experts"]),
         (["--model.router_bias_update_rate=0.1"], 1, ["router_bias_update_rate = 0.1 is for a model with experts"]),
+        (["--model.router_aux_loss_load=micro_batch"], 1, ["router_aux_loss_load = 'micro_batch' is for a model with"]),
+        ([QWEN, LOAD, "--model.router_aux_loss_coef=0"], 1, ["has no effect with model.router_aux_loss_coef = 0"]),
+        ([QWEN, LOAD, "--training.sequence_chunks=2"], 1, ["micro-batch before its first backward", "chunks = 2 does"]),
+        (
+            [QWEN, LOAD, f"{P}pipeline_parallel_degree=2"],
+            2,
+            ["needs all layers' choices", "pipeline_parallel_degree = 2 does not", "use 1, or 'step_before'"],
+        ),
         ([QWEN, "--float8.enable"], 1, ["float8.enable = true does not work with the experts"]),
         (
             [QWEN, "--compile.enable", "--activation_checkpoint.mode=memory_budget"],

@@ -163,6 +163,7 @@ def test_biases_bring_experts_to_equal_loads() -> None:
     router.init_buffers(torch.device("cpu"))
     drawn(router)
     args = SimpleNamespace(experts=ExpertArgs(6, 2, 8), n_layers=1, router_aux_loss_coef=0.0)
+    args.router_aux_loss_load = "step_before"
     part = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([router])})  # `layers.0`, as in a decoder
     part.args = args
     x = torch.randn(512, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.5

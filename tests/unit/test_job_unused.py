@@ -42,7 +42,7 @@ ALWAYS = {
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_wandb", "metrics.enable_color_printing"),
     *("model.path", "model.name", "model.flavor", "lr_scheduler.warmup_steps"),
-    *("model.router_aux_loss_coef", "model.router_bias_update_rate"),
+    *("model.router_aux_loss_coef", "model.router_aux_loss_load", "model.router_bias_update_rate"),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay"),
     *(key for key in keys_of(JobConfig) if key.startswith("training.") and key not in CONDITIONAL),
     *(key for key in keys_of(JobConfig) if key.startswith("parallelism.") and key.endswith("_parallel_degree")),

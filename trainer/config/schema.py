@@ -188,6 +188,8 @@ class Model:
     """Longest sequences before the extension; None: the flavor's, but 8192 with llama3 if it has no scaling."""
     router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001)
     """Weight of the loss that balances a layer's experts, for models with experts; None: the flavor's; 0: off."""
+    router_aux_loss_load: Literal["step_before", "micro_batch"] = "step_before"
+    """Choices that this loss counts: those of the whole step before, or as transformers those of the micro-batch."""
     router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001)
     """How far biases that balance experts without a loss move after each step; None: the flavor's; 0: off."""
 

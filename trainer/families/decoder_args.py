@@ -112,7 +112,7 @@ class TransformerArgs:
     free_to_change: ClassVar[frozenset[str]] = frozenset(
         [
             *("max_seq_len", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layers"),
-            *("router_aux_loss_coef", "router_bias_update_rate"),
+            *("router_aux_loss_coef", "router_aux_loss_load", "router_bias_update_rate"),
         ]
     )
 
@@ -154,6 +154,7 @@ class TransformerArgs:
     experts: ExpertArgs | None = None
     """In the place of the feed-forward network of each layer, whose width then counts for nothing."""
     router_aux_loss_coef: float = 0.0
+    router_aux_loss_load: str = "step_before"
     router_bias_update_rate: float = 0.0
     norm_place: str = "before"
     """Of the norms of a branch: `before` it, `after` it, or `around` it, both."""
@@ -225,8 +226,8 @@ class TransformerArgs:
             asked["rope_scaling"] = self._scaled(settings)
         if settings.rope_theta is not None:
             asked["rope_theta"] = settings.rope_theta
-        balance = {key: getattr(settings, key) for key in ("router_aux_loss_coef", "router_bias_update_rate")}
-        asked |= {key: rate for key, rate in balance.items() if rate is not None}
+        balance = "router_aux_loss_coef", "router_aux_loss_load", "router_bias_update_rate"
+        asked |= {key: set_to for key in balance if (set_to := getattr(settings, key)) is not None}
         return replace(
             self,
             vocab_size=vocab_size,

@@ -381,7 +381,7 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
     ]
     fields = asdict(args) | {"sliding_window": [args.window_of_layer(i) for i in layers], "layers": kinds}
     fields["attention_scale"] = args.score_scale
-    others = ["max_seq_len", "router_aux_loss_coef"]
+    others = ["max_seq_len", "router_aux_loss_coef", "router_aux_loss_load"]
     if args.experts is not None and args.experts.sigmoid:
         others.append("router_bias_update_rate")  # the bias is one of the weights there
     return {name: value for name, value in fields.items() if name not in others}

@@ -16,17 +16,18 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
         ConfigError: a degree that does not fit, a key that needs experts without them, or a feature that cannot work
             with experts.
     """
-    ep, experts = config.parallelism.expert_parallel_degree, experts_of(args)
+    ep, experts, load = config.parallelism.expert_parallel_degree, experts_of(args), config.model.router_aux_loss_load
     if experts is None:
         keys = {
             "parallelism.expert_parallel_degree": None if ep == 1 else ep,
             "model.router_aux_loss_coef": config.model.router_aux_loss_coef,
+            "model.router_aux_loss_load": None if load == "step_before" else load,
             "model.router_bias_update_rate": config.model.router_bias_update_rate,
         }
         for key, value in keys.items():
             if value is not None:
                 raise ConfigError(
-                    f"{key} = {value} is for a model with experts, and model.name = {config.model.name!r} has none; "
+                    f"{key} = {value!r} is for a model with experts, and model.name = {config.model.name!r} has none; "
                     "leave it out, or use model.name = 'qwen3_moe', say"
                 )
         return
@@ -38,6 +39,11 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
             f"parallelism.expert_parallel_degree = {ep} must divide the {experts.number} experts of model.flavor = "
             f"{config.model.flavor!r} and the {ranks} ranks of the FSDP, CP and TP degrees together; degrees that fit: "
             f"{fitting}"
+        )
+    if load == "micro_batch" and not getattr(args, "router_aux_loss_coef", 0):
+        raise ConfigError(
+            "model.router_aux_loss_load = 'micro_batch' has no effect with model.router_aux_loss_coef = 0; set the "
+            "coefficient, or leave it out"
         )
     _check_features(config)
 
@@ -67,6 +73,16 @@ def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
 
 
 def _check_features(config: JobConfig) -> None:
+    parts = {
+        "parallelism.pipeline_parallel_degree": config.parallelism.pipeline_parallel_degree,
+        "training.sequence_chunks": config.training.sequence_chunks,
+    }
+    for key, number in parts.items():
+        if config.model.router_aux_loss_load == "micro_batch" and number > 1:
+            raise ConfigError(
+                f"model.router_aux_loss_load = 'micro_batch' needs all layers' choices of a micro-batch before its "
+                f"first backward, which {key} = {number} does not have; use 1, or 'step_before'"
+            )
     if config.activation_checkpoint.mode == "memory_budget":
         raise ConfigError(
             "activation_checkpoint.mode = 'memory_budget' does not reach the experts of model.name = "

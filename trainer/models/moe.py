@@ -8,10 +8,10 @@ The auxiliary loss (arXiv 2101.03961) is that of transformers, over all layers t
     coefficient * E * sum over experts of f_e * P_e
 
 P_e is the mean probability of expert e, over the tokens of the step and the layers. f_e is the mean number of choices
-of expert e by a token, over the layers, and the sum of all f_e is k. Padding is no token. f_e is that of the step
-BEFORE: so the loss is exact on every layout, with any number of micro-batches and ranks, and its forward needs no
-collective. transformers has f_e of each micro-batch, so that its loss depends on how a batch is cut; for the same f_e
-both are equal. In the first step all f_e are equal, and the gradient is zero.
+of expert e by a token, over the layers, and the sum of all f_e is k. Padding is no token. By default f_e is that of the
+step BEFORE: so the loss is exact on every layout, with any number of micro-batches and ranks, and its forward needs no
+collective. In the first step all f_e are equal, and the gradient is zero. `router_aux_loss_load = "micro_batch"` has
+f_e of each micro-batch, as transformers, but of all ranks: the layers' choices are summed between forward and backward.
 
 The bias (arXiv 2408.15664) is added to the logits for the choice alone, never to weights. After each step that of an
 expert with less than the mean load rises by the update rate, and that of one with more falls. A router of sigmoids
@@ -20,6 +20,7 @@ expert with less than the mean load rises by the update rate, and that of one wi
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,10 +81,11 @@ class Router(nn.Module):
             counted = torch.ones_like(chosen) if real is None else real.long().unsqueeze(1).expand_as(chosen)
             self.count.scatter_add_(0, chosen.flatten(), counted.flatten())
             if self.aux_loss_coef:
-                shares = self.mean_load * logits.softmax(-1)
+                shares = logits.softmax(-1)
                 if real is not None:
                     shares = torch.where(real.unsqueeze(1), shares, 0)
-                loss = self.aux_loss_coef * self.number * self.per_token * shares.sum()
+                loss = _TimesLoad.apply(shares.sum(0), self.mean_load)
+                loss = self.aux_loss_coef * self.number * self.per_token * loss
                 weights = self.auxiliary(weights, loss)
         return chosen, weights
 
@@ -118,6 +120,19 @@ class Router(nn.Module):
         self.mean_load = self.load.clone()
         self.selection_bias = torch.zeros(self.number, dtype=dtype, device=device)
         self.count = torch.zeros(self.number, dtype=torch.int64, device=device)
+
+
+class _TimesLoad(torch.autograd.Function):
+    """(sums of probabilities, load) -> their product. Its backward takes the load of then, which may be set later."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
+        ctx.load = load
+        return (sums * load).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.load, None
 
 
 class MoE(nn.Module):
@@ -160,12 +175,28 @@ class ExpertBalance(Observer):
         self._args, self._dims = model_parts[0].args, dims
         self._routers = routers_of(model_parts)
         """By layer, in the order of the forward."""
+        if self._args.experts is not None and self._args.router_aux_loss_load == "micro_batch":
+            model_parts[0].register_forward_pre_hook(lambda *_: self._count(before=True))
+            model_parts[0].register_forward_hook(lambda *_: self._count(before=False))
+
+    def _count(self, *, before: bool) -> None:
+        """Set the mean load to that of a forward with gradients, over all ranks; call it before and after it."""
+        if not torch.is_grad_enabled():
+            return
+        counts = torch.stack([router.count for router in self._routers.values()])
+        if before:
+            self._counted = counts
+            return
+        counts = all_reduce(counts - self._counted, self._dims["dp_cp_tp"])
+        mean = (counts.double() / counts.sum(1, keepdim=True).clamp(min=1)).mean(0)
+        for router in self._routers.values():
+            router.mean_load.copy_(mean)
 
     @torch.no_grad()
     def start_step(self) -> None:
         """Set the mean load of all layers of the model; with pipelines one collective."""
         args, dims = self._args, self._dims
-        if args.experts is None or args.router_aux_loss_coef == 0:
+        if args.experts is None or args.router_aux_loss_coef == 0 or args.router_aux_loss_load == "micro_batch":
             return
         total = torch.zeros(args.experts.number, dtype=torch.float64, device=dims["world"].device_type)
         for router in self._routers.values():
