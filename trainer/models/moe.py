@@ -128,7 +128,7 @@ class _TimesLoad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
         ctx.load = load
-        return (sums * load).sum()
+        return sums @ load
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
