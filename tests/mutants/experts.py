@@ -63,6 +63,20 @@ EXPERTS = (
         "tests/unit/test_expert_hugging_face.py::test_the_auxiliary_loss_is_that_of_transformers",
     ),
     Mutant(
+        "bfloat16 is multiplied expert by expert",
+        "trainer/models/experts.py",
+        "return rows.dtype == torch.bfloat16 and aligned",
+        "return rows.is_cuda and aligned",
+        f"{_ONE}::test_bfloat16_is_multiplied_in_groups_where_rows_are_aligned",
+    ),
+    Mutant(
+        "rows that are not aligned are multiplied in groups",
+        "trainer/models/experts.py",
+        "return rows.dtype == torch.bfloat16 and aligned",
+        "return rows.dtype == torch.bfloat16",
+        f"{_ONE}::test_bfloat16_is_multiplied_in_groups_where_rows_are_aligned",
+    ),
+    Mutant(
         "a token is sent once for each of its experts",
         "trainer/distributed/expert_parallel.py",
         'goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)',

@@ -68,7 +68,12 @@ def test_flops_count_the_experts_that_a_token_chooses() -> None:
             2,
             ["needs all layers' choices", "pipeline_parallel_degree = 2 does not", "use 1, or 'step_before'"],
         ),
-        ([QWEN, "--float8.enable"], 1, ["float8.enable = true does not work with the experts"]),
+        ([QWEN, "--float8.enable"], 1, ["float8.enable = true does not work with the experts", "no product"]),
+        (
+            [QWEN, "--compile.enable", f"{P}enable_async_tensor_parallel", f"{P}tensor_parallel_degree=2"],
+            2,
+            ["enable_async_tensor_parallel = true does not work with the experts", "does not cut"],
+        ),
         (
             [QWEN, "--compile.enable", "--activation_checkpoint.mode=memory_budget"],
             1,
@@ -92,8 +97,11 @@ def test_the_summary_says_where_experts_are_and_what_is_sent() -> None:
         "2 of 8 on each of ep 4 ranks, 2 ranks shard each one's weights",
         "a token is sent to 1.39 other ranks if it chooses among all alike",
         "balanced by auxiliary loss (0.001)",
+        "one product for each expert",
     ):
         assert part in text
+    in_bfloat16 = job_of("--training.dtype=bfloat16")
+    assert "one grouped product for all experts" in " ".join(summary(in_bfloat16).split())
 
 
 @pytest.mark.parametrize(("tp", "cp", "ep"), [(1, 1, 1), (1, 1, 4), (2, 2, 4), (2, 1, 2), (1, 4, 2)])

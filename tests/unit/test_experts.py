@@ -77,7 +77,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(shape: dict[str, bool])
 
 @pytest.mark.parametrize("shape", [{}, {"biases": True, "clamped": True}])
 def test_the_grouped_product_is_the_loop(shape: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs on GPUs, in bfloat16. On CPUs it needs a contiguous gradient, as that of the gated unit is."""
+    """Here in float32. On CPUs it needs a contiguous gradient, as that of the gated unit is."""
     module = drawn(Experts(DIM, ExpertArgs(6, 2, 24, **shape)), torch.float32)
     wanted = outputs_and_gradients(module, module, *case(torch.float32))
     monkeypatch.setattr(experts_module, "_has_grouped_product", lambda *_: True)
@@ -86,6 +86,21 @@ def test_the_grouped_product_is_the_loop(shape: dict[str, bool], monkeypatch: py
         got = outputs_and_gradients(module, module, *case(torch.float32))
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [24, 12])
+def test_bfloat16_is_multiplied_in_groups_where_rows_are_aligned(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any device, as near to float32 as the loop over experts, which other sizes take."""
+    module = drawn(Experts(DIM, ExpertArgs(6, 2, hidden)), torch.bfloat16)
+    inputs, exact = case(torch.bfloat16), drawn(Experts(DIM, ExpertArgs(6, 2, hidden)), torch.float32)
+    exact.load_state_dict(module.state_dict())
+    wanted = outputs_and_gradients(exact, exact, *(x.float() if x.is_floating_point() else x for x in inputs))
+    grouped = hidden % 8 == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(experts_module, "_one_by_one" if grouped else "_grouped", None)
+        got = outputs_and_gradients(module, module, *inputs)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert (mine.float() - theirs).norm() < 2e-2 * theirs.norm()
 
 
 def test_without_tokens_every_parameter_still_gets_a_gradient() -> None:

@@ -89,12 +89,15 @@ def _check_features(config: JobConfig) -> None:
             f"{config.model.name!r}, which the compiler does not see; use the mode 'selective' or 'full'"
         )
     unsupported = {
-        "float8.enable": config.float8.enable,
-        "parallelism.enable_async_tensor_parallel": config.parallelism.overlaps_tensor_parallel,
+        "float8.enable": (config.float8.enable, "for which torchao has no product that float8.emulate could show"),
+        "parallelism.enable_async_tensor_parallel": (
+            config.parallelism.overlaps_tensor_parallel,
+            "which tensor parallelism does not cut and the compiler does not see",
+        ),
     }
-    for key, is_set in unsupported.items():
+    for key, (is_set, why) in unsupported.items():
         if is_set:
             raise ConfigError(
-                f"{key} = true does not work with the experts of model.name = {config.model.name!r}, whose numbers of "
-                "rows change with every batch; leave it out"
+                f"{key} = true does not work with the experts of model.name = {config.model.name!r}, {why}; leave it "
+                "out"
             )

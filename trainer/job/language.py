@@ -130,7 +130,10 @@ def _experts(job: ResolvedJob) -> str:
         return ""
     ways = {"auxiliary loss": model.router_aux_loss_coef, "bias": model.router_bias_update_rate}
     by = [f"by {name} ({rate:g})" for name, rate in ways.items() if rate]
-    parts = [f"balanced {' and '.join(by)}" if by else "not balanced (model.router_aux_loss_coef = 0)"]
+    aligned = model.dim % 8 == experts.hidden_dim % 8 == 0
+    grouped = job.compute_dtype == "bfloat16" and aligned
+    parts = ["one grouped product for all experts of a rank" if grouped else "one product for each expert"]
+    parts += [f"balanced {' and '.join(by)}" if by else "not balanced (model.router_aux_loss_coef = 0)"]
     shards = f"{degrees.efsdp} ranks shard each one's weights" if degrees.efsdp > 1 else "each one whole on its rank"
     if degrees.ep == 1:
         return "; ".join([f"all on every rank, {shards}" if degrees.efsdp > 1 else "all on every rank", *parts])

@@ -136,7 +136,7 @@ def _has_grouped_product(rows: torch.Tensor, experts: ExpertWeights) -> bool:
     """Return whether one kernel computes all experts; it wants rows of matrices at multiples of 16 bytes."""
     ranks = [a.shape[1] for a in (experts.w13_lora_a, experts.w2_lora_a) if a is not None]
     aligned = all(size % 8 == 0 for size in (rows.shape[1], experts.w2.shape[2], *ranks))
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
+    return rows.dtype == torch.bfloat16 and aligned
 
 
 def _grouped(
