@@ -1,7 +1,8 @@
-"""A layer of experts, forward and backward: its time over a dense layer of the same FLOPs, and what its exchange sends.
+"""A mixture of experts against a dense model of the same active FLOPs: tokens a second, time of a layer, bytes sent.
 
-Experts of one process, then the same tokens and experts divided over ranks. Bytes are counted where the program calls
-collectives, and must be those of the plan.
+Forward and backward of two decoders and of two layers on one process, side by side in each round. Then the same tokens
+and experts of the layer are divided over ranks: bytes are counted where the program calls collectives, and must be
+those of the plan.
 
 python scripts/benchmarks/experts.py --tokens 2048 --degrees 2
 """
@@ -12,6 +13,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
@@ -24,7 +26,9 @@ from scripts.benchmarks.teams import Row, Team, Times, span
 from trainer.distributed.expert_parallel import dispatched_sums, plan_dispatch
 from trainer.distributed.sharding import exchange
 from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import TransformerArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
+from trainer.models.decoder import Transformer
 from trainer.models.experts import ExpertWeights, expert_sums
 from trainer.models.feed_forward import FeedForward
 from trainer.models.moe import MoE
@@ -37,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--hidden", type=int, default=128, help="width of one expert")
     p.add_argument("--experts", type=int, default=16)
     p.add_argument("--per-token", type=int, default=4)
+    p.add_argument("--layers", type=int, default=4, help="of the two models")
     p.add_argument("--degrees", type=int, nargs="+", default=[2], help="ranks; each divides the experts")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -60,9 +65,22 @@ class Layer:
             nn.init.normal_(parameter, 0.0, 0.05)
         x = torch.randn(settings.tokens, settings.dim, **how)
         self.x = (x if rank is None else x.chunk(ranks)[rank]).clone().requires_grad_()
-        if rank is not None:
+        if rank is None:
+            self.models = {f"{kind}_model": self._model(kind, how) for kind in ("dense", "experts")}
+        else:
             shares = {name: w.detach().chunk(ranks)[rank].clone() for name, w in self.moe.experts.named_parameters()}
             self.weights = ExpertWeights(**{name: nn.Parameter(share) for name, share in shares.items()})
+
+    def _model(self, kind: str, how: dict[str, object]) -> Transformer:
+        """Return a decoder with the layers that are compared; attention and output are the same."""
+        s = self.s
+        sizes = {"dim": s.dim, "n_layers": s.layers, "n_heads": s.dim // 32, "n_kv_heads": s.dim // 32}
+        args = TransformerArgs(**sizes, ffn_hidden_dim=s.hidden * s.per_token, vocab_size=1024, max_seq_len=s.tokens)
+        model = Transformer(replace(args, experts=self.args) if kind == "experts" else args).to(**how)
+        model.init_buffers(torch.device(s.device))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, 0.0, 0.05)
+        return model
 
     def experts(self) -> torch.Tensor:
         if self.rank is None:
@@ -74,10 +92,14 @@ class Layer:
         return dispatched_sums(self.x, *self.moe.router(self.x), sums, len(self.weights.w13), dist.group.WORLD)[0]
 
     def run(self, kind: str) -> Times:
-        """Run `experts` or `dense` once, forward and backward."""
+        """Run `experts` or `dense` once, a layer, or with `_model` behind it a decoder, forward and backward."""
         self._wait()
         start, cpu = time.monotonic(), time.process_time()
-        out = self.experts() if kind == "experts" else self.dense(self.x)
+        if kind.endswith("_model"):
+            model = self.models[kind]
+            out = model.output(model(torch.arange(self.s.tokens, device=self.s.device).unsqueeze(0) % 1024))
+        else:
+            out = self.experts() if kind == "experts" else self.dense(self.x)
         self._wait()
         middle = time.monotonic()
         out.sum().backward()
@@ -107,11 +129,14 @@ def compared(team: Team, settings: argparse.Namespace) -> Row:
     """Measure one degree."""
     team.whole("prepare", settings)
     team.ranks("prepare", settings)
-    times: dict[str, list[float]] = {"dense": [], "experts": [], "ranks": []}
+    kinds = "dense", "experts", "dense_model", "experts_model"
+    times: dict[str, list[float]] = {kind: [] for kind in (*kinds, "ranks")}
     for _ in range(settings.rounds + 1):
-        for kind in ("dense", "experts"):
+        for kind in kinds:
             times[kind].append(span([team.whole("run", kind)]))
         times["ranks"].append(span(team.ranks("run", "experts")))
+    pairs = zip(times["dense_model"][1:], times["experts_model"][1:], strict=True)
+    ratios = [dense / experts for dense, experts in pairs]
     ms = {kind: round(1e3 * statistics.median(all_times[1:]), 2) for kind, all_times in times.items()}
     traffic = team.ranks("traffic")
     sent = sum(sum(counted.values()) for counted, _ in traffic)
@@ -121,6 +146,9 @@ def compared(team: Team, settings: argparse.Namespace) -> Row:
         "dense_ms": ms["dense"],
         "experts_ms": ms["experts"],
         "over_dense": round(ms["experts"] / ms["dense"], 2),
+        "model_tokens_a_second": round(1e3 * settings.tokens / ms["experts_model"]),
+        "of_dense_model": round(statistics.median(ratios), 2),
+        "of_dense_model_range": [round(min(ratios), 2), round(max(ratios), 2)],
         "ranks_ms": ms["ranks"],
         "bytes_sent": sent,
         "is_plan": all(counted == planned for counted, planned in traffic),

@@ -540,7 +540,7 @@ RULES = [
     Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --json data.json", SLOW),
     Rule(rf"{BENCHMARK}balance\.py .*", r"\g<0> --seq-len 1024 --mean 128 --output balance.json", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
-    Rule(rf"{BENCHMARK}experts\.py .*", r"\g<0> --tokens 64 --rounds 1", SLOW),
+    Rule(rf"{BENCHMARK}experts\.py .*", r"\g<0> --tokens 64 --layers 1 --rounds 1", SLOW, says="of_dense_model"),
     Rule(r"python -m tests\.fake_cuda.*", r"python -m tests.fake_cuda --only 'one GPU'", SLOW),
     Rule(rf"{BENCHMARK}attention_launches\.py.*", r"\g<0> --rounds 2", SLOW),
     Rule(rf"{BENCHMARK}chunked_loss\.py .*", r"\g<0> --tokens 64 --vocab 128 --rounds 1", SLOW),
