@@ -56,6 +56,8 @@ OF_PAIRS = (
     "sequences in chunks, offloaded; packed documents",
     *("experts divided over ranks", "gpt-oss: experts, windows, sinks, documents"),
     *("Gemma 2: soft-caps, norms around, windows", "GLM-4.5: sigmoid router, shared expert, a dense layer"),
+    *("DeepSeek-V3: latent attention, documents", "Kimi Linear: Kimi Delta and latent attention, documents"),
+    *("Granite 4: Mamba-2 and experts, documents", "Qwen3-Next: Gated DeltaNet and experts, documents"),
 )
 OF_TRIPLES = ("as it is", "packed documents", "recompute operators")
 # Of the harness's model of two layers: four stages, for schedules with two a rank.
@@ -182,6 +184,18 @@ FEATURES: dict[str, Feature] = {
     "GLM-4.5: sigmoid router, shared expert, a dense layer": Feature(
         ("--model.name=glm4_moe", "--parallelism.expert_parallel_degree=2"), of_model=True
     ),
+    **{
+        feature: Feature(
+            (f"--model.name={family}", "--training.attention_mask=document", "--parallelism.expert_parallel_degree=2"),
+            of_model=True,
+        )
+        for feature, family in (
+            ("DeepSeek-V3: latent attention, documents", "deepseek_v3"),
+            ("Kimi Linear: Kimi Delta and latent attention, documents", "kimi_linear"),
+            ("Granite 4: Mamba-2 and experts, documents", "granitemoehybrid"),
+            ("Qwen3-Next: Gated DeltaNet and experts, documents", "qwen3_next"),
+        )
+    },
     "moments in bfloat16": Feature(("--optimizer.state_dtype=bfloat16",), of_model=True),
     "fused AdamW": Feature(("--optimizer.implementation=fused",)),
     "Adam, parameter by parameter": Feature(
