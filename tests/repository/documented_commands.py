@@ -532,6 +532,12 @@ RULES = [
         slow=False,
     ),
     # ---- measurements
+    Rule(
+        r"python scripts/proof\.py .*",
+        "python scripts/proof.py --tiny --output outputs/proof",
+        why="it takes half an hour",
+        says="answers of lct and transformers: the same",
+    ),
     Rule(rf"{BENCHMARK}planner\.py --read .*", says="tested: 13 runs"),
     Rule(r"python -m pytest tests/distributed/test_planner\.py", r"\g<0> --collect-only -q", why=SLOW, slow=False),
     Rule(rf"{BENCHMARK}calibrated\.py", r"\g<0> --only 768", SLOW, says="median error"),

@@ -19,7 +19,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, together
 from trainer.data.tokenizers.tokenizer import Tokenizer
 
-_CITIES = (
+CITIES = (
     *("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Turin", "Porto", "Dakar", "Hanoi", "Perth", "Riga", "Seoul"),
     *("Lyon", "Bergen", "Havana", "Nairobi", "Toronto", "Valencia", "Krakow", "Santiago"),
 )
@@ -62,7 +62,7 @@ def needle_prompts(
 
 
 def _of_one_text(tokenizer: Tokenizer, length: int, depths: Sequence[float], random: Random) -> Iterator[NeedlePrompt]:
-    city, number = random.choice(_CITIES), random.randrange(10**6, 10**7)
+    city, number = random.choice(CITIES), random.randrange(10**6, 10**7)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     fact = tokenizer.encode(f" The magic number of {city} is")
     answer = tokenizer.encode(f" {number}")  # encoded alone, so that needle and answer have the same tokens
@@ -88,7 +88,7 @@ def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]
     """Return sentences that have `room` tokens together; the first one may lack its beginning."""
     sentences: list[list[int]] = []
     while room > 0:
-        sentences.append(tokenizer.encode(_sentence(random)))
+        sentences.append(tokenizer.encode(sentence(random)))
         room -= len(sentences[-1])
     # The last one has -room tokens too many. The first one is cut instead, so that the text ends with a full stop.
     too_many, first = -room, sentences[0]
@@ -99,6 +99,7 @@ def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]
     return sentences
 
 
-def _sentence(random: Random) -> str:
+def sentence(random: Random) -> str:
+    """Return a made-up sentence, with the blank before it."""
     words = (random.choice(of) for of in (_KINDS, _PEOPLE, _DEEDS, _KINDS, _THINGS, _PLACES, _TIMES))
     return " The {} {} {} the {} {} near the {} {}.".format(*words)

@@ -1,0 +1,333 @@
+"""Extend a small model from 2,048 to 32,768 tokens, and show that each step of the way is right.
+
+    data        documents with needles, made up, and a tokenizer of their words      proof_data.py
+    first       `lct train`: documents of up to 128 tokens, packed into sequences of 2,048
+    short       the same with documents of up to 2,048 tokens
+    before      `lct evaluate --tasks needle` at lengths up to 32,768
+    long        `lct train`: YaRN, sequences of 32,768 tokens, each over 4 context-parallel ranks
+    one rank    the first steps of it again with one rank: the losses are compared
+    after       the same with the extended model; and with YaRN alone, not trained
+    export      `lct convert to-hf`; transformers and `lct generate` answer the same questions
+
+python scripts/proof.py --output outputs/proof --json docs/measurements/proof.json --picture docs/images/proof.svg
+
+It takes ranks on CPUs, and no network. A part that is done is not done again, if the command is given again.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
+
+from scripts.proof_data import write_documents, write_tokenizer
+from scripts.provenance import made_with
+from trainer.data.evaluation.needle import needle_prompts
+from trainer.data.tokenizers.tokenizer import open_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPTHS = (0, 25, 50, 75, 100)
+ANSWER_TOKENS = 4
+_SEED = 1  # of the prompts
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model, and of the work."""
+
+    dim: int = 256
+    layers: int = 4
+    heads: int = 4
+    head_dim: int = 32
+    hidden: int = 1024
+    seq_len: int = 2048
+    factor: int = 16
+    context_parallel: int = 4
+    first_steps: int = 400
+    first_rate: float = 3e-3
+    short_steps: int = 1500
+    short_rate: float = 1.5e-3
+    long_steps: int = 8
+    long_rate: float = 1e-3
+    one_rank_steps: int = 3
+    samples: int = 2
+    asked: int = 4
+    """Prompts for `lct generate` and transformers."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths at which needles are sought: four times the one before, from that of the short sequences on."""
+        return [self.seq_len * 4**i for i in range(self.factor.bit_length() // 2 + 1)]
+
+
+FULL = Size()
+TINY = Size(
+    dim=32,
+    layers=2,
+    head_dim=16,
+    hidden=64,
+    seq_len=512,
+    factor=4,
+    first_steps=3,
+    short_steps=2,
+    long_steps=3,
+    one_rank_steps=2,
+    samples=1,
+    asked=2,
+)
+
+
+class Proof:
+    """The parts, each of which leaves its numbers in a file of the folder."""
+
+    def __init__(self, size: Size, folder: Path, say: Callable[[str], None]) -> None:
+        self.size, self.folder, self.say = size, folder, say
+        self.took: dict[str, dict[str, float]] = {}
+
+    def part(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return what `work` returns, from its file if that is there."""
+        file = self.folder / f"{name}.json"
+        if not file.exists():
+            self.say(f"{name} ...")
+            started, cpu = time.perf_counter(), _cpu_seconds()
+            found = work()
+            took = {"seconds": round(time.perf_counter() - started, 1), "cpu_seconds": round(_cpu_seconds() - cpu, 1)}
+            file.write_text(json.dumps({"took": took, "found": found}))
+        done = json.loads(file.read_text())
+        self.took[name] = done["took"]
+        self.say(f"{name}: {done['took']['seconds']} s, {done['took']['cpu_seconds']} s of CPUs")
+        return done["found"]
+
+    def run(self, *arguments: object) -> str:
+        """Run a command of the program; its output, which also stands in `log` of the folder."""
+        command = [sys.executable, "-m", "trainer", *map(str, arguments)]
+        with (self.folder / "log").open("a") as log:
+            log.write(f"$ lct {' '.join(command[3:])}\n")
+            log.flush()
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, check=False)
+            log.write(done.stdout)
+        if done.returncode:
+            raise SystemExit(f"lct {arguments[0]} failed with {done.returncode}; see {self.folder / 'log'}")
+        return done.stdout
+
+    def data(self) -> dict[str, int]:
+        """Write tokenizer, shape, documents and configurations."""
+        size, model = self.size, self.folder / "model"
+        write_tokenizer(model)
+        vocab_size = open_tokenizer(str(model)).vocab_size
+        shape = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": size.dim,
+            "num_hidden_layers": size.layers,
+            "num_attention_heads": size.heads,
+            "vocab_size": vocab_size,
+            "num_key_value_heads": size.heads,
+            "head_dim": size.head_dim,
+            "intermediate_size": size.hidden,
+            "max_position_embeddings": size.seq_len,
+            "rope_theta": 1e4,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attention_bias": False,
+        }
+        (model / "config.json").write_text(json.dumps(shape, indent=2))
+        longest = size.seq_len * size.factor
+        for name, shortest, most, tokens in (
+            ("first", size.seq_len // 64, size.seq_len // 16, size.seq_len * (size.first_steps + 10)),
+            ("short", size.seq_len // 32, size.seq_len, size.seq_len * (size.short_steps + 10)),
+            ("long", longest // 8, longest, longest * (size.long_steps + 2)),
+        ):
+            write_documents(self.folder / f"{name}.jsonl", name, shortest, most, tokens)
+        return {"vocab_size": vocab_size}
+
+    def settings(self, name: str, **changes: object) -> list[str]:
+        """Return the settings of a run in a folder of its own."""
+        given = {
+            "job.dump_folder": self.folder / name,
+            "job.device": "cpu",
+            "metrics.log_freq": 1,
+            "model.name": "qwen3",
+            "model.flavor": f"{self.folder.absolute()}/model",
+            "model.tokenizer_path": self.folder / "model",
+            "training.dataset": "chat",
+            "training.data_streams": 1,
+            "training.local_batch_size": 1,
+            "training.global_batch_size": 1,
+            "lr_scheduler.decay_ratio": 0.2,
+            **changes,
+        }
+        flags = ["--metrics.no-enable_tensorboard", "--checkpoint.enable"]
+        return [*flags, *(f"--{key}={value}" for key, value in given.items())]
+
+    def short(self, name: str, steps: int, rate: float, before: str = "") -> list[float]:
+        """Train on sequences of packed documents, `name`.jsonl, with the weights of the run before; the losses."""
+        size = self.size
+        run = {
+            "training.dataset_path": self.folder / f"{name}.jsonl",
+            "training.seq_len": size.seq_len,
+            "training.steps": steps,
+            "optimizer.lr": rate,
+            "lr_scheduler.warmup_steps": 30,
+        }
+        if before:
+            run["checkpoint.initial_load_path"] = self.last(before)
+        self.run("train", "--ngpu", 1, *self.settings(name, **run))
+        return self.losses(name)
+
+    def last(self, name: str) -> Path:
+        """Return the last checkpoint of a run."""
+        steps = (self.folder / name / "checkpoint").glob("step-*")
+        return max(steps, key=lambda step: int(step.name.removeprefix("step-")))
+
+    def long(self, ranks: int, steps: int) -> list[float]:
+        """Continue with YaRN and long sequences, each over so many ranks; the losses."""
+        size = self.size
+        run = {
+            "training.dataset_path": self.folder / "long.jsonl",
+            "training.seq_len": size.seq_len * size.factor,
+            "training.steps": steps,
+            "lr_scheduler.total_steps": size.long_steps,
+            "optimizer.lr": size.long_rate,
+            "lr_scheduler.warmup_steps": 1,
+            "parallelism.context_parallel_degree": ranks,
+            **self.scaled(),
+            "checkpoint.initial_load_path": self.last("short"),
+        }
+        self.run("train", "--ngpu", ranks, *self.settings(f"long-{ranks}", **run))
+        return self.losses(f"long-{ranks}")
+
+    def scaled(self) -> dict[str, object]:
+        """Return the settings of YaRN."""
+        size = self.size
+        scaling = {"model.rope_scaling": size.factor, "model.rope_scaling_type": "yarn"}
+        return scaling | {"model.rope_original_seq_len": size.seq_len}
+
+    def losses(self, name: str) -> list[float]:
+        """Return the losses of a run."""
+        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    def needles(self, name: str, run: str, **changes: object) -> list[dict[str, float]]:
+        """Return the share of right answers of a run's model, by length and depth."""
+        output = self.folder / name
+        options = ["--tasks", "needle", "--lengths", *self.size.lengths, "--depths", *DEPTHS, "--seed", _SEED]
+        options += ["--samples", self.size.samples, "--output", output, "--ngpu", 1]
+        one_rank = {"parallelism.context_parallel_degree": 1} | changes
+        self.run("evaluate", self.folder / run, *options, *(f"--{key}={value}" for key, value in one_rank.items()))
+        return json.loads((output / "evaluation.json").read_text())["needle"]
+
+    def export(self) -> dict[str, Any]:
+        """Write the model for transformers, and compare greedy answers to questions of growing length."""
+        exported = self.folder / "exported"
+        self.run("convert", "to-hf", self.folder / f"long-{self.size.context_parallel}", exported)
+        tokenizer = open_tokenizer(str(exported))
+        lengths = [self.size.lengths[i % len(self.size.lengths)] for i in range(self.size.asked)]
+        asked = [needle_prompts(tokenizer, n, [50], 1, 100 + i)[0] for i, n in enumerate(lengths)]
+        prompts, right = [], []
+        for prompt in asked:
+            ids, labels = prompt.sequence.tokens, prompt.sequence.labels
+            start = len(ids) - prompt.answer_tokens + 1  # the first token of the answer
+            prompts.append(tokenizer.decode(ids[:start].tolist()))
+            right.append(tokenizer.decode(labels[-prompt.answer_tokens :].tolist()))
+        (self.folder / "prompts").write_text("\n".join(prompts) + "\n")
+        options = ["--prompts", self.folder / "prompts", "--temperature", 0, "--tokens", ANSWER_TOKENS]
+        written = self.run("generate", exported, *options).rstrip("\n").split("\n\n")
+        ours = [text.removeprefix(prompt) for text, prompt in zip(written, prompts, strict=True)]
+        theirs = _of_transformers(exported, prompts)
+        answers = zip(lengths, right, ours, theirs, strict=True)
+        return {"answers": [dict(zip(("length", "right", "lct", "transformers"), row, strict=True)) for row in answers]}
+
+
+def _cpu_seconds() -> float:
+    """Return the time that this process, and those that it has started and that have ended, took of CPUs."""
+    return sum(os.times()[:4])
+
+
+def _of_transformers(folder: Path, prompts: list[str]) -> list[str]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER_TOKENS, do_sample=False)
+        found.append(tokenizer.decode(out[0, ids.shape[1] :]))
+    return found
+
+
+def parameters(size: Size, vocab_size: int) -> int:
+    """Return the number of parameters, with tied embeddings."""
+    layer = 4 * size.dim * size.heads * size.head_dim + 3 * size.dim * size.hidden + 2 * (size.dim + size.head_dim)
+    return size.layers * layer + size.dim * (vocab_size + 1)
+
+
+def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Do all parts, and return their numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    proof, cp = Proof(size, folder, say), size.context_parallel
+    vocab_size = proof.part("data", proof.data)["vocab_size"]
+    first = proof.part("first losses", partial(proof.short, "first", size.first_steps, size.first_rate))
+    short = proof.part("short losses", partial(proof.short, "short", size.short_steps, size.short_rate, "first"))
+    long = proof.part(f"losses of {cp} ranks", partial(proof.long, cp, size.long_steps))
+    one = proof.part("losses of one rank", partial(proof.long, 1, size.one_rank_steps))
+    before = proof.part("before", partial(proof.needles, "needles-before", "short"))
+    after = proof.part("after", partial(proof.needles, "needles-after", f"long-{cp}"))
+    exported = proof.part("export", proof.export)
+    untrained = proof.part("untrained", partial(proof.needles, "needles-untrained", "short", **proof.scaled()))
+    apart = [abs(a - b) / b for a, b in zip(long, one, strict=False)]
+    return {
+        "parameters": parameters(size, vocab_size),
+        "vocab_size": vocab_size,
+        "size": vars(size),
+        "first_losses": first,
+        "short_losses": short,
+        "long_losses": long,
+        "one_rank_losses": one,
+        "largest_relative_difference": max(apart),
+        "before": before,
+        "yarn_untrained": untrained,
+        "after": after,
+        **exported,
+        "took": proof.took,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return the exit code: 0 if losses and answers are the same."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("outputs/proof"), help="folder of the runs")
+    parser.add_argument("--json", type=Path, help="file of the numbers (default: proof.json in the folder)")
+    parser.add_argument("--picture", type=Path, help="picture (default: proof.svg in the folder)")
+    parser.add_argument("--tiny", action="store_true", help="everything on a tiny model, which learns nothing")
+    args = parser.parse_args(argv)
+    head = made_with("scripts/proof.py", argv, device="cpu") | {"cores": os.cpu_count()}
+    found = prove(TINY if args.tiny else FULL, args.output, partial(print, flush=True))
+    result = head | found
+    (args.json or args.output / "proof.json").write_text(json.dumps(result, indent=2) + "\n")
+    from scripts.proof_picture import draw
+
+    draw(result, args.picture or args.output / "proof.svg")
+    same = all(row["lct"] == row["transformers"] for row in result["answers"])
+    print(
+        f"losses of {result['size']['context_parallel']} ranks and of one: {found['largest_relative_difference']:.1e}"
+    )
+    print(f"answers of lct and transformers: {'the same' if same else 'different'}")
+    return 0 if same and found["largest_relative_difference"] <= 1e-5 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
