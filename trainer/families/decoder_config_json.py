@@ -266,21 +266,31 @@ def layer_kinds(n_layers: int, **fields: Sequence[Any]) -> dict[str, Any]:
     return {"layers": in_turns([LayerKind(**{name: of[i] for name, of in fields.items()}) for i in range(n_layers)])}
 
 
+def read_layer_types(config: Entries, names: Sequence[str], assumed: Sequence[str]) -> list[str]:
+    """Return the kind of each layer, one of `names`, from `layer_types`. assumed: where the file has none.
+
+    Raises:
+        ConfigError: another kind, or too few or too many.
+    """
+    n_layers, kinds = config.whole("num_hidden_layers"), config.content.get("layer_types")
+    kinds = list(assumed) if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != n_layers or not {*names}.issuperset(map(str, kinds)):
+        raise ConfigError(
+            f"{config.file}: layer_types = {kinds!r} is not supported; it must be {' or '.join(map(repr, names))} for "
+            f"each of {n_layers} layers"
+        )
+    return kinds
+
+
 def read_windows(config: Entries, assumed: Sequence[str]) -> tuple[int | None, list[bool]]:
     """Return the sliding window and which layers have it, from `layer_types`. assumed: where the file has none.
 
     Raises:
-        ConfigError: an entry that is neither of the two kinds, or too few or too many.
+        ConfigError: as `read_layer_types`.
     """
-    n_layers, kinds = config.whole("num_hidden_layers"), config.content.get("layer_types")
-    kinds = list(assumed) if kinds is None else kinds
-    if not isinstance(kinds, list) or len(kinds) != n_layers or not {FULL, SLIDING}.issuperset(map(str, kinds)):
-        raise ConfigError(
-            f"{config.file}: layer_types = {kinds!r} is not supported; it must be {FULL!r} or {SLIDING!r} for each of "
-            f"{n_layers} layers"
-        )
+    kinds = read_layer_types(config, (FULL, SLIDING), assumed)
     if SLIDING not in kinds:
-        return None, [True] * n_layers
+        return None, [True] * len(kinds)
     return config.whole("sliding_window"), [kind == SLIDING for kind in kinds]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
-from trainer.families.decoder_config_json import FULL, HFDecoder, layer_kinds, read_balance
+from trainer.families.decoder_config_json import FULL, HFDecoder, layer_kinds, read_balance, read_layer_types
 from trainer.families.granite import read_scalars, write_scalars
 from trainer.families.linear_args import MambaArgs
 from trainer.hugging_face.config_json import Entries
@@ -22,13 +22,8 @@ _INFINITE = float("inf"), "Infinity", {"__float__": "Infinity"}  # as JSON has i
 def _read(config: Entries) -> dict[str, Any]:
     """A model without experts has what others call the shared expert as its feed-forward network."""
     n_layers = config.whole("num_hidden_layers")
-    kinds = config.content.get("layer_types") or config.content.get("layers_block_type") or [_MAMBA[0]] * n_layers
-    names = {"attention", FULL, *_MAMBA}
-    if not isinstance(kinds, list) or len(kinds) != n_layers or not names.issuperset(map(str, kinds)):
-        raise ConfigError(
-            f"{config.file}: layer_types = {kinds!r} is not supported; it must be 'mamba' or 'attention' for each of "
-            f"{n_layers} layers"
-        )
+    assumed = config.content.get("layers_block_type") or [_MAMBA[0]] * n_layers
+    kinds = read_layer_types(config, (*_MAMBA, "attention", FULL), assumed)
     config.only("attention_bias", False)
     config.only("mamba_proj_bias", False)
     config.only("time_step_limit", None, *([0.0, infinite] for infinite in _INFINITE))

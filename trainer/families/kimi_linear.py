@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs, sizes
-from trainer.families.decoder_config_json import FULL, HFDecoder, layer_kinds
+from trainer.families.decoder_config_json import FULL, HFDecoder, layer_kinds, read_layer_types
 from trainer.families.decoder_tensors import SELECTION_BIAS
 from trainer.families.deepseek_v3 import LATENT_NAMES, read_latent, write_latent
 from trainer.families.linear_args import KimiDeltaArgs
@@ -41,7 +41,7 @@ def _linear_layers(config: Entries) -> tuple[KimiDeltaArgs, list[bool]]:
     n_layers, table = config.whole("num_hidden_layers"), config.table("linear_attn_config")
     names = {"num_heads": "num_heads", "head_dim": "head_dim", "short_conv_kernel_size": "conv_kernel_dim"}
     sizes = (table.whole(key, config.whole(f"linear_{other}")) for key, other in names.items())
-    args, kinds = KimiDeltaArgs(*sizes), config.content.get("layer_types")
+    args = KimiDeltaArgs(*sizes)
     if table.content:
         full, linear = (table.content.get(key) for key in ("full_attn_layers", "kda_layers"))
         numbers = [*range(1, n_layers + 1)]
@@ -51,13 +51,8 @@ def _linear_layers(config: Entries) -> tuple[KimiDeltaArgs, list[bool]]:
                 f"name each of {n_layers} layers once, the first one as 1"
             )
         return args, [number in linear for number in numbers]
-    kinds = [FULL if i and i % 4 == 0 else _LINEAR for i in range(n_layers)] if kinds is None else kinds
-    if not isinstance(kinds, list) or len(kinds) != n_layers or not {FULL, _LINEAR}.issuperset(map(str, kinds)):
-        raise ConfigError(
-            f"{config.file}: layer_types = {kinds!r} is not supported; it must be {FULL!r} or {_LINEAR!r} for each of "
-            f"{n_layers} layers"
-        )
-    return args, [kind == _LINEAR for kind in kinds]
+    assumed = [FULL if i and i % 4 == 0 else _LINEAR for i in range(n_layers)]
+    return args, [kind == _LINEAR for kind in read_layer_types(config, (FULL, _LINEAR), assumed)]
 
 
 def _read(config: Entries) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from trainer.families.decoder_config_json import (
     layer_kinds,
     read_balance,
     read_experts,
+    read_layer_types,
     read_sparse_layers,
     write_experts,
     write_sparse_layers,
@@ -25,12 +26,8 @@ def _read(config: Entries) -> dict[str, Any]:
     """Full attention has gates, and norms of queries and keys; all norms of the hidden size count from one."""
     n_layers, sparse = config.whole("num_hidden_layers"), read_sparse_layers(config)
     every = config.whole("full_attention_interval", 4)
-    kinds = config.content.get("layer_types") or [FULL if (i + 1) % every == 0 else _LINEAR for i in range(n_layers)]
-    if not isinstance(kinds, list) or len(kinds) != n_layers or not {FULL, _LINEAR}.issuperset(map(str, kinds)):
-        raise ConfigError(
-            f"{config.file}: layer_types = {kinds!r} is not supported; it must be {FULL!r} or {_LINEAR!r} for each of "
-            f"{n_layers} layers"
-        )
+    assumed = [FULL if (i + 1) % every == 0 else _LINEAR for i in range(n_layers)]
+    kinds = read_layer_types(config, (FULL, _LINEAR), assumed)
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
     linear = GatedDeltaArgs(*(config.whole(f"linear_{name}") for name in names))
     if linear.value_heads % linear.key_heads:
