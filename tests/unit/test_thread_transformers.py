@@ -196,6 +196,12 @@ class Shifting(nn.Module):
         return self.out(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.parametrize("implementation", ["context_parallel", "sdpa"])
+def test_values_of_another_size_than_keys(implementation: str) -> None:
+    """Multi-head latent attention of transformers expands keys and values before it attends."""
+    assert over_ranks(model_of("DeepseekV3"), implementation) < TOLERANCE
+
+
 def test_check_model_says_what_is_equal_and_what_differs() -> None:
     found = verified(Shifting(0.0).double())
     assert found.holds

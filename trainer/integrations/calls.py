@@ -78,11 +78,8 @@ def refusal_of_call(
             f"attention of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} cannot be intercepted; give "
             "queries (B, H, S, D), and keys and values (B, K, S, D)"
         )
-    if len({q.shape[-1], k.shape[-1], v.shape[-1]}) > 1:
-        return (
-            f"attention with heads of size {q.shape[-1]} for queries and {v.shape[-1]} for values cannot be context "
-            "parallel; both must be of one size"
-        )
+    if q.shape[-1] != k.shape[-1]:
+        return f"queries of size {q.shape[-1]} do not fit keys of size {k.shape[-1]}; both must be of one size"
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         return f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads; their number must divide it"
     return None

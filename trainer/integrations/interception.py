@@ -89,7 +89,7 @@ class Interception(TorchFunctionMode):
 
     Raises:
         ContextParallelError: another interception is in force, or a rank has fewer than two tokens; and from calls that
-            cannot be context parallel: a mask, dropout, heads of unequal size. A refusal of a rank's first call is an
+            cannot be context parallel: a mask, dropout. A refusal of a rank's first call is an
             error on all ranks, so that no rank waits for another.
     """
 
@@ -150,9 +150,12 @@ class Interception(TorchFunctionMode):
         if refusal:
             raise ContextParallelError(refusal)
         scale = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
-        return context_parallel_attention(
-            call.q, call.k, call.v, self._handle, scale, call.is_causal, call.window, call.sinks
-        )[0]
+        # The operator takes one size of heads: zeros change neither scores nor the rest of an output.
+        size = max(call.q.shape[-1], call.v.shape[-1])
+        q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (call.q, call.k, call.v))
+        settings = scale, call.is_causal, call.window, call.sinks
+        out = context_parallel_attention(q, k, v, self._handle, *settings)[0]
+        return out if call.v.shape[-1] == size else out[..., : call.v.shape[-1]]
 
     def _raise_together(self, refusal: str | None) -> str | None:
         """Return why this rank must raise: its own refusal, or that of other ranks or of all. A collective."""
