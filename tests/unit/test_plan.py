@@ -98,9 +98,9 @@ def test_a_million_tokens_are_planned_at_once(method: str, name: str):
     mask = causal(seq_len) & documents(np.diff([0, *ends, seq_len]).tolist())
     assert len(mask.bands) == count
     layout = build_layout(name, seq_len, degree, mask=mask)
-    start = time.perf_counter()
+    start = time.process_time()
     plan = make_plan(layout, mask, method, degree // 2, **({"head_degree": 8} if method == "hybrid" else {}))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2  # of the CPU: other work on the machine does not count
     assert plan.pairs > 0
 
 
