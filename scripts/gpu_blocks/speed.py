@@ -156,8 +156,8 @@ def _packing(check: Check) -> dict[str, float]:
         return x.new_empty(sum(sizes)), SimpleNamespace(wait=lambda: None)
 
     inner = SimpleNamespace(
-        forward=lambda q, k, v, scale, sinks: (q, lse.new_zeros(q.shape[:3])),
-        backward=lambda given, scale, sinks, kv_dtype: (given.q, given.k, given.v),
+        forward=lambda q, k, v, scale, sinks, up: (q, lse.new_zeros(q.shape[:3])),
+        backward=lambda given, scale, sinks, up, kv_dtype: (given.q, given.k, given.v),
     )
     run = ulysses.HeadExchange(plan, SimpleNamespace(rank=lambda: 0), inner)
     given = stages.BackwardInputs(out, q, k, k, out, lse)
