@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.components.loss import whole_sequence
 from trainer.distributed.context_parallel.convolution import convolved
-from trainer.distributed.context_parallel.execution.latent import expanded
+from trainer.distributed.context_parallel.execution.latent import absorbed
 from trainer.distributed.context_parallel.execution.linear_chunks import one_token
 from trainer.distributed.context_parallel.linear_attention import linear_attention
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
@@ -175,11 +175,12 @@ class GenerationCache:
     ) -> torch.Tensor:
         """Do what the module does, with the keys and values of all tokens so far; shapes as there."""
         keys, values = self._keep(module, k[:, :, : self._own_new], v[:, :, : self._own_new], self._used)
+        dtype, scale = torch.promote_types(q.dtype, torch.float32), q.shape[-1] ** -0.5 if scale is None else scale
         if up is not None:
-            keys, values = expanded(keys, up, q.shape[3])
-        dtype = torch.promote_types(q.dtype, torch.float32)
+            q, of_values = absorbed(q, keys, up)
+            values = keys[..., : up.shape[2]]
         q = q.unflatten(1, (keys.shape[1], -1)).to(dtype)  # (B, K, G, S, D)
-        scores = q @ keys.to(dtype)[:, :, None].mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = q @ keys.to(dtype)[:, :, None].mT * scale
         if module.softcap is not None:
             scores = module.softcap * torch.tanh(scores / module.softcap)
         seen = self._visible(keys.shape[2], module.sliding_window)[:, None, None]
@@ -192,7 +193,8 @@ class GenerationCache:
             logits = sinks.to(dtype).view(keys.shape[1], -1, 1, 1)
             totals = torch.cat((totals, logits.expand(1, *totals.shape[1:])))
         shares = totals.softmax(0)[: len(parts)]
-        return (shares * parts[..., :-1]).sum(0).flatten(1, 2).to(v.dtype)
+        out = (shares * parts[..., :-1]).sum(0).flatten(1, 2)
+        return (out if up is None else out @ of_values.to(dtype)).to(v.dtype)
 
     def _visible(self, kept: int, window: int | None) -> torch.Tensor:
         """Return which of the kept tokens each new token sees: (B, S, T)."""

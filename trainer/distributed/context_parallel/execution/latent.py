@@ -30,15 +30,27 @@ def expanded(latent: torch.Tensor, up: torch.Tensor, key_dim: int) -> tuple[torc
     return torch.cat((k, rotated.expand(-1, k.shape[1], -1, -1)), -1), v
 
 
+def absorbed(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries of latents, (B, H, S, R + P), and what makes values of summed latents, (H, R, V).
+
+    Scores and sums are those of expanded keys and values, which are not made: few queries over many latents cost less
+    so. Shapes as of `value_dim`.
+    """
+    rotated = latent.shape[3] - up.shape[2]
+    kept, turned = q.split([q.shape[3] - rotated, rotated], -1)
+    of_keys, of_values = up.split([kept.shape[3], up.shape[1] - kept.shape[3]], 1)
+    return torch.cat((kept @ of_keys, turned), -1), of_values.mT
+
+
 class Expansion:
     """The expansion in one call of attention, and in the backward the gradient of `up`, (H, N + V, R).
 
-    key_dim: N + P; sum_dtype: in which gradients are added up.
+    key_dim: N + P; sum_dtype: in which gradients are added up; None: of a forward, which has none.
     """
 
-    def __init__(self, up: torch.Tensor, key_dim: int, sum_dtype: torch.dtype) -> None:
+    def __init__(self, up: torch.Tensor, key_dim: int, sum_dtype: torch.dtype | None = None) -> None:
         self._up, self._key_dim = up, key_dim
-        self.gradient = torch.zeros_like(up, dtype=sum_dtype)
+        self.gradient = None if sum_dtype is None else torch.zeros_like(up, dtype=sum_dtype)
 
     def groups(self, latent: torch.Tensor) -> Iterator[slice]:
         """Yield the heads that are expanded at a time, for these tokens."""

@@ -104,18 +104,15 @@ class StagedExecution:
         """
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
-        expansion = None if up is None else Expansion(up, q.shape[3], q.dtype)
+        expansion = None if up is None else Expansion(up, q.shape[3])
         total = Merged(q, v.shape[3] if up is None else value_dim(q, k, up))
         own = held = Held(k, v)
         for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
             incoming, pending = self._fetch(following, own, held)
-            if expansion is None:
-                heads = query_heads(item.kv_heads, q, k)
-                attend(total, (part(q, heads, 1), held.k, held.v), heads, item.launches, self.kernel, scale)
-            else:
-                for heads in expansion.groups(held.k):
-                    inputs = part(q, heads, 1), *expansion.keys(held.k, heads)
-                    attend(total, inputs, heads, item.launches, self.kernel, scale)
+            groups = [query_heads(item.kv_heads, q, k)] if expansion is None else expansion.groups(held.k)
+            for heads in groups:
+                keys = held[:2] if expansion is None else expansion.keys(held.k, heads)
+                attend(total, (part(q, heads, 1), *keys), heads, item.launches, self.kernel, scale)
             pending.wait()
             held = incoming
         out, lse = (unfold_batch(x, whole_q) for x in total.result)
@@ -153,18 +150,18 @@ class StagedExecution:
         """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
         dout, q, k, v, out, lse = given
         launches = self.lowered.backward
-        kv_heads, is_latent = k.shape[1], expansion is not None
+        kv_heads = k.shape[1]
         written = fresh_rows(run for launch in chain.from_iterable(launches) for run in launch.q_runs)
         dq = (torch.empty_like if written == q.shape[2] else torch.zeros_like)(q, dtype=lse.dtype)
         own = held = Held(k, v)
-        own_gradient = _sums(own, k.shape[2], launches[0], lse.dtype, is_latent=is_latent)
+        own_gradient = _sums(own, k.shape[2], launches[0], lse.dtype)
         returning = Returning()
         for item, following in with_next(self._items(self.plan.backward, launches, kv_heads)):
             incoming, pending = self._fetch(following, own, held)
             heads = query_heads(item.kv_heads, q, k)
             dout_, q_, out_, lse_, dq_ = (part(x, heads, 1) for x in (dout, q, out, lse, dq))
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
-            if not is_latent and len(item.launches) == 1 and returning.has_sums_of(item, self):
+            if expansion is None and len(item.launches) == 1 and returning.has_sums_of(item, self):
                 parts = gradients(of_item, item.launches[0], self.kernel, scale)
                 returning.pending.wait()  # while the kernel ran, they were sent
                 gradient = returning.arriving[0][1]
@@ -174,7 +171,7 @@ class StagedExecution:
                 gradient = own_gradient
                 if item.stage is not self.plan.backward[0]:
                     sent_dtype = self.gradient_dtype or lse.dtype
-                    gradient = _sums(held, item.stage.rows, item.launches, sent_dtype, is_latent=is_latent)
+                    gradient = _sums(held, item.stage.rows, item.launches, sent_dtype)
                 if expansion is None:
                     for launch in item.launches:
                         add_parts((dq_, *unpack(gradient)), gradients(of_item, launch, self.kernel, scale), launch)
@@ -255,10 +252,13 @@ def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _sums(held: Held, rows: int, launches: tuple[Launch, ...], dtype: torch.dtype, *, is_latent: bool) -> torch.Tensor:
-    """Return a buffer for the gradients of a stage's rows, filled with zeros if the launches do not write all of it."""
-    written = fresh_rows(run for launch in launches for run in launch.kv_runs)
-    new = held.k.new_empty if written == rows and not is_latent else held.k.new_zeros
+def _sums(held: Held, rows: int, launches: tuple[Launch, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a buffer for the gradients of a stage's rows, filled with zeros if the launches do not write all of it.
+
+    To those of latents each group of heads adds.
+    """
+    written = fresh_rows(run for launch in launches for run in launch.kv_runs) if held.v.shape[3] else -1
+    new = held.k.new_empty if written == rows else held.k.new_zeros
     return new(rows, *row_shape(held.k, held.v), dtype=dtype)
 
 
