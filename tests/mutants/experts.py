@@ -64,16 +64,16 @@ EXPERTS = (
     ),
     Mutant(
         "bfloat16 is multiplied expert by expert",
-        "trainer/models/experts.py",
-        "return rows.dtype == torch.bfloat16 and aligned",
-        "return rows.is_cuda and aligned",
+        "trainer/families/args.py",
+        'return dtype == "bfloat16" and all(',
+        'return dtype == "float16" and all(',
         f"{_ONE}::test_bfloat16_is_multiplied_in_groups_where_rows_are_aligned",
     ),
     Mutant(
         "rows that are not aligned are multiplied in groups",
-        "trainer/models/experts.py",
-        "return rows.dtype == torch.bfloat16 and aligned",
-        "return rows.dtype == torch.bfloat16",
+        "trainer/families/args.py",
+        'return dtype == "bfloat16" and all(width % 8 == 0 for width in widths)',
+        'return dtype == "bfloat16"',
         f"{_ONE}::test_bfloat16_is_multiplied_in_groups_where_rows_are_aligned",
     ),
     Mutant(

@@ -80,7 +80,7 @@ def test_the_grouped_product_is_the_loop(shape: dict[str, bool], monkeypatch: py
     """Here in float32. On CPUs it needs a contiguous gradient, as that of the gated unit is."""
     module = drawn(Experts(DIM, ExpertArgs(6, 2, 24, **shape)), torch.float32)
     wanted = outputs_and_gradients(module, module, *case(torch.float32))
-    monkeypatch.setattr(experts_module, "_has_grouped_product", lambda *_: True)
+    monkeypatch.setattr(experts_module, "has_grouped_product", lambda *_: True)
     with monkeypatch.context() as patch:
         patch.setattr(experts_module, "_one_by_one", None)
         got = outputs_and_gradients(module, module, *case(torch.float32))

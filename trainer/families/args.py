@@ -102,6 +102,11 @@ class ExpertArgs:
         return 3 * dim * self.hidden_dim + (2 * self.hidden_dim + dim) * self.biases
 
 
+def has_grouped_product(dtype: str, *widths: int) -> bool:
+    """Return whether one kernel computes all experts: in bfloat16, with rows of matrices at multiples of 16 bytes."""
+    return dtype == "bfloat16" and all(width % 8 == 0 for width in widths)
+
+
 @dataclass(frozen=True)
 class LatentArgs:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""

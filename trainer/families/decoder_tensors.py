@@ -70,9 +70,9 @@ def hf_tensor(args: TransformerArgs, name: str, names: Mapping[str, str | None] 
     """Return Hugging Face's tensor for a parameter; None: a buffer of routers, which it does not have.
 
     names: modules of a layer, or their parameters -> their names there, in the place of the usual ones; {} stands for
-    the number of an expert, whose rows several names divide, and `linear.wo` for the output of linear attention.
-    Modules of one name have parts of one tensor. The two rows of a rotary pair
-    are adjacent here, and half of the rotated share of a head apart there.
+    the number of an expert, whose rows several names divide; without it, one tensor has all experts. `linear.wo` is
+    the output of linear attention. Modules of one name have parts of one tensor. The two rows of a rotary pair are
+    adjacent here, and half of the rotated share of a head apart there.
     """
     module, kind = name.rsplit(".", 1)
     if module in _MODULES:
@@ -90,6 +90,8 @@ def hf_tensor(args: TransformerArgs, name: str, names: Mapping[str, str | None] 
         return _of_gpt_oss(f"{prefix}mlp", part.removeprefix("feed_forward."))
     if part.startswith("feed_forward.experts."):
         templates = [f"{prefix}{template}.weight" for template in table[part].split()]
+        if "{}" not in table[part]:
+            return HFTensor(templates[0])
         numbers = range(args.experts.number)
         return HFTensor(stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers))
     if part in table:

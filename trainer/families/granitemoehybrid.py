@@ -12,7 +12,6 @@ from trainer.families.decoder_config_json import FULL, HFDecoder, layer_kinds, r
 from trainer.families.granite import read_scalars, write_scalars
 from trainer.families.linear_args import MambaArgs
 from trainer.hugging_face.config_json import Entries
-from trainer.hugging_face.tensors import HFTensor
 
 FLAVORS = sizes("granitemoehybrid")
 _MAMBA = "mamba", "linear_attention"
@@ -83,18 +82,8 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
-class _GraniteHybrid(HFDecoder):
-    def tensor(self, args: TransformerArgs, name: str) -> HFTensor | None:
-        """Return Hugging Face's tensor for a parameter: the matrices of all experts are in one."""
-        for ours, there in (("w13", "input_linear"), ("w2", "output_linear")):
-            if name.endswith(f"feed_forward.experts.{ours}"):
-                layer = name.split(".")[1]
-                return HFTensor(f"model.layers.{layer}.block_sparse_moe.{there}.weight")
-        return super().tensor(args, name)
-
-
 _DENSE = {"w1": "shared_mlp.input_linear", "w3": "shared_mlp.input_linear", "w2": "shared_mlp.output_linear"}
-HF = _GraniteHybrid(
+HF = HFDecoder(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
     _read,
@@ -109,6 +98,8 @@ HF = _GraniteHybrid(
         "attention.norm": "mamba.norm",
         "linear.wo": "mamba.out_proj",
         "feed_forward.router.gate": "block_sparse_moe.router.layer",
+        "feed_forward.experts.w13": "block_sparse_moe.input_linear",
+        "feed_forward.experts.w2": "block_sparse_moe.output_linear",
         **{f"feed_forward.{ours}": there for ours, there in _DENSE.items()},
         **{f"feed_forward.shared.{ours}": there for ours, there in _DENSE.items()},
     },

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import FULL, HFDecoder, layer_kinds, read_layer_types
-from trainer.families.decoder_tensors import SELECTION_BIAS
 from trainer.families.deepseek_v3 import LATENT_NAMES, read_latent, write_latent
 from trainer.families.linear_args import KimiDeltaArgs
-from trainer.families.sigmoid_experts import read_sigmoid_experts, write_sigmoid_experts
+from trainer.families.sigmoid_experts import NAMES, read_sigmoid_experts, write_sigmoid_experts
 from trainer.hugging_face.config_json import Entries
 from trainer.hugging_face.tensors import HFTensor
 
@@ -120,7 +119,6 @@ def _in_one_dimension(x: "torch.Tensor") -> "torch.Tensor":
 
 
 _OF_LINEAR = {"wb": "b_proj", "f_a": "f_a_proj", "f_b": "f_b_proj", "g_a": "g_a_proj", "g_b": "g_b_proj"}
-_SHARED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _EXPERT = "block_sparse_moe.experts.{}"
 HF = _KimiLinear(
     "kimi_linear",
@@ -135,14 +133,10 @@ HF = _KimiLinear(
         "attention.decay.dt_bias.weight": "self_attn.dt_bias",
         "attention.norm": "self_attn.o_norm",
         "linear.wo": "self_attn.o_proj",
-        SELECTION_BIAS: "block_sparse_moe.gate.e_score_correction_bias",
+        **{ours: theirs.replace("mlp.", "block_sparse_moe.") for ours, theirs in NAMES.items()},
         "feed_forward.router.gate": "block_sparse_moe.gate",
         "feed_forward.experts.w13": f"{_EXPERT}.w1 {_EXPERT}.w3",
         "feed_forward.experts.w2": f"{_EXPERT}.w2",
-        **{
-            f"feed_forward.shared.{ours}": f"block_sparse_moe.shared_experts.{theirs}"
-            for ours, theirs in _SHARED.items()
-        },
     },
     further="model.layers.{}.",
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.tokenizer import vocab_size_of
-from trainer.families.args import DecoderArgs, experts_of, has_windows
+from trainer.families.args import DecoderArgs, experts_of, has_grouped_product, has_windows
 from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import faster_packages, kernel_of, resolve_attention
 from trainer.job.chat import check_chat
@@ -130,8 +130,9 @@ def _experts(job: ResolvedJob) -> str:
         return ""
     ways = {"auxiliary loss": model.router_aux_loss_coef, "bias": model.router_bias_update_rate}
     by = [f"by {name} ({rate:g})" for name, rate in ways.items() if rate]
-    aligned = model.dim % 8 == experts.hidden_dim % 8 == 0
-    grouped = job.compute_dtype == "bfloat16" and aligned
+    lora = job.config.lora
+    ranks = [lora.rank] if lora.rank and {"w13", "w2"}.intersection(lora.modules) else []
+    grouped = has_grouped_product(job.compute_dtype, model.dim, experts.hidden_dim, *ranks)
     parts = ["one grouped product for all experts of a rank" if grouped else "one product for each expert"]
     parts += [f"balanced {' and '.join(by)}" if by else "not balanced (model.router_aux_loss_coef = 0)"]
     shards = f"{degrees.efsdp} ranks shard each one's weights" if degrees.efsdp > 1 else "each one whole on its rank"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.families.args import ExpertArgs
+from trainer.families.args import ExpertArgs, has_grouped_product
 from trainer.models.initialization import draw
 from trainer.transforms.lora import is_adapter
 
@@ -116,7 +116,9 @@ def expert_sums(
     order = chosen.flatten().argsort(stable=True)[:pairs]
     owner, token = chosen.flatten()[order], order.div(chosen.shape[1], rounding_mode="floor")
     rows = x.index_select(0, token)
-    if pairs and _has_grouped_product(rows, experts):
+    ranks = [a.shape[1] for a in (experts.w13_lora_a, experts.w2_lora_a) if a is not None]
+    widths = rows.shape[1], experts.w2.shape[2], *ranks
+    if pairs and has_grouped_product(str(rows.dtype).removeprefix("torch."), *widths):
         rows = _grouped(rows, owner, experts, clamped=clamped, scale=scale)
     else:
         if sizes is None:
@@ -130,13 +132,6 @@ def expert_sums(
 def count_pairs(owner: torch.Tensor, experts: int) -> list[int]:
     """Return how many pairs each expert has, which the host waits for. owner: (pairs,), the expert of each."""
     return owner.bincount(minlength=experts).tolist()
-
-
-def _has_grouped_product(rows: torch.Tensor, experts: ExpertWeights) -> bool:
-    """Return whether one kernel computes all experts; it wants rows of matrices at multiples of 16 bytes."""
-    ranks = [a.shape[1] for a in (experts.w13_lora_a, experts.w2_lora_a) if a is not None]
-    aligned = all(size % 8 == 0 for size in (rows.shape[1], experts.w2.shape[2], *ranks))
-    return rows.dtype == torch.bfloat16 and aligned
 
 
 def _grouped(
