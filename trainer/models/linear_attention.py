@@ -1,6 +1,7 @@
 """Layers of linear attention: a state of fixed size in the place of the keys and values of all tokens."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,33 +74,52 @@ class Decay(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """What the layers share: short convolutions, the recurrence, and who has which part with tensor parallelism.
+    """What the layers share: matrices, short convolutions, decays, the recurrence, and the parts of ranks.
 
-    convolved: their convolutions, with biases if a layer has some; divided: modules whose rows belong to heads; whole:
-    modules that all ranks have whole, and use for their own heads; first: matrices before one that is divided.
+    divided: modules whose rows belong to heads, of which tensor-parallel ranks have a part; whole: modules that each
+    rank has whole, and uses for its own heads; first: matrices before one that is divided.
     """
 
-    convolved: tuple[str, ...] = ("q", "k", "v")
     divided: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
 
-    def __init__(self, args: LinearArgs, branches: int) -> None:
+    def __init__(self, dim: int, args: LinearArgs, *, branches: int) -> None:
         super().__init__()
         self.args, self.branches = args, branches
+        for name, (rows, columns) in args.linear_shapes(dim).items():
+            self.add_module(name, nn.Linear(columns, rows, bias=False))
         for name, channels in args.convolved().items():
             self.add_module(f"{name}_conv", Taps(channels, args.kernel))
+            if args.convolution_bias:
+                self.add_module(f"{name}_bias", OfHeads(channels))
         self.inner_convolution = InnerConvolution()
         self.inner_attention = InnerLinearAttention()
 
-    def convolve(
-        self, parts: Sequence[torch.Tensor], positions: torch.Tensor | None, plan: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor | None = None,
+        attention_plan: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        **of_adapters: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `Attention`: x: (B, S, dim) -> the same shape. Nothing is rotated."""
+        where = {"positions": positions, "plan": attention_plan}
+        return self.wo(self.mixed(x, where, **of_adapters).to(x.dtype), **of_adapters)
+
+    def mixed(self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, dim) -> the input of the output projection. where: positions and plan of inner modules."""
+        raise NotImplementedError
+
+    def convolve(self, parts: Sequence[torch.Tensor], where: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return each part, (B, S, C), behind its convolution and SiLU."""
-        taps = torch.cat([self.get_submodule(f"{name}_conv")() for name in self.convolved])
-        mixed = self.inner_convolution(torch.cat([*parts], -1), taps, positions=positions, plan=plan)
+        names = self.args.convolved()
+        taps = torch.cat([self.get_submodule(f"{name}_conv")() for name in names])
+        mixed = self.inner_convolution(torch.cat([*parts], -1), taps, **where)
         if self.args.convolution_bias:
-            mixed = mixed + torch.cat([self.get_submodule(f"{name}_bias")() for name in self.convolved])
+            mixed = mixed + torch.cat([self.get_submodule(f"{name}_bias")() for name in names])
         return F.silu(mixed).split([part.shape[-1] for part in parts], -1)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
@@ -122,36 +142,21 @@ class GatedDeltaNet(LinearAttention):
     divided = "in_qkvz", "in_ba", "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
 
     def __init__(self, dim: int, args: GatedDeltaArgs, *, norm_eps: float, branches: int = 1) -> None:
-        super().__init__(args, branches)
-        keys, values = args.key_heads * args.key_dim, args.value_heads * args.value_dim
-        self.in_qkvz = nn.Linear(dim, 2 * (keys + values), bias=False)
-        self.in_ba = nn.Linear(dim, 2 * args.value_heads, bias=False)
-        self.decay = Decay(args.value_heads)
-        self.norm = nn.RMSNorm(args.value_dim, eps=norm_eps)
-        self.wo = nn.Linear(values, dim, bias=False)
+        super().__init__(dim, args, branches=branches)
+        self.decay, self.norm = Decay(args.value_heads), nn.RMSNorm(args.value_dim, eps=norm_eps)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor | None = None,
-        attention_plan: torch.Tensor | None = None,
-        *,
-        positions: torch.Tensor | None = None,
-        **of_adapters: torch.Tensor,
-    ) -> torch.Tensor:
-        """As `Attention`: x: (B, S, dim) -> the same shape. Nothing is rotated."""
+    def mixed(self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor) -> torch.Tensor:
         args, shared = self.args, self.args.value_heads // self.args.key_heads
         sizes = args.key_dim, args.key_dim, shared * args.value_dim, shared * args.value_dim
         heads = self.in_qkvz(x, **of_adapters).unflatten(-1, (-1, sum(sizes)))  # -1: of this tensor-parallel rank
         *qkv, z = (part.flatten(2) for part in heads.split(sizes, -1))
         b, a = self.in_ba(x, **of_adapters).unflatten(-1, (-1, 2, shared)).unbind(-2)
-        q, k, v = self.convolve(qkv, positions, attention_plan)
+        q, k, v = self.convolve(qkv, where)
         q, k = (_normalised(part.unflatten(-1, (-1, args.key_dim))) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, args.value_dim)) for part in (v, z))
         beta, (log_decay, _) = b.flatten(2).sigmoid(), self.decay(a.flatten(2))
-        how = {"scale": args.key_dim**-0.5, "positions": positions, "plan": attention_plan}
-        out = self.inner_attention(q, k, v, log_decay, beta, **how)
-        return self.wo((self.norm(out) * F.silu(z)).flatten(2), **of_adapters)
+        out = self.inner_attention(q, k, v, log_decay, beta, scale=args.key_dim**-0.5, **where)
+        return (self.norm(out) * F.silu(z)).flatten(2)
 
 
 class KimiDeltaAttention(LinearAttention):
@@ -164,31 +169,17 @@ class KimiDeltaAttention(LinearAttention):
     first = "f_a", "g_a"
 
     def __init__(self, dim: int, args: KimiDeltaArgs, *, norm_eps: float, branches: int = 1) -> None:
-        super().__init__(args, branches)
-        for name, shape in args.linear_shapes(dim).items():
-            self.add_module(name, nn.Linear(*shape[::-1], bias=False))
-        self.decay = Decay(args.heads, args.head_dim)
-        self.norm = nn.RMSNorm(args.head_dim, eps=norm_eps)
+        super().__init__(dim, args, branches=branches)
+        self.decay, self.norm = Decay(args.heads, args.head_dim), nn.RMSNorm(args.head_dim, eps=norm_eps)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor | None = None,
-        attention_plan: torch.Tensor | None = None,
-        *,
-        positions: torch.Tensor | None = None,
-        **of_adapters: torch.Tensor,
-    ) -> torch.Tensor:
-        """As `Attention`: x: (B, S, dim) -> the same shape. Nothing is rotated."""
-        qkv = [w(x, **of_adapters) for w in (self.wq, self.wk, self.wv)]
-        qkv = self.convolve(qkv, positions, attention_plan)
+    def mixed(self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor) -> torch.Tensor:
+        qkv = self.convolve([w(x, **of_adapters) for w in (self.wq, self.wk, self.wv)], where)
         q, k, v = (part.unflatten(-1, (-1, self.args.head_dim)) for part in qkv)
         log_decay, _ = self.decay(self.f_b(self.f_a(x, **of_adapters), **of_adapters))
-        beta = self.wb(x, **of_adapters).sigmoid()
-        how = {"scale": self.args.head_dim**-0.5, "positions": positions, "plan": attention_plan}
-        out = self.inner_attention(_normalised(q), _normalised(k), v, log_decay, beta, **how)
+        beta, scale = self.wb(x, **of_adapters).sigmoid(), self.args.head_dim**-0.5
+        out = self.inner_attention(_normalised(q), _normalised(k), v, log_decay, beta, scale=scale, **where)
         gate = self.g_b(self.g_a(x, **of_adapters), **of_adapters).unflatten(-1, (-1, self.args.head_dim))
-        return self.wo((self.norm(out) * gate.sigmoid()).flatten(2), **of_adapters)
+        return (self.norm(out) * gate.sigmoid()).flatten(2)
 
 
 class Mamba2(LinearAttention):
@@ -197,14 +188,8 @@ class Mamba2(LinearAttention):
     What the papers call C, B and x are queries, keys and values, which here are multiplied by the step.
     """
 
-    convolved = "x", "b", "c"
-
     def __init__(self, dim: int, args: MambaArgs, *, norm_eps: float, branches: int = 1) -> None:
-        super().__init__(args, branches)
-        for name, shape in args.linear_shapes(dim).items():
-            self.add_module(name, nn.Linear(*shape[::-1], bias=False))
-        for name, channels in args.convolved().items() if args.convolution_bias else ():
-            self.add_module(f"{name}_bias", OfHeads(channels))
+        super().__init__(dim, args, branches=branches)
         self.decay, self.skip, self.norm_eps = Decay(args.heads), OfHeads(args.heads), norm_eps
         values = args.heads * args.head_dim
         self.norm = NormOfHeads(values, eps=norm_eps) if args.groups == 1 else OfHeads(values)
@@ -214,26 +199,16 @@ class Mamba2(LinearAttention):
         self.whole = of_groups if args.groups == 1 else ()
         self.divided = of_heads if args.groups == 1 else (*of_heads, *of_groups, "norm")
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor | None = None,
-        attention_plan: torch.Tensor | None = None,
-        *,
-        positions: torch.Tensor | None = None,
-        **of_adapters: torch.Tensor,
-    ) -> torch.Tensor:
-        """As `Attention`: x: (B, S, dim) -> the same shape. Nothing is rotated."""
-        args, matrices = self.args, (self.in_z, self.in_x, self.in_b, self.in_c, self.in_dt)
+    def mixed(self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor) -> torch.Tensor:
+        matrices = self.in_z, self.in_x, self.in_b, self.in_c, self.in_dt
         z, *parts, dt = (w(x, **of_adapters) for w in matrices)
-        values, keys, queries = self.convolve(parts, positions, attention_plan)
-        values = values.unflatten(-1, (-1, args.head_dim))
-        keys, queries = (part.unflatten(-1, (-1, args.state_dim)) for part in (keys, queries))
+        values, keys, queries = self.convolve(parts, where)
+        values = values.unflatten(-1, (-1, self.args.head_dim))
+        keys, queries = (part.unflatten(-1, (-1, self.args.state_dim)) for part in (keys, queries))
         log_decay, step = self.decay(dt)
-        how = {"scale": 1.0, "positions": positions, "plan": attention_plan}
-        out = self.inner_attention(queries, keys, values * step.unsqueeze(-1), log_decay, None, **how)
-        out = (out + values * self.skip().unsqueeze(-1)).flatten(2) * F.silu(z.to(out.dtype))
-        return self.wo(self._normed(out).to(x.dtype), **of_adapters)
+        out = self.inner_attention(queries, keys, values * step.unsqueeze(-1), log_decay, None, scale=1.0, **where)
+        out = (out + values * self.skip().unsqueeze(-1)).flatten(2)
+        return self._normed(out * F.silu(z.to(out.dtype)))
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """Return (B, S, H * head_dim), normed over all channels of a group."""

@@ -4,7 +4,6 @@ The decoder has `tok_embeddings`, `norm` and `output` (None if a pipeline stage 
 `args`, its `ModelArgs`. Each block has `attention` and `feed_forward` of this folder.
 """
 
-import re
 from collections.abc import Collection
 
 from torch import nn
@@ -116,22 +115,7 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
     }
     styles = {name: style for name, style in styles.items() if getattr(model, name) is not None}
     for name, block in model.layers.items():
-        if isinstance(block.attention, LinearAttention):
-            styles |= {f"layers.{name}.{part}": style for part, style in _linear_block_styles(block).items()}
-            continue
-        if isinstance(block.attention, LatentAttention):
-            styles |= {f"layers.{name}.{part}": style for part, style in _latent_block_styles(block).items()}
-            continue
-        local = [] if block.attention.sinks is None else ["attention.sinks"]
-        local += [] if block.attention.short_conv is None else [f"attention.short_conv.{part}" for part in "qkv"]
-        of_block = _block_styles(block) | {part: LocalParameter() for part in local}
-        if block.attention.norm_all_heads:
-            of_block |= {f"attention.{part}_norm": ShardedNorm() for part in "qk"}
-        elif block.attention.q_norm is not None:  # of (B, S, H, D); each rank has the gradient of its own heads
-            of_block |= {
-                f"attention.{part}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for part in "qk"
-            }
-        styles |= {f"layers.{name}.{part}": style for part, style in of_block.items()}
+        styles |= {f"layers.{name}.{part}": style for part, style in _block_styles(block).items()}
     apply_tensor_parallel(model, dims["tp"], styles)
 
 
@@ -141,15 +125,16 @@ def _block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {
         norm: SequenceParallel(use_local_output=True) for norm in norms if getattr(block, norm, None) is not None
     }
-    styles |= {
-        "attention": PrepareModuleInput(
+    layer = block.attention
+    if isinstance(layer, LatentAttention):
+        parts = _latent_styles(layer)
+    else:
+        parts = _linear_styles(layer) if isinstance(layer, LinearAttention) else _attention_styles(layer)
+        styles["attention"] = PrepareModuleInput(
             input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
-        "attention.wq": ColwiseParallel(),
-        "attention.wk": ColwiseParallel(),
-        "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    }
+        )
+    parts |= {"wo": RowwiseParallel(output_layouts=Shard(1))}
+    styles |= {f"attention.{name}": style for name, style in parts.items()}
     if not isinstance(block.feed_forward, MoE):
         return styles | _feed_forward_styles("feed_forward")
     # Each rank has the experts' sums for its own tokens.
@@ -162,32 +147,36 @@ def _block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
     return styles
 
 
-def _linear_block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
-    """Return the styles of a block with linear attention, whose heads each rank has a part of."""
-    layer = block.attention
-    styles = {
-        name: style for name, style in _block_styles(block).items() if not re.fullmatch(r"attention\.w[qkv]", name)
-    }
+def _attention_styles(layer: nn.Module) -> dict[str, ParallelStyle]:
+    """Return the styles of attention, whose heads each rank has a part of."""
+    local = [] if layer.sinks is None else ["sinks"]
+    local += [] if layer.short_conv is None else [f"short_conv.{part}" for part in "qkv"]
+    styles = {name: ColwiseParallel() for name in ("wq", "wk", "wv")} | {part: LocalParameter() for part in local}
+    if layer.q_norm is None:
+        return styles
+    # A norm of all heads together, or of (B, S, H, D); each rank has the gradient of its own heads.
+    norm = ShardedNorm() if layer.norm_all_heads else SequenceParallel(sequence_dim=2, use_local_output=True)
+    return styles | {"q_norm": norm, "k_norm": norm}
+
+
+def _linear_styles(layer: LinearAttention) -> dict[str, ParallelStyle]:
+    """Return the styles of linear attention, whose heads each rank has a part of."""
     norm = ShardedNorm() if isinstance(layer, Mamba2) else SequenceParallel(sequence_dim=2, use_local_output=True)
-    parts: dict[str, ParallelStyle] = {"norm": norm}  # over all heads, or of (B, S, H, D)
+    styles: dict[str, ParallelStyle] = {"norm": norm}  # over all heads, or of (B, S, H, D)
     for name in layer.divided:
         is_linear = isinstance(layer.get_submodule(name), nn.Linear)
-        parts[name] = ColwiseParallel() if is_linear else LocalParameter()
-    parts |= {name: Replicated(is_local=True) for name in layer.whole}
-    parts |= {name: Replicated(is_local=False) for name in layer.first}
-    return styles | {f"attention.{name}": style for name, style in parts.items()}
+        styles[name] = ColwiseParallel() if is_linear else LocalParameter()
+    styles |= {name: Replicated(is_local=True) for name in layer.whole}
+    return styles | {name: Replicated(is_local=False) for name in layer.first}
 
 
-def _latent_block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
-    """Return the styles of a block with latent attention: a rank has latents of its tokens, then those of all."""
-    styles = {name: style for name, style in _block_styles(block).items() if not name.startswith("attention.")}
-    del styles["attention"]
-    of_tokens = "wq_a", "q_a_norm", "wkv_a", "kv_a_norm"
-    of_heads = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wq_b")}
-    parts = {name: SequenceParallel(use_local_output=True) for name in of_tokens} | of_heads
-    parts |= {"gathered": Gathered(), "wkv_b": LocalParameter(), "wo": RowwiseParallel(output_layouts=Shard(1))}
-    there = dict(block.attention.named_children())
-    return styles | {f"attention.{name}": style for name, style in parts.items() if name in there}
+def _latent_styles(layer: LatentAttention) -> dict[str, ParallelStyle]:
+    """Return the styles of latent attention: a rank makes latents of its tokens, and gets those of all."""
+    of_tokens = ("wq_a", "q_a_norm", "wkv_a", "kv_a_norm")
+    styles: dict[str, ParallelStyle] = {name: SequenceParallel(use_local_output=True) for name in of_tokens}
+    styles |= {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wq_b")}
+    styles |= {"gathered": Gathered(), "wkv_b": LocalParameter()}
+    return {name: style for name, style in styles.items() if hasattr(layer, name)}
 
 
 def _feed_forward_styles(name: str) -> dict[str, ParallelStyle]:
