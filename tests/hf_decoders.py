@@ -18,7 +18,8 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.models.rotary import rope_frequencies
 
 EVERY_SECOND = (LayerKind(), LayerKind(window=False))

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer.families.args import ExpertArgs, LatentArgs
-from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.registry import hf_config
 

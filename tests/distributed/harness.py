@@ -33,7 +33,8 @@ from trainer.distributed.context_parallel.live import own_positions
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.job import ResolvedJob, resolve
 from trainer.models import decoder
 from trainer.models.decoder import Transformer

@@ -11,7 +11,8 @@ from tests.hf_decoders import hf_model
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import RopeScaling
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer

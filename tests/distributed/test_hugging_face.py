@@ -29,7 +29,8 @@ from trainer.checkpoint.checkpointer import CheckpointError
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.packing.sequence import IGNORE_INDEX
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import RopeScaling
 from trainer.families.registry import hf_families
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.writer import NewFolder

@@ -435,8 +435,8 @@ FAMILIES = (
     Mutant(
         "the norm of keys is no part of tensor parallelism: ranks add up the gradients of their own heads alone",
         "trainer/models/parallelize.py",
-        'use_local_output=True) for part in "qk"',
-        'use_local_output=True) for part in "q"',
+        '{"q_norm": norm, "k_norm": norm}',
+        '{"q_norm": norm}',
         f"{_FAMILY}::test_families_of_the_decoder_equal_one_process[qwen3_biased-fsdp2+tp2]",
     ),
     Mutant(

@@ -20,7 +20,8 @@ from trainer.checkpoint import export
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import LayerKind, RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.registry import hf_config
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.config_json import read_config

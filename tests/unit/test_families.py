@@ -17,7 +17,7 @@ from tests.unit.test_expert_hugging_face import read_here, whole_folder, write_h
 from trainer.checkpoint import export
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.families.decoder_args import LayerKind
+from trainer.families.layer_kinds import LayerKind
 from trainer.families.registry import MODELS as FAMILIES
 from trainer.families.registry import hf_config, hf_families
 from trainer.hugging_face.config_json import read_config

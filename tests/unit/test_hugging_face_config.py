@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, saved
 from trainer.config.errors import ConfigError
-from trainer.families.decoder_args import LayerKind, RopeScaling
+from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.registry import hf_config, hf_families
 from trainer.hugging_face.config_json import Entries, read_config
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from scripts.benchmarks.activation_checkpointing import Meter
 from trainer.config.schema import Model
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import RopeScaling
 from trainer.families.llama3 import FLAVORS
 from trainer.families.registry import MODELS
 from trainer.models.decoder import Transformer

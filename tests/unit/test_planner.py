@@ -19,7 +19,7 @@ from trainer.commands.start import parse
 from trainer.components import metrics
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.families.decoder_args import LayerKind
+from trainer.families.layer_kinds import LayerKind
 from trainer.job import resolve
 from trainer.planner.profile import Profile, deeper
 from trainer.planner.profiling import _Allocator, added_up

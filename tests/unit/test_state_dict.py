@@ -13,7 +13,8 @@ from tests.hf_decoders import EVERY_SECOND, hf_model, in_float64
 from tests.hf_tensors import from_hf, to_hf
 from trainer.components.generation_cache import GenerationCache
 from trainer.config.errors import ConfigError
-from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import RopeScaling
 from trainer.families.registry import hf_config
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import ModelSpec, model_spec

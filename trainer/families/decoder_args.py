@@ -1,7 +1,6 @@
 """Arguments of the decoder that families of language models share. Torch-free: a configuration is checked at once."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,47 +9,11 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
 from trainer.config.toml import load_toml
 from trainer.families.args import ExpertArgs, LatentArgs, expert_layers
+from trainer.families.layer_kinds import LayerKind, RopeScaling, in_turns
 from trainer.families.linear_args import LinearArgs, linear_args, state_flops
 
 TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
 """Sizes of families, and what their architectures assume."""
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched by `factor`, for sequences that are so much longer.
-
-    kind: 'linear' stretches all (Position Interpolation, arXiv 2306.15595). The others stretch long wavelengths and
-    keep short ones, with a ramp between. That of 'llama3' (arXiv 2407.21783) is linear in the turns of a wave within
-    `original_max_seq_len`, from `low_freq_factor` to `high_freq_factor`. That of 'yarn' (arXiv 2309.00071) is linear in
-    the number of the pair, from the one that makes `beta_fast` turns to the one that makes `beta_slow`; `truncate`
-    widens it to whole pairs.
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
-    kind: str = "llama3"
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    """Of YaRN, by which rotated queries and keys are multiplied; None: 0.1 ln(factor) + 1."""
-    truncate: bool = True
-    mscale_all_dim: float = 0.0
-    """Of latent attention, whose scores are multiplied by (0.1 m ln(factor) + 1)^2 of such an m."""
-
-    @property
-    def score_factor(self) -> float:
-        """Return the factor of the scores of latent attention."""
-        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0) ** 2 if self.kind == "yarn" else 1.0
-
-    @property
-    def magnitude(self) -> float:
-        """Return the factor of rotated queries and keys."""
-        if self.kind != "yarn":
-            return 1.0
-        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
 
 
 def decoder_modules(n_layers: int) -> tuple[str, ...]:
@@ -78,29 +41,6 @@ def decoder_linear_shapes(
 
 def _feed_forward(name: str, dim: int, hidden_dim: int) -> dict[str, tuple[int, int]]:
     return {f"{name}.w1": (hidden_dim, dim), f"{name}.w2": (dim, hidden_dim), f"{name}.w3": (hidden_dim, dim)}
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Which of the model's parts one layer has."""
-
-    linear: bool = False
-    """Whether it has the model's linear attention in the place of attention, so that it neither rotates nor has a
-    window."""
-    window: bool = True
-    """Whether it has the model's sliding window, if there is one; False: it sees all tokens before."""
-    rope: bool = True
-    """Whether its queries and keys are rotated."""
-    rope_theta: float | None = None
-    """Base of its own frequencies, without scaling; None: frequencies and scaling of the model."""
-    experts: bool = True
-    """Whether it has the model's experts, if there are some; False: a dense feed-forward network."""
-
-
-def in_turns(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """Return the fewest kinds that, repeated in turn, are these of all layers."""
-    turns = range(1, len(kinds) + 1)
-    return next(tuple(kinds[:n]) for n in turns if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
 
 
 @dataclass(frozen=True)
@@ -342,9 +282,9 @@ class TransformerArgs:
         The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix product
         plus 12 * layers * heads * head size * seq_len, half of it for keys and half for values, as if every query saw
         every key. The second counts visible keys: (seq_len + 1) / 2 per query under a causal mask, fewer with a window.
-        The embedding look-up is no product. A
-        weight of a short convolution meets each token once, as one of a matrix does. Of the experts those count that a
-        token chooses. Linear attention counts as its recurrence, whatever the length.
+        The embedding look-up is no product. A weight of a short convolution meets each token once, as one of a matrix
+        does. Of the experts those count that a token chooses. Linear attention counts as its recurrence, whatever the
+        length.
         """
         active = self._other_weights() + self._expert_weights(self.experts.per_token if self.experts else 0)
         matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + active)

@@ -11,8 +11,9 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import TABLES, LayerKind, RopeScaling, TransformerArgs, in_turns
+from trainer.families.decoder_args import TABLES, TransformerArgs
 from trainer.families.decoder_tensors import hf_tensor
+from trainer.families.layer_kinds import LayerKind, RopeScaling, in_turns
 from trainer.hugging_face.config_json import Entries, HFConfig
 from trainer.hugging_face.tensors import HFTensor
 

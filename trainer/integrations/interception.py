@@ -89,8 +89,8 @@ class Interception(TorchFunctionMode):
 
     Raises:
         ContextParallelError: another interception is in force, or a rank has fewer than two tokens; and from calls that
-            cannot be context parallel: a mask, dropout. A refusal of a rank's first call is an
-            error on all ranks, so that no rank waits for another.
+            cannot be context parallel: a mask, dropout. A refusal of a rank's first call is an error on all ranks, so
+            that no rank waits for another.
     """
 
     def __init__(self, handle: torch.Tensor, live: LivePlan, watch: ModelWatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.families.decoder_args import RopeScaling
+from trainer.families.layer_kinds import RopeScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, unrotated: int = 0) -> torch.Tensor:
