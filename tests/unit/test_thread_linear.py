@@ -1,0 +1,70 @@
+"""Law: linear attention of ranks that are threads is the recurrence, by both ways of its scan, and under autocast."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.distributed.test_linear_attention import (
+    KINDS,
+    TOLERANCE,
+    differences,
+    drawn,
+    positions_of,
+    starts_of,
+    token_by_token,
+)
+from tests.thread_ranks import ThreadMesh, run_ranks
+from trainer.distributed.context_parallel import linear_scan
+from trainer.distributed.context_parallel.linear_attention import linear_attention
+from trainer.distributed.context_parallel.live import LivePlan, opened
+from trainer.distributed.sharding.layout import AxisLayout, head_tail
+
+LENGTH, RANKS = 37, 3
+
+
+def scanned(
+    rank: int, mesh: ThreadMesh, layout: AxisLayout, kind: str, dtype: torch.dtype, autocast: bool
+) -> list[torch.Tensor]:
+    """Output and gradients of this rank's rows."""
+    own = torch.from_numpy(layout.indices(rank))
+    inputs = drawn(kind, 2, LENGTH, seed=1, dtype=dtype)
+    mine = [None if x is None else x[:, own].detach().requires_grad_() for x in inputs]
+    positions = positions_of(starts_of(2, LENGTH, 0.1, 3))[:, own]
+    with opened(LivePlan(mesh, layout), 2) as handle:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            out = linear_attention(*mine, handle, positions, 0.5)[0]
+        given = [x for x in mine if x is not None]
+        return [out.detach(), *torch.autograd.grad(out, given, _cotangent(out.dtype)[:, own])]
+
+
+def _cotangent(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(2, LENGTH, 4, 3, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def whole_of(layout: AxisLayout, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    places = torch.cat([torch.from_numpy(layout.indices(rank)) for rank in range(RANKS)]).argsort()
+    return [torch.cat(of_ranks, 1)[:, places] for of_ranks in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("most", [0, linear_scan.GATHERED_BYTES], ids=["in_turn", "gathered"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_are_ranks(kind: str, most: int) -> None:
+    layout = head_tail(LENGTH, RANKS)
+    with mock.patch.object(linear_scan, "GATHERED_BYTES", most):
+        got = whole_of(layout, run_ranks(RANKS, scanned, layout, kind, torch.float64, False))
+    inputs = drawn(kind, 2, LENGTH, seed=1)
+    wanted = token_by_token(*inputs, starts_of(2, LENGTH, 0.1, 3), 0.5)
+    gradients = torch.autograd.grad(wanted, [x for x in inputs if x is not None], _cotangent(torch.float64))
+    assert differences(got, [wanted, *gradients]) < TOLERANCE
+
+
+def test_autocast_changes_nothing() -> None:
+    """States and maps stay in float32, whatever the type of the products around."""
+    layout = head_tail(LENGTH, RANKS)
+    plain, cast = (run_ranks(RANKS, scanned, layout, "delta", torch.float32, autocast) for autocast in (False, True))
+    for a, b in zip(whole_of(layout, plain), whole_of(layout, cast), strict=True):
+        assert b.dtype == torch.float32
+        assert torch.equal(a, b)
