@@ -53,6 +53,7 @@ class Member:
 
     def __init__(self, args: argparse.Namespace, kind: str, seq_len: int, threads: int) -> None:
         torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(args.deterministic)
         *given, self._cotangent = inputs(args, kind, seq_len)
         self._plan, self._open = None, ExitStack()
         if dist.is_initialized():
@@ -123,6 +124,7 @@ def main(argv: list[str]) -> None:
     add("--heads", type=int, default=4)
     add("--head-dim", type=int, default=64, help="K and V")
     add("--threads", type=int, default=1, help="of each rank")
+    add("--deterministic", action="store_true", help="with the bits of one process")
     add("--repeats", type=int, default=5, help="rounds, after one that does not count")
     add("--json", type=Path, metavar="FILE", help="write the rows there, and where they come from")
     args = described.parse_args(argv)

@@ -6,6 +6,8 @@ _CP = "trainer/distributed/context_parallel"
 _LINEAR, _LATENT = "tests/distributed/test_linear_attention.py", "tests/distributed/test_latent_attention.py"
 _FAMILIES = "tests/distributed/test_families.py"
 _RANDOM = f"{_LINEAR}::test_random_layouts_and_documents"
+_SCANS = "tests/distributed/test_transformers_scans.py"
+_BITS = "tests/unit/test_thread_linear.py::test_deterministic_ranks_have_the_bits_of_one_process"
 _METHODS = f"{_LATENT}::test_every_method_layout_and_mask_equals_one_process"
 
 HYBRID = (
@@ -38,6 +40,20 @@ HYBRID = (
         f"{_LINEAR}::test_maps_are_gathered_while_they_are_small",
     ),
     Mutant(
+        "ranks cut the sequence into chunks of their own, with deterministic algorithms",
+        f"{_CP}/linear_scan.py",
+        "(start // size * size, stop if stop == layout.length else stop // size * size)",
+        "(start, stop)",
+        f"{_BITS}[delta-head_tail-torch.float32]",
+    ),
+    Mutant(
+        "states in order come from the rank before the last fragment",
+        f"{_CP}/linear_scan.py",
+        "self._rank(fragment, -self._step)",
+        "self._rank(fragment, -1)",
+        f"{_BITS}[delta-head_tail-torch.float32]",
+    ),
+    Mutant(
         "a state goes on into the next document",
         f"{_CP}/execution/linear_chunks.py",
         "self.grown = _masked(x.decay.exp(), self.begins)",
@@ -47,8 +63,8 @@ HYBRID = (
     Mutant(
         "the entry state is lost in the backward",
         f"{_CP}/linear_attention.py",
-        "before, _ = chunks.states(place.fragments, entries)\n    dout, exits",
-        "before, _ = chunks.states(place.fragments, torch.zeros_like(entries))\n    dout, exits",
+        "before, _ = chunks.states(place.fragments, Given(entries))",
+        "before, _ = chunks.states(place.fragments, Given(torch.zeros_like(entries)))",
         f"{_RANDOM}[gathered-4-0]",
     ),
     Mutant(
@@ -120,5 +136,33 @@ HYBRID = (
         "real = self._rows < self.lengths[:, None]",
         "real = self._rows < 1 + 10**6 * self.lengths[:, None]",
         "tests/distributed/test_generation.py::test_context_parallel_ranks_write_the_same",
+    ),
+    Mutant(
+        "a scan of transformers knows no documents",
+        "trainer/integrations/scans.py",
+        "if all(len(found) <= 1 for found in starts):",
+        "if starts:",
+        f"{_SCANS}::test_scans_equal_one_process[Qwen3Next]",
+    ),
+    Mutant(
+        "a bound layer may call its convolution itself",
+        "trainer/integrations/inspection.py",
+        "(module in bound and isinstance(module, conv._ConvNd))",
+        "False",
+        f"{_SCANS}::test_what_a_scan_cannot_follow_is_refused",
+    ),
+    Mutant(
+        "a scan of transformers takes a cache",
+        "trainer/integrations/scans.py",
+        "or any(map(given.get, _ASKED)):",
+        "or False:",
+        f"{_SCANS}::test_what_a_scan_cannot_follow_is_refused",
+    ),
+    Mutant(
+        "functions stay bound outside of a context",
+        "trainer/integrations/scans.py",
+        "if not is_intercepted(x):",
+        "if False:",
+        f"{_SCANS}::test_outside_of_a_context_nothing_changes",
     ),
 )

@@ -1,5 +1,9 @@
-"""Law: linear attention of ranks that are threads is the recurrence, by both ways of its scan, and under autocast."""
+"""Law: linear attention of ranks that are threads is the recurrence, by both ways of its scan, and under autocast.
 
+With deterministic algorithms they have the bits of one process.
+"""
+
+from collections.abc import Iterator
 from contextlib import nullcontext
 from unittest import mock
 
@@ -22,6 +26,13 @@ from trainer.distributed.context_parallel.live import LivePlan, opened
 from trainer.distributed.sharding.layout import AxisLayout, head_tail
 
 LENGTH, RANKS = 37, 3
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def scanned(
@@ -68,3 +79,49 @@ def test_autocast_changes_nothing() -> None:
     for a, b in zip(whole_of(layout, plain), whole_of(layout, cast), strict=True):
         assert b.dtype == torch.float32
         assert torch.equal(a, b)
+
+
+CUTS = {
+    "head_tail": head_tail(300, RANKS),
+    "uneven": AxisLayout("uneven", 300, (((0, 5), (70, 150)), ((5, 6), (150, 290)), ((6, 70), (290, 300)))),
+    "one rank has nothing": AxisLayout("empty", 300, (((0, 131),), (), ((131, 300),))),
+}
+
+
+def of_rank(rank: int, mesh: ThreadMesh, layout: AxisLayout, given: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    with opened(LivePlan(mesh, layout), 2) as handle:
+        return with_gradients(given, torch.from_numpy(layout.indices(rank)), handle)
+
+
+def with_gradients(
+    given: list[torch.Tensor | None], own: torch.Tensor, handle: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Output and gradients of some rows; the last two inputs are positions and a cotangent."""
+    *inputs, positions, cotangent = (None if x is None else x[:, own].detach() for x in given)
+    inputs = [None if x is None else x.requires_grad_() for x in inputs]
+    out = linear_attention(*inputs, handle, positions, 0.5)[0]
+    return [out.detach(), *torch.autograd.grad(out, [x for x in inputs if x is not None], cotangent)]
+
+
+def ranks_and_one(kind: str, cut: str, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Output and gradients of ranks, and of one process."""
+    layout = CUTS[cut]
+    cotangent = torch.randn(2, 300, 4, 3, generator=torch.Generator().manual_seed(5)).to(dtype)
+    given = [*drawn(kind, 2, 300, seed=1, dtype=dtype), positions_of(starts_of(2, 300, 0.02, 3)), cotangent]
+    got = whole_of(layout, run_ranks(RANKS, of_rank, layout, given))
+    return zip(got, with_gradients(given, torch.arange(300), None), strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_deterministic_ranks_have_the_bits_of_one_process(
+    deterministic: None, kind: str, cut: str, dtype: torch.dtype
+) -> None:
+    for of_ranks, of_one in ranks_and_one(kind, cut, dtype):
+        assert torch.equal(of_ranks, of_one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_other_ranks_differ_otherwise(kind: str) -> None:
+    assert any(not torch.equal(*pair) for pair in ranks_and_one(kind, "head_tail", torch.float32))

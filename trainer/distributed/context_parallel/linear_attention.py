@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.attention import add_autocast_rule
-from trainer.distributed.context_parallel.execution.linear_chunks import CHUNK, Chunks, Fragments, Inputs
-from trainer.distributed.context_parallel.linear_scan import fragments_of, states_before
+from trainer.distributed.context_parallel.execution.linear_chunks import CHUNK, Chunks, Ends, Fragments, Inputs
+from trainer.distributed.context_parallel.linear_scan import Given, InOrder, aligned, fragments_of, states_before
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.distributed.sharding.rows import Axis
+from trainer.distributed.sharding.rows import Axis, fetch
 
 
 @torch.library.custom_op("trainer::linear_attention", mutates_args=())
@@ -52,10 +52,10 @@ def linear_attention(
     """
     place = _Place.of(plan, q)
     chunks = Chunks(_inputs(q, k, v, log_decay, beta, positions, place, scale))
-    maps = chunks.maps(place.fragments) if place.sends else None
-    entries = place.entries(chunks, maps)
-    before, behind = chunks.states(place.fragments, entries)
+    maps = chunks.maps(place.fragments) if place.has_maps else None
+    before, behind = chunks.states(place.fragments, place.entries(chunks, maps))
     out = _rows(chunks.outputs(before), place).to(v.dtype)
+    entries = before[:, :, [first for first, _ in place.fragments]].transpose(1, 2)
     kept = [entries] if maps is None else [entries, maps[..., v.shape[3] :]]
     last = behind[:, -1] if behind.shape[1] else entries.new_zeros(entries.shape[0], *entries.shape[2:])
     return out, torch.cat([x.reshape(-1) for x in kept]).view(torch.uint8), last.clone()
@@ -81,12 +81,13 @@ def _linear_attention_backward(
     size = math.prod(shape) * v_dim
     kept = kept.view(torch.promote_types(v.dtype, torch.float32))
     entries, transitions = kept[:size].view(*shape, v_dim), kept[size:]
-    before, _ = chunks.states(place.fragments, entries)
-    dout, exits = _chunked(dout.to(before.dtype), place), torch.zeros_like(entries)
-    if place.sends:
+    before, _ = chunks.states(place.fragments, Given(entries))
+    dout = _chunked(dout.to(before.dtype), place)
+    exits = place.ends(torch.zeros_like(entries), reverse=True)
+    if place.has_maps:
         *_, bias = chunks.adjoint(place.fragments, dout, exits)
         maps = torch.cat((bias, transitions.view(*shape, 1 if beta is None else q.shape[3])), -1)
-        exits = states_before(maps, place.axis, v_dim, reverse=True)
+        exits = Given(states_before(maps, place.axis, v_dim, reverse=True))
     dadded, dbehind, _ = chunks.adjoint(place.fragments, dout, exits)
     found = chunks.gradients(dout, before, dadded, dbehind)
     dq, dk, dv = (_rows(x, place) for x in (found.q * scale, found.k, found.v))
@@ -138,17 +139,20 @@ for _device_type in ("cpu", "cuda"):
 class _Place:
     """The fragments of a rank: runs of tokens that follow one another.
 
-    lengths: of this rank's fragments; axis: a row for each fragment of all ranks, in the order of the tokens, None for
-    a whole sequence.
+    lengths: of this rank's fragments; size: tokens of a chunk; axis: a row for each fragment of all ranks, in the order
+    of the tokens, None for a whole sequence; rows: the rows of all ranks as they are given, and as they are computed
+    with, which differ with deterministic algorithms.
     """
 
     lengths: tuple[int, ...]
+    size: int
     axis: Axis | None = None
+    rows: tuple[Axis, Axis] | None = None
 
     @classmethod
     def of(cls, plan: torch.Tensor | None, q: torch.Tensor) -> "_Place":
         if plan is None:
-            return cls((q.shape[1],) if q.shape[1] else ())
+            return cls((q.shape[1],) if q.shape[1] else (), max(1, min(CHUNK, q.shape[1])))
         live, _ = resolve(plan)
         live.calls += 1
         if live.chunk is not None:
@@ -161,30 +165,48 @@ class _Place:
                 f"linear attention got {q.shape[1]} rows of the sequence and its plan has {rows} for this rank; cut "
                 "the inputs by naming them in `context_parallel(buffers=...)`"
             )
-        lengths = tuple(stop - start for start, stop in live.layout.ranges[rank])
-        return cls(lengths, Axis(fragments_of(live.layout), live.mesh.get_group()))
+        layout, group, rows = live.layout, live.mesh.get_group(), None
+        if torch.are_deterministic_algorithms_enabled():
+            layout = aligned(live.layout, CHUNK)
+            rows = Axis(live.layout, group), Axis(layout, group)
+        lengths = tuple(stop - start for start, stop in layout.ranges[rank])
+        size = max(1, min(CHUNK, max(lengths, default=1) if rows is None else layout.length))
+        return cls(lengths, size, Axis(fragments_of(layout), group), rows)
 
     @property
     def sends(self) -> bool:
-        """Whether some rank needs the map of another one."""
+        """Whether some rank needs the state behind another one's fragment."""
         return self.axis is not None and self.axis.degree > 1 and self.axis.layout.length > 1
 
-    @cached_property
-    def size(self) -> int:
-        """Tokens of a chunk."""
-        return min(CHUNK, max(self.lengths, default=1))
+    @property
+    def has_maps(self) -> bool:
+        """Whether maps of fragments are sent, instead of states in order."""
+        return self.sends and self.rows is None
 
     @cached_property
     def fragments(self) -> Fragments:
         """The chunks of each fragment."""
         return list(pairwise(accumulate((-(-length // self.size) for length in self.lengths), initial=0)))
 
-    def entries(self, chunks: Chunks, maps: torch.Tensor | None) -> torch.Tensor:
-        """Return the states before this rank's fragments, (B, F, H, K, V), of all maps before; collective."""
+    def entries(self, chunks: Chunks, maps: torch.Tensor | None) -> Ends:
+        """Return the states before this rank's fragments, of all maps before if there are maps; collective."""
         x = chunks.x
-        if maps is None:
-            return x.k.new_zeros(x.k.shape[0], len(self.lengths), x.k.shape[1], x.k.shape[-1], x.v.shape[-1])
-        return states_before(maps, self.axis, x.v.shape[-1], reverse=False)
+        if maps is not None:
+            return Given(states_before(maps, self.axis, x.v.shape[-1], reverse=False))
+        shape = x.k.shape[0], len(self.lengths), x.k.shape[1], x.k.shape[-1], x.v.shape[-1]
+        return self.ends(x.k.new_zeros(shape), reverse=False)
+
+    def ends(self, zeros: torch.Tensor, *, reverse: bool) -> Ends:
+        """Return zeros for all fragments, (B, F, H, K, V), or what goes from fragment to fragment in order."""
+        known = Given(zeros)
+        return known if self.has_maps or not self.sends else InOrder(known.zero, self.axis, reverse=reverse)
+
+    def moved(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """Return rows (B, S, ...) as they are computed with, or back as they were given; collective."""
+        if self.rows is None:
+            return x
+        source, target = self.rows[::-1] if back else self.rows
+        return fetch(x, source, target.layout.ranges, 1)
 
 
 def _inputs(
@@ -224,6 +246,7 @@ def _inputs(
 
 def _chunked(x: torch.Tensor, place: _Place) -> torch.Tensor:
     """(B, S, H, D) -> (B, H, N, C, D), each fragment filled up with zeros at its end."""
+    x = place.moved(x)
     parts = [F.pad(part, (0, 0, 0, 0, 0, -part.shape[1] % place.size)) for part in x.split(list(place.lengths), 1)]
     rows = torch.cat(parts, 1) if parts else x
     chunks = rows.shape[1] // place.size
@@ -237,4 +260,4 @@ def _rows(x: torch.Tensor, place: _Place) -> torch.Tensor:
         rows[:, first * place.size :][:, :length]
         for (first, _), length in zip(place.fragments, place.lengths, strict=True)
     ]
-    return torch.cat(parts, 1) if parts else rows
+    return place.moved(torch.cat(parts, 1) if parts else rows, back=True)

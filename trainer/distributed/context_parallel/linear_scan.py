@@ -13,6 +13,10 @@ the states before its own fragments; in the backward, from the end, those of the
 
 In turn a rank sends a state for each of its fragments, whatever the number of ranks, but one step for each fragment and
 block. So small maps are gathered: while all of them take at most GATHERED_BYTES.
+
+With deterministic algorithms there are no maps: a map of many chunks rounds differently from one chunk after another.
+Each rank waits for the state before its fragment and goes through its chunks as one process does (`InOrder`), and all
+layouts cut the sequence into the same chunks (`aligned`).
 """
 
 import math
@@ -39,6 +43,63 @@ def fragments_of(layout: AxisLayout) -> AxisLayout:
         union((i, i + 1) for i, (_, owner) in enumerate(owners) if owner == rank) for rank in range(layout.degree)
     )
     return AxisLayout("fragments", len(owners), tuple(shards))
+
+
+@lru_cache(maxsize=64)
+def aligned(layout: AxisLayout, size: int) -> AxisLayout:
+    """Return the layout with its cuts at multiples of `size`: a rank has the chunks of which it had the last token."""
+    shards = (
+        union((start // size * size, stop if stop == layout.length else stop // size * size) for start, stop in ranges)
+        for ranges in layout.ranges
+    )
+    return AxisLayout(f"{layout.name} in chunks of {size}", layout.length, tuple(shards))
+
+
+class Given:
+    """States before fragments that are known: (B, F, H, K, V). See `linear_chunks.Ends`."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.states, self.zero = states, states.new_zeros(states.shape[0], *states.shape[2:])
+
+    def before(self, fragment: int) -> torch.Tensor:
+        return self.states[:, fragment]
+
+    def behind(self, fragment: int, state: torch.Tensor) -> None:
+        pass
+
+
+class InOrder:
+    """States that go from fragment to fragment, and from rank to rank, one after another; collective.
+
+    zero: the state before the first fragment, (B, H, K, V). reverse: from the last fragment to the first.
+    """
+
+    def __init__(self, zero: torch.Tensor, axis: Axis, *, reverse: bool) -> None:
+        self.zero, self._axis, self._step = zero, axis, -1 if reverse else 1
+        self._owners, self._own, self._last = _owners(axis.layout), _own(axis), zero
+        self._group = own_group(axis.group, "states", zero.device.type)
+
+    def before(self, fragment: int) -> torch.Tensor:
+        state, sender = self._last, self._rank(fragment, -self._step)
+        if sender is None:
+            return self.zero
+        if sender != self._axis.rank:
+            state = torch.empty_like(self.zero)
+            self._send_or_receive(state, sender, is_send=False)
+        return state
+
+    def behind(self, fragment: int, state: torch.Tensor) -> None:
+        self._last, receiver = state, self._rank(fragment, self._step)
+        if receiver is not None and receiver != self._axis.rank:
+            self._send_or_receive(state.contiguous(), receiver, is_send=True)
+
+    def _send_or_receive(self, state: torch.Tensor, rank: int, *, is_send: bool) -> None:
+        send_receive([Transfer(state, rank, is_send=is_send)], self._group, kind="states").wait()
+
+    def _rank(self, fragment: int, step: int) -> int | None:
+        """Return the rank of the next fragment, or of the one before; None at an end of the sequence."""
+        number = self._own[fragment] + step
+        return self._owners[number] if 0 <= number < len(self._owners) else None
 
 
 def is_gathered(fragments: AxisLayout, map_bytes: int) -> bool:

@@ -19,6 +19,7 @@ token of a block. Where a document begins, what comes from before is masked, and
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -43,6 +44,21 @@ class Inputs:
     decay: torch.Tensor
     beta: torch.Tensor | None
     document: torch.Tensor | None
+
+
+class Ends(Protocol):
+    """What a rank's fragments, by their numbers, get from what is before them, and leave to what is behind.
+
+    zero: a state, (B, H, K, V), of zeros.
+    """
+
+    zero: torch.Tensor
+
+    def before(self, fragment: int) -> torch.Tensor:
+        """Return the state before a fragment, (B, H, K, V)."""
+
+    def behind(self, fragment: int, state: torch.Tensor) -> None:
+        """Take the state behind a fragment."""
 
 
 class Chunks:
@@ -99,18 +115,20 @@ class Chunks:
             found.append(state)
         return torch.stack(found, 1) if found else x.k.new_empty(x.k.shape[0], 0, x.k.shape[1], k, columns)
 
-    def states(self, fragments: Fragments, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states before all chunks, (B, H, N, K, V), and behind fragments, (B, F, H, K, V), as entries."""
+    def states(self, fragments: Fragments, ends: "Ends") -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states before all chunks, (B, H, N, K, V), and those behind fragments, (B, F, H, K, V)."""
         before, behind = [], []
-        for state, (first, end) in zip(entries.unbind(1), fragments, strict=True):
+        for i, (first, end) in enumerate(fragments):
+            state = ends.before(i)
             for n in range(first, end):
                 before.append(state)
                 new = self.new[:, :, n]
                 if self.erased is not None:
                     new = new - self.erased[:, :, n] @ state
                 state = self.through[:, :, n] * state + self.k_out[:, :, n].mT @ new
+            ends.behind(i, state)
             behind.append(state)
-        return _stacked(before, entries, 2), _stacked(behind, entries, 1)
+        return _stacked(before, ends.zero, 2), _stacked(behind, ends.zero, 1)
 
     def added(self, before: torch.Tensor) -> torch.Tensor:
         """Return what each token adds, u: (B, H, N, C, V)."""
@@ -121,25 +139,27 @@ class Chunks:
         return self.q_in @ before + self.reads @ self.added(before)
 
     def adjoint(
-        self, fragments: Fragments, dout: torch.Tensor, exits: torch.Tensor
+        self, fragments: Fragments, dout: torch.Tensor, ends: "Ends"
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of what tokens add, (B, H, N, C, V), of the states behind all chunks, and of entries.
 
-        exits: gradients of the states behind the fragments, (B, F, H, K, V).
+        ends: as seen from the end, the gradient of the state behind a fragment being before it.
         """
         number = self.x.k.shape[2]
         dadded, reads = self.reads.mT @ dout, self.q_in.mT @ dout
-        behind: list[torch.Tensor] = [exits.new_empty(0)] * number
+        behind: list[torch.Tensor] = [ends.zero] * number
         entries = []
-        for state, (first, end) in zip(exits.unbind(1), fragments, strict=True):
+        for i, (first, end) in reversed([*enumerate(fragments)]):
+            state = ends.before(i)
             for n in reversed(range(first, end)):
                 behind[n] = state
                 new = dadded[:, :, n].add_(self.k_out[:, :, n] @ state)
                 state = self.through[:, :, n] * state + reads[:, :, n]
                 if self.erased is not None:
                     state = state - self.erased[:, :, n].mT @ new
+            ends.behind(i, state)
             entries.append(state)
-        return dadded, _stacked(behind, exits, 2), _stacked(entries, exits, 1)
+        return dadded, _stacked(behind, ends.zero, 2), _stacked(entries[::-1], ends.zero, 1)
 
     def gradients(
         self, dout: torch.Tensor, before: torch.Tensor, dadded: torch.Tensor, dbehind: torch.Tensor
@@ -192,11 +212,8 @@ def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def _stacked(parts: list[torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return (B, F, H, K, V), or (B, H, N, K, V), also of no parts."""
-    if parts:
-        return torch.stack(parts, dim)
-    b, _, *rest = like.shape
-    return like.new_empty(b, 0, *rest) if dim == 1 else like.new_empty(b, rest[0], 0, *rest[1:])
+    """Return parts of (B, H, K, V) as (B, F, H, K, V), or (B, H, N, K, V), also if there are none."""
+    return torch.stack(parts, dim) if parts else like.unsqueeze(dim).narrow(dim, 0, 0)
 
 
 def _of_decay(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
