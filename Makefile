@@ -42,6 +42,7 @@ mutants: $(INSTALLED_DEV)
 
 docs: $(INSTALLED_DEV)
 	$(PY) scripts/config_docs.py
+	$(PY) scripts/transformers_docs.py
 	$(PY) scripts/doc_outputs.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "the site is in site/: $(PY) -m http.server --directory site"

@@ -92,10 +92,10 @@ def build(case: Case) -> nn.Module:
         sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": LAYERS, "n_head": 4}
         sizes |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.2}
         sizes |= {"bos_token_id": 1, "eos_token_id": 2}
-    config = getattr(transformers, f"{case.model}Config")(**sizes, **case.changes)
+    config = getattr(transformers, f"{case.model}Config")(**(sizes | case.changes))
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.reference).double().train()
-    if case.model == "GptOss":
+    if any(type(module).__name__.endswith("Experts") for module in model.modules()):
         model.set_experts_implementation("eager")  # the other ones know no float64
     if case.reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": case.reentrant})

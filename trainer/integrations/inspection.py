@@ -5,6 +5,7 @@ The rules read modules and configurations, not names of models, and import no li
 """
 
 import inspect
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 
 # Parameters of layers that scan the sequence: state-space models, gated delta nets, RWKV, RG-LRU.
-_SCAN_PARAMETERS = frozenset(
+SCAN_PARAMETERS = frozenset(
     {"A_log", "dt_bias", "time_decay", "time_first", "time_mix_key", "recurrent_param", "recurrent_gate_weight"}
 )
 # Keys under which a configuration lists the kinds of its layers; kinds that are attention, or mix no tokens.
@@ -22,8 +23,14 @@ _ATTENTION_KINDS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention", "full", "sliding", "global", "local"}
 )
 _TOKENWISE_KINDS = frozenset({"moe", "mlp", "dense", "sparse"})
+# Kinds that are right if their layers are bound; a layer that is not is seen by its parameters, or where it runs.
+_BOUND_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "hybrid"})
 _WITHOUT_WINDOW = frozenset({"full_attention", "attention", "full", "global"}) | _TOKENWISE_KINDS
 _WINDOWS = ("sliding_window", "sliding_window_size", "local_attention_window_len", "attention_window_size")
+POSITIONS = re.compile("rotary|rope|position", re.IGNORECASE)
+"""Names of classes that take positions."""
+ATTENTION = re.compile(r"(Attention|Attn)\d*$")
+"""Names of classes that attend."""
 # Attention implementations of transformers that do not call F.scaled_dot_product_attention.
 _CLOSED_IMPLEMENTATIONS = ("eager", "flex_attention", "flash_attention")
 _MIXING = {
@@ -94,19 +101,23 @@ def checked_modules(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn
     return walk("", root)
 
 
-def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed) -> str | None:
+def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed, bound: Collection[nn.Module] = ()) -> str | None:
     """Return why a model cannot be context parallel over sequences of seq_len tokens, or None.
 
-    The result depends on modules and configurations alone, so that it is the same on every rank.
+    bound: modules whose convolutions and scans run over ranks (`scans.bind`). The result depends on modules and
+    configurations alone, so that it is the same on every rank.
     """
     found = list(checked_modules(root, allowed))
     models = [module for _, module in found if is_model(module)]
+    names = {type(module).__name__ for _, module in found}
+    if bound and not any(regex.search(name) for name in names for regex in (ATTENTION, POSITIONS)):
+        models = []  # nothing attends, or knows positions
     for module in models:
-        if refusal := _refusal_of_configuration(module, seq_len, allowed):
+        if refusal := _refusal_of_configuration(module, seq_len, allowed, bound):
             return refusal
     for name, module in found:
         refusal = refusal_of_module(name or "the model", module, seq_len)
-        if refusal and not mixes_if_called(module):
+        if refusal and module not in bound and not mixes_if_called(module, bound):
             return refusal
     if models and not any(takes_positions(module) for module in models if reads_text(module)):
         return (
@@ -142,9 +153,14 @@ def refusal_of_module(name: str, module: nn.Module, seq_len: int) -> str | None:
     return None
 
 
-def mixes_if_called(module: nn.Module) -> bool:
-    """Return whether a module mixes the positions of images: a model that gets text alone does not call it."""
-    return type(module).__name__.endswith(("2d", "3d")) and _what_mixes(module) is not None
+def mixes_if_called(module: nn.Module, bound: Collection[nn.Module]) -> bool:
+    """Return whether a module mixes tokens if it is called, and need not be.
+
+    A model that gets text alone does not call what mixes the positions of images, and a layer that is bound does not
+    call its convolution, whose weights it gives to a function.
+    """
+    is_spare = type(module).__name__.endswith(("2d", "3d")) or (module in bound and isinstance(module, conv._ConvNd))
+    return is_spare and _what_mixes(module) is not None
 
 
 def _what_mixes(module: nn.Module) -> str | None:
@@ -156,11 +172,13 @@ def _what_mixes(module: nn.Module) -> str | None:
     for cls, what in _MIXING.items():
         if isinstance(module, cls):
             return what
-    scans = _SCAN_PARAMETERS.intersection(name for name, _ in module.named_parameters(recurse=False))
+    scans = SCAN_PARAMETERS.intersection(name for name, _ in module.named_parameters(recurse=False))
     return f"a scan over the sequence (parameter {min(scans)!r})" if scans else None
 
 
-def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) -> str | None:
+def _refusal_of_configuration(
+    model: nn.Module, seq_len: int, allowed: Allowed, bound: Collection[nn.Module]
+) -> str | None:
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         return (
@@ -174,7 +192,8 @@ def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) 
             'use "sdpa", or `register_transformers_attention()` and model.set_attn_implementation("context_parallel")'
         )
     for kind in layer_kinds(config):
-        if kind not in _ATTENTION_KINDS | _TOKENWISE_KINDS and not allowed.has(None, kind):
+        is_known = kind in _ATTENTION_KINDS | _TOKENWISE_KINDS or (kind in _BOUND_KINDS and bound)
+        if not is_known and not allowed.has(None, kind):
             return (
                 f"{name} has layers of kind {kind!r}, which is no attention that can be context parallel; use a model "
                 f"without, or, {_ALLOW}"

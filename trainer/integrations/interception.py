@@ -30,6 +30,7 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.integrations.calls import NOT_COMPILED, Call, attend, is_intercepted, outside_of_graphs, refusal_of_call
 from trainer.integrations.inspection import Allowed
+from trainer.integrations.scans import run_scan, scanned
 from trainer.integrations.watch import ModelWatch
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
@@ -122,6 +123,8 @@ class Interception(TorchFunctionMode):
             return self._attend(_sdpa_call(*args, **kwargs))
         if func is attend:
             return self._attend(*args)
+        if func is run_scan:
+            return self._scan(*args[1:])
         if func is is_intercepted:
             return True
         if func is F.embedding:
@@ -144,11 +147,7 @@ class Interception(TorchFunctionMode):
     # wait for a result that nobody computes.
     @outside_of_graphs
     def _attend(self, call: Call) -> torch.Tensor:
-        refusal = call.refusal or self._watch.on_attention(call)
-        if self._watch.has_news:
-            refusal = self._raise_together(refusal)
-        if refusal:
-            raise ContextParallelError(refusal)
+        self._agree(call.refusal or self._watch.on_attention(call))
         scale = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
         # The operator takes one size of heads: zeros change neither scores nor the rest of an output.
         size = max(call.q.shape[-1], call.v.shape[-1])
@@ -156,6 +155,17 @@ class Interception(TorchFunctionMode):
         settings = scale, call.is_causal, call.window, call.sinks
         out = context_parallel_attention(q, k, v, self._handle, *settings)[0]
         return out if call.v.shape[-1] == size else out[..., : call.v.shape[-1]]
+
+    @outside_of_graphs
+    def _scan(self, name: str, function: Callable, given: dict[str, Any]) -> Any:
+        self._agree(self._watch.shift)
+        return scanned(name, function, given, self._handle, self._live)
+
+    def _agree(self, refusal: str | None) -> None:
+        if self._watch.has_news:
+            refusal = self._raise_together(refusal)
+        if refusal:
+            raise ContextParallelError(refusal)
 
     def _raise_together(self, refusal: str | None) -> str | None:
         """Return why this rank must raise: its own refusal, or that of other ranks or of all. A collective."""

@@ -6,7 +6,6 @@ layer that did not, although others did, either mixes no tokens or mixes them wh
 """
 
 import inspect
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -25,9 +24,7 @@ from trainer.integrations import inspection
 from trainer.integrations.calls import Call, outside_of_graphs
 from trainer.integrations.inspection import Allowed
 from trainer.integrations.positions import Positions, depends_on_length, lengthened, shortened
-
-_POSITIONS = re.compile("rotary|rope|position", re.IGNORECASE)
-_ATTENTION = re.compile(r"(Attention|Attn)\d*$")
+from trainer.integrations.scans import bind
 
 
 class ModelWatch:
@@ -51,7 +48,8 @@ class ModelWatch:
         self._known: set[nn.Module] = set()
         self._handles: list[RemovableHandle] = []
         self._inside: Counter[str] = Counter()  # calls that run: of `tokens` (embeddings), of `allowed` modules
-        self._shift: str | None = None
+        self.shift: str | None = None
+        """Why a call that mixed tokens is refused."""
         self._thread = threading.get_ident()
         self._root: nn.Module | None = None  # whose forward runs
         self._calls_before: dict[nn.Module, int] = {}
@@ -86,7 +84,7 @@ class ModelWatch:
         """
         length = self._live.layout.local_length(self._live.mesh.get_local_rank())
         if not self._inside["allowed"] and inspection.moves_tokens(name, x, shifted, args, kwargs, length):
-            self._shift = self._shift or (
+            self.shift = self.shift or (
                 f"the model calls {name} along the {length} tokens of this rank, which mixes tokens outside of "
                 "attention; use a model in which attention alone mixes tokens, or, if it is right for a part of a "
                 "sequence, name the module that calls it in `intercept_sdpa(allow_modules=[...])`"
@@ -95,13 +93,13 @@ class ModelWatch:
     def on_attention(self, call: Call) -> str | None:
         """Return why a call cannot be context parallel, by rules that give every rank the same result, or None."""
         self.see(call.positions)
-        if self._shift is None and 0 < call.hides_from < self._live.layout.length:
+        if self.shift is None and 0 < call.hides_from < self._live.layout.length:
             return (
                 f"this model's mask hides tokens by a distance of {call.hides_from} in another way than a causal "
                 f"window, such as chunks, for {self._live.layout.length} tokens; use a causal model, or sequences of "
                 f"at most {call.hides_from} tokens"
             )
-        return self._shift
+        return self.shift
 
     # ---- hooks, at which the compiler breaks its graph
 
@@ -120,13 +118,14 @@ class ModelWatch:
 
     def _adopt(self, root: nn.Module) -> None:
         self._known.update(root.modules())
-        if refusal := inspection.refusal_of_model(root, self._live.layout.length, self._allowed):
+        bound = bind(root.modules())
+        if refusal := inspection.refusal_of_model(root, self._live.layout.length, self._allowed, bound):
             raise ContextParallelError(refusal)
         self.has_news = True
         found = dict(inspection.checked_modules(root, self._allowed))
         for name, module in found.items():
             self._hook(module, root)
-            if inspection.mixes_if_called(module):
+            if inspection.mixes_if_called(module, bound):
                 refusal = inspection.refusal_of_module(name, module, self._live.layout.length)
                 self._before(module, partial(_refuse, refusal))
         for name, module in root.named_modules():
@@ -154,7 +153,7 @@ class ModelWatch:
                 f"{type(module).__name__} has a rotary table that depends on the largest position, and was called by "
                 "itself; give the model that it belongs to as `intercept_sdpa(model)`"
             )
-        if by_length or _POSITIONS.search(type(module).__name__):
+        if by_length or inspection.POSITIONS.search(type(module).__name__):
             self._before(module, lambda module, args, kwargs: self.see(*args, *kwargs.values()))
         if by_length:
             self._before(module, partial(lengthened, self._live.mesh))
@@ -173,9 +172,9 @@ class ModelWatch:
         if inspection.is_model(root):
             _check_inputs(root, args, kwargs)  # a model found by its call had no hook before that call
             _check_logits(root, getattr(result, "logits", None), self._live)
-        elif _POSITIONS.search(type(root).__name__):
+        elif inspection.POSITIONS.search(type(root).__name__):
             self.see(*args, *kwargs.values())
-        if refusal := (self._end(root) or self._shift):
+        if refusal := (self._end(root) or self.shift):
             raise ContextParallelError(refusal)
 
     # ---- which attention modules and layers attended through the context
@@ -193,7 +192,7 @@ class ModelWatch:
             if isinstance(module, nn.ModuleList):
                 stacks[name] = kinds, len(module)
                 layers.update(f"{name}.{i}" for i in range(len(module)))
-            if name in layers or _ATTENTION.search(type(module).__name__):
+            if name in layers or inspection.ATTENTION.search(type(module).__name__):
                 self._before(module, self._before_layer)
                 self._after(module, partial(self._after_layer, name))
         return stacks
@@ -223,7 +222,7 @@ class ModelWatch:
             return None
         attended, self._attended, self._root = self._attended, {}, None
         for name, did in attended.items():
-            if not did and _ATTENTION.search(type(root.get_submodule(name)).__name__):
+            if not did and inspection.ATTENTION.search(type(root.get_submodule(name)).__name__):
                 return (
                     f"{name} ran and no context-parallel attention in it: it attends in another way than by "
                     "F.scaled_dot_product_attention, or in another thread; make it call that, or name it in "
