@@ -223,6 +223,14 @@ def jobs() -> Iterator[Job]:
     ):
         arguments = (f"--model.name={family}", f"--model.flavor={flavor}", "--training.seq_len=32768", *more)
         yield Job(family, 8, 1, (*arguments, *_cp(4, "ring")))
+    for family, flavor, layers in (
+        ("qwen3_next", "80B-A3B", 4),
+        ("kimi_linear", "48B-A3B", 4),
+        ("granitemoehybrid", "H-Small", 6),
+        ("deepseek_v3", "V3", 4),
+    ):
+        arguments = (f"--model.name={family}", f"--model.flavor={flavor}", _SHORT, f"{_P}expert_parallel_degree=2")
+        yield Job(family, 8, 1, (*arguments, *_cp(4, "all_to_all", _DOCUMENTS)), layers=layers)
     yield Job("U-Net on fields", 4, 1, (*_fields("unet", "debugmodel"), f"{_P}domain_parallel_degrees=2 2"))
     yield Job("neighbourhoods on fields", 4, 3, (*_fields("nat", "debugmodel"), f"{_P}domain_parallel_degrees=2"), 1)
     experts = ("--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--training.seq_len=8192")

@@ -84,7 +84,8 @@ def test_every_method_mask_and_parallelism_is_in_the_table() -> None:
     assert {call.kernel for call in calls} == {"auto", *table.KERNELS}
     assert {call.flash for call in calls} == {"", "FA3", "FA4"}
     families = {row.key("model.name", "llama3") for row in jobs}
-    assert families == {"llama3", "qwen2", "qwen3", "mistral", "qwen3_moe", "gpt_oss", "unet", "nat"}
+    dense, hybrids = {"llama3", "qwen2", "qwen3", "mistral"}, {"qwen3_next", "kimi_linear", "granitemoehybrid"}
+    assert families == {*dense, *hybrids, "qwen3_moe", "gpt_oss", "deepseek_v3", "unet", "nat"}
     modes = {row.key("activation_checkpoint.mode", "none") for row in jobs}
     assert modes == {"none", "full", "selective", "memory_budget"}
     for name in ("pipeline_parallel", "tensor_parallel", "expert_parallel", "data_parallel_replicate"):

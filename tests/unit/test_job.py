@@ -27,6 +27,10 @@ RANKS = {
     "llama3_8b_1m_64.toml": 128,
     "qwen3_8b_1m.toml": 16,
     "qwen3_8b_trajectories.toml": 16,
+    "qwen3_next_80b.toml": 64,
+    "kimi_linear_48b.toml": 32,
+    "granite4_h_small.toml": 16,
+    "deepseek_v3.toml": 512,
 }
 
 

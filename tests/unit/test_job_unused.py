@@ -32,6 +32,7 @@ PRESETS |= {
     )
 }
 PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8, "qwen3_8b_1m.toml": 8, "qwen3_8b_trajectories.toml": 8}
+PRESETS |= {"qwen3_next_80b.toml": 64, "kimi_linear_48b.toml": 32, "granite4_h_small.toml": 16, "deepseek_v3.toml": 512}
 del PRESETS["llama3_8b_lora.toml"]  # it needs weights: test_lora.py
 
 # Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.attention import add_autocast_rule
-from trainer.distributed.context_parallel.execution.linear_chunks import CHUNK, Chunks, Ends, Fragments, Inputs
+from trainer.distributed.context_parallel.execution.linear_chunks import CHUNK, Chunks, Ends, Fragments, Inputs, stacked
 from trainer.distributed.context_parallel.linear_scan import Given, InOrder, aligned, fragments_of, states_before
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
@@ -53,9 +53,10 @@ def linear_attention(
     place = _Place.of(plan, q)
     chunks = Chunks(_inputs(q, k, v, log_decay, beta, positions, place, scale))
     maps = chunks.maps(place.fragments) if place.has_maps else None
-    before, behind = chunks.states(place.fragments, place.entries(chunks, maps))
+    ends = place.entries(chunks, maps)
+    before, behind = chunks.states(place.fragments, ends)
     out = _rows(chunks.outputs(before), place).to(v.dtype)
-    entries = before[:, :, [first for first, _ in place.fragments]].transpose(1, 2)
+    entries = stacked([before[:, :, first] for first, _ in place.fragments], ends.zero, 1)
     kept = [entries] if maps is None else [entries, maps[..., v.shape[3] :]]
     last = behind[:, -1] if behind.shape[1] else entries.new_zeros(entries.shape[0], *entries.shape[2:])
     return out, torch.cat([x.reshape(-1) for x in kept]).view(torch.uint8), last.clone()

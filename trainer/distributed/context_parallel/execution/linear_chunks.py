@@ -128,7 +128,7 @@ class Chunks:
                 state = self.through[:, :, n] * state + self.k_out[:, :, n].mT @ new
             ends.behind(i, state)
             behind.append(state)
-        return _stacked(before, ends.zero, 2), _stacked(behind, ends.zero, 1)
+        return stacked(before, ends.zero, 2), stacked(behind, ends.zero, 1)
 
     def added(self, before: torch.Tensor) -> torch.Tensor:
         """Return what each token adds, u: (B, H, N, C, V)."""
@@ -159,7 +159,7 @@ class Chunks:
                     state = state - self.erased[:, :, n].mT @ new
             ends.behind(i, state)
             entries.append(state)
-        return dadded, _stacked(behind, ends.zero, 2), _stacked(entries[::-1], ends.zero, 1)
+        return dadded, stacked(behind, ends.zero, 2), stacked(entries[::-1], ends.zero, 1)
 
     def gradients(
         self, dout: torch.Tensor, before: torch.Tensor, dadded: torch.Tensor, dbehind: torch.Tensor
@@ -211,7 +211,7 @@ def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return x if mask is None else x.masked_fill(~mask, 0)
 
 
-def _stacked(parts: list[torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
+def stacked(parts: list[torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
     """Return parts of (B, H, K, V) as (B, F, H, K, V), or (B, H, N, K, V), also if there are none."""
     return torch.stack(parts, dim) if parts else like.unsqueeze(dim).narrow(dim, 0, 0)
 
