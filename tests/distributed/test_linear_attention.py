@@ -83,7 +83,13 @@ def differences(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "packed"), [(1, False), (63, True), (64, False), (150, True), (200, False)])
-def test_chunks_are_the_recurrence(kind: str, length: int, packed: bool) -> None:
+@pytest.mark.parametrize("runs", [False, True], ids=["", "runs"])
+def test_chunks_are_the_recurrence(
+    kind: str, length: int, packed: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runs:  # of two chunks or three
+        monkeypatch.setattr("trainer.distributed.context_parallel.linear_attention.CHUNK", 16)
+        monkeypatch.setitem(linear_chunks.LONGEST_RUN, "cpu", 1)
     inputs, starts = drawn(kind, 2, length, seed=length), starts_of(2, length, 0.1 * packed, length)
     positions = positions_of(starts) if packed else None
     got, _, last = linear_attention(*inputs, None, positions, 0.7)
@@ -122,10 +128,11 @@ def random_cases(seed: int, in_turn: bool) -> list[str]:
             rng = random.Random(1000 * seed + number)
             length, batch = rng.choice((rng.randint(1, 24), rng.randint(100, 300))), rng.randint(1, 2)
             layout, kind = any_layout(rng, length, mesh.size()), rng.choice(KINDS)
-            packed = rng.choice((0.0, 0.02, 0.3))
-            problems += [
-                f"case {number}, {kind}, {layout.ranges}: {x}" for x in one_case(mesh, layout, kind, batch, packed)
-            ]
+            packed, run, chunk = rng.choice((0.0, 0.02, 0.3)), rng.choice((1, 10**9)), rng.choice((8, 64))
+            chunks = mock.patch("trainer.distributed.context_parallel.linear_attention.CHUNK", chunk)
+            with chunks, mock.patch.dict(linear_chunks.LONGEST_RUN, cpu=run):
+                found = one_case(mesh, layout, kind, batch, packed)
+            problems += [f"case {number}, {kind}, {layout.ranges}, chunks {chunk}, {run}: {x}" for x in found]
     return problems
 
 

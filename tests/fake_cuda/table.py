@@ -229,7 +229,8 @@ def jobs() -> Iterator[Job]:
         ("granitemoehybrid", "H-Small", 6),
         ("deepseek_v3", "V3", 4),
     ):
-        arguments = (f"--model.name={family}", f"--model.flavor={flavor}", _SHORT, f"{_P}expert_parallel_degree=2")
+        length = _MIDDLE if family == "qwen3_next" else _SHORT  # that chunks of a fragment are in runs
+        arguments = (f"--model.name={family}", f"--model.flavor={flavor}", length, f"{_P}expert_parallel_degree=2")
         yield Job(family, 8, 1, (*arguments, *_cp(4, "all_to_all", _DOCUMENTS)), layers=layers)
     yield Job("U-Net on fields", 4, 1, (*_fields("unet", "debugmodel"), f"{_P}domain_parallel_degrees=2 2"))
     yield Job("neighbourhoods on fields", 4, 3, (*_fields("nat", "debugmodel"), f"{_P}domain_parallel_degrees=2"), 1)

@@ -13,7 +13,7 @@ _METHODS = f"{_LATENT}::test_every_method_layout_and_mask_equals_one_process"
 HYBRID = (
     Mutant(
         "the backward folds maps that are not transposed",
-        f"{_CP}/linear_scan.py",
+        f"{_CP}/execution/linear_chunks.py",
         "(transition.mT if reverse else transition) @ state",
         "transition @ state",
         f"{_RANDOM}[gathered-4-0]",
@@ -54,6 +54,20 @@ HYBRID = (
         f"{_BITS}[delta-head_tail-torch.float32]",
     ),
     Mutant(
+        "runs begin with the state before the fragment",
+        f"{_CP}/execution/linear_chunks.py",
+        "        state = changed(state, change, reverse=reverse)\n    return",
+        "        _ = changed(state, change, reverse=reverse)\n    return",
+        f"{_LINEAR}::test_chunks_are_the_recurrence",
+    ),
+    Mutant(
+        "the last run goes on when it has ended",
+        f"{_CP}/execution/linear_chunks.py",
+        "torch.cat((new, state[:, :, ended:]), 2)",
+        "torch.cat((new, new[:, :, -1:]), 2)",
+        f"{_LINEAR}::test_chunks_are_the_recurrence",
+    ),
+    Mutant(
         "a state goes on into the next document",
         f"{_CP}/execution/linear_chunks.py",
         "self.grown = _masked(x.decay.exp(), self.begins)",
@@ -63,8 +77,8 @@ HYBRID = (
     Mutant(
         "the entry state is lost in the backward",
         f"{_CP}/linear_attention.py",
-        "before, _ = chunks.states(place.fragments, Given(entries))",
-        "before, _ = chunks.states(place.fragments, Given(torch.zeros_like(entries)))",
+        "before, _ = chunks.states(place.fragments, Given(entries), of_runs)",
+        "before, _ = chunks.states(place.fragments, Given(torch.zeros_like(entries)), of_runs)",
         f"{_RANDOM}[gathered-4-0]",
     ),
     Mutant(

@@ -21,7 +21,17 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.attention import add_autocast_rule
-from trainer.distributed.context_parallel.execution.linear_chunks import CHUNK, Chunks, Ends, Fragments, Inputs, stacked
+from trainer.distributed.context_parallel.execution.linear_chunks import (
+    CHUNK,
+    LONGEST_RUN,
+    Chunks,
+    Ends,
+    Fragments,
+    Inputs,
+    joined,
+    stacked,
+    through_runs,
+)
 from trainer.distributed.context_parallel.linear_scan import Given, InOrder, aligned, fragments_of, states_before
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
@@ -51,10 +61,11 @@ def linear_attention(
         ContextParallelError: inputs that do not fit each other, or a plan that did not cut them.
     """
     place = _Place.of(plan, q)
-    chunks = Chunks(_inputs(q, k, v, log_decay, beta, positions, place, scale))
-    maps = chunks.maps(place.fragments) if place.has_maps else None
+    chunks = Chunks(_inputs(q, k, v, log_decay, beta, positions, place, scale), place.run)
+    of_runs = chunks.maps(place.fragments) if place.has_maps or place.has_runs else None
+    maps = place.joined(of_runs, chunks) if place.has_maps else None
     ends = place.entries(chunks, maps)
-    before, behind = chunks.states(place.fragments, ends)
+    before, behind = chunks.states(place.fragments, ends, of_runs if place.has_runs else None)
     out = _rows(chunks.outputs(before), place).to(v.dtype)
     entries = stacked([before[:, :, first] for first, _ in place.fragments], ends.zero, 1)
     kept = [entries] if maps is None else [entries, maps[..., v.shape[3] :]]
@@ -77,19 +88,25 @@ def _linear_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k, v, log_decay and beta ((0,) without one)."""
     place = _Place.of(plan, q)
-    chunks = Chunks(_inputs(q, k, v, log_decay, beta, positions, place, scale))
+    chunks = Chunks(_inputs(q, k, v, log_decay, beta, positions, place, scale), place.run)
     v_dim, shape = v.shape[3], (q.shape[0], len(place.lengths), v.shape[2], q.shape[3])
     size = math.prod(shape) * v_dim
     kept = kept.view(torch.promote_types(v.dtype, torch.float32))
     entries, transitions = kept[:size].view(*shape, v_dim), kept[size:]
-    before, _ = chunks.states(place.fragments, Given(entries))
+    of_runs = chunks.maps(place.fragments) if place.has_runs else None
+    before, _ = chunks.states(place.fragments, Given(entries), of_runs)
     dout = _chunked(dout.to(before.dtype), place)
-    exits = place.ends(torch.zeros_like(entries), reverse=True)
-    if place.has_maps:
-        *_, bias = chunks.adjoint(place.fragments, dout, exits)
-        maps = torch.cat((bias, transitions.view(*shape, 1 if beta is None else q.shape[3])), -1)
-        exits = Given(states_before(maps, place.axis, v_dim, reverse=True))
-    dadded, dbehind, _ = chunks.adjoint(place.fragments, dout, exits)
+    read, exits = chunks.read(dout), place.ends(torch.zeros_like(entries), reverse=True)
+    if place.has_maps or place.has_runs:
+        biases = chunks.biases(place.fragments, read)
+        if of_runs is not None:
+            of_runs = [torch.cat((bias, x[..., v_dim:]), -1) for bias, x in zip(biases, of_runs, strict=True)]
+            biases = [through_runs(exits.zero, x, reverse=True)[1].unsqueeze(2) for x in of_runs]
+        if place.has_maps:
+            bias = stacked([x[:, :, 0] for x in biases], exits.zero, 1)
+            maps = torch.cat((bias, transitions.view(*shape, 1 if beta is None else q.shape[3])), -1)
+            exits = Given(states_before(maps, place.axis, v_dim, reverse=True))
+    dadded, dbehind = chunks.adjoint(place.fragments, read, exits, of_runs)
     found = chunks.gradients(dout, before, dadded, dbehind)
     dq, dk, dv = (_rows(x, place) for x in (found.q * scale, found.k, found.v))
     ddecay = _rows(found.decay.flip(3).cumsum(3).flip(3), place)
@@ -147,13 +164,14 @@ class _Place:
 
     lengths: tuple[int, ...]
     size: int
+    device_type: str
     axis: Axis | None = None
     rows: tuple[Axis, Axis] | None = None
 
     @classmethod
     def of(cls, plan: torch.Tensor | None, q: torch.Tensor) -> "_Place":
         if plan is None:
-            return cls((q.shape[1],) if q.shape[1] else (), max(1, min(CHUNK, q.shape[1])))
+            return cls((q.shape[1],) if q.shape[1] else (), max(1, min(CHUNK, q.shape[1])), q.device.type)
         live, _ = resolve(plan)
         live.calls += 1
         if live.chunk is not None:
@@ -172,7 +190,7 @@ class _Place:
             rows = Axis(live.layout, group), Axis(layout, group)
         lengths = tuple(stop - start for start, stop in layout.ranges[rank])
         size = max(1, min(CHUNK, max(lengths, default=1) if rows is None else layout.length))
-        return cls(lengths, size, Axis(fragments_of(layout), group), rows)
+        return cls(lengths, size, q.device.type, Axis(fragments_of(layout), group), rows)
 
     @property
     def sends(self) -> bool:
@@ -188,6 +206,26 @@ class _Place:
     def fragments(self) -> Fragments:
         """The chunks of each fragment."""
         return list(pairwise(accumulate((-(-length // self.size) for length in self.lengths), initial=0)))
+
+    @cached_property
+    def run(self) -> int:
+        """Chunks of a run of a fragment; see `Chunks`."""
+        longest = max((end - first for first, end in self.fragments), default=1)
+        if self.rows is not None or longest <= LONGEST_RUN.get(self.device_type, longest):
+            return longest
+        return math.isqrt(longest)
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether some fragment has several runs."""
+        return any(end - first > self.run for first, end in self.fragments)
+
+    def joined(self, of_runs: list[torch.Tensor], chunks: Chunks) -> torch.Tensor:
+        """Return the maps of this rank's fragments, (B, F, H, K, V + width), of those of their runs."""
+        x = chunks.x
+        columns = x.v.shape[-1] + (1 if x.beta is None else x.k.shape[-1])
+        like = x.k.new_empty(*x.k.shape[:2], x.k.shape[-1], columns)
+        return stacked([joined(maps, x.v.shape[-1]) for maps in of_runs], like, 1)
 
     def entries(self, chunks: Chunks, maps: torch.Tensor | None) -> Ends:
         """Return the states before this rank's fragments, of all maps before if there are maps; collective."""

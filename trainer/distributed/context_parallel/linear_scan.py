@@ -25,6 +25,7 @@ from functools import lru_cache
 import torch
 
 from trainer.distributed.context_parallel.execution.build import own_group
+from trainer.distributed.context_parallel.execution.linear_chunks import changed
 from trainer.distributed.sharding.exchange import Transfer, send_receive
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import union
@@ -124,14 +125,6 @@ def _own(axis: Axis) -> list[int]:
     return [i for first, end in axis.layout.ranges[axis.rank] for i in range(first, end)]
 
 
-def _changed(state: torch.Tensor, change: torch.Tensor, v_dim: int, *, reverse: bool) -> torch.Tensor:
-    """Return a state behind a map, (B, H, K, V + K or 1)."""
-    bias, transition = change[..., :v_dim], change[..., v_dim:]
-    if transition.shape[-1] == 1:
-        return bias + transition * state
-    return bias + (transition.mT if reverse else transition) @ state
-
-
 def maps_before(fragments: AxisLayout) -> Wanted:
     """Return the maps that each rank wants: those of all fragments before its last one."""
     return tuple(((0, ranges[-1][1] - 1),) if ranges else () for ranges in fragments.ranges)
@@ -152,7 +145,7 @@ def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> t
         if number in own:
             found.append(state)
         if number < rows.shape[1]:
-            state = _changed(state, rows[:, number], v_dim, reverse=reverse)
+            state = changed(state, rows[:, number], reverse=reverse)
     states = torch.stack(found, 1) if found else state.unsqueeze(1)[:, :0]
     return states.flip(1) if reverse else states
 
@@ -173,7 +166,7 @@ def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> to
             if sender == axis.rank:
                 bias, transition = changes[place][..., :v_dim], changes[place][..., v_dim:]
                 change = torch.cat((bias[..., columns], transition), -1)
-                block = _changed(states[place][..., columns], change, columns.stop - columns.start, reverse=reverse)
+                block = changed(states[place][..., columns], change, reverse=reverse)
                 if receiver == axis.rank:
                     states[place + 1][..., columns] = block
                 else:

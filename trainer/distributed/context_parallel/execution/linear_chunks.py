@@ -24,6 +24,9 @@ from typing import Protocol
 import torch
 
 CHUNK = 64
+LONGEST_RUN = {"cuda": 32}
+"""By device: the most chunks of a fragment that follow one another without runs. Runs take a tenth more arithmetic, and
+few launches; on a CPU, where a launch costs little, there are none."""
 _BLOCK = 16
 
 Fragments = Sequence[tuple[int, int]]
@@ -62,10 +65,16 @@ class Ends(Protocol):
 
 
 class Chunks:
-    """What the chunks of a rank need whatever their states are."""
+    """What the chunks of a rank need whatever their states are.
 
-    def __init__(self, x: Inputs) -> None:
-        size = x.q.shape[3]
+    run: how many chunks of a fragment follow one another. All runs go on at once, each from a state that the maps of
+    those before it give: so that few products, of many runs, follow one another.
+
+        10 chunks, run 4:   0 1 2 3 | 4 5 6 7 | 8 9        steps: 0 4 8, 1 5 9, 2 6, 3 7
+    """
+
+    def __init__(self, x: Inputs, run: int) -> None:
+        size, self.run = x.q.shape[3], max(run, 1)
         self.x, self.lower = x, torch.ones(size, size, dtype=torch.bool, device=x.q.device).tril()
         self.strict = self.lower.tril(-1)
         self.goes_on = self.begins = self.ends = None  # masks: through the chunk, from before it, to its end
@@ -90,45 +99,56 @@ class Chunks:
         system = self.system.mT if transposed else self.system
         return torch.linalg.solve_triangular(system, y, upper=transposed, unitriangular=True)
 
-    def maps(self, fragments: Fragments) -> torch.Tensor:
-        """Return the affine map of each fragment, [bias | transition]: (B, F, H, K, V + width).
+    def maps(self, fragments: Fragments) -> list[torch.Tensor]:
+        """Return the affine maps of the runs of each fragment, [bias | transition]: (B, H, R, K, V + width).
 
         The transition has K columns with erasure; without, it is diagonal, and its one column is the diagonal.
         """
         x, found = self.x, []
         k, v = x.k.shape[-1], x.v.shape[-1]
-        columns = v + (1 if x.beta is None else k)
         for first, end in fragments:
-            state = x.k.new_zeros(*x.k.shape[:2], k, columns)
+            runs = -(-(end - first) // self.run)
+            state = x.k.new_zeros(*x.k.shape[:2], runs, k, v + (1 if x.beta is None else k))
             if x.beta is None:
                 state[..., v:] = 1
             else:
                 state[..., v:] = torch.eye(k, dtype=state.dtype, device=state.device)
-            for n in range(first, end):
-                added = self.k_out[:, :, n].mT @ self.new[:, :, n]
+            for at, here in self._steps(first, end):
+                old = state[:, :, here]
+                new = self.through[:, :, at] * old
                 if self.erased is not None:
-                    erased = self.k_out[:, :, n].mT @ (self.erased[:, :, n] @ state)
-                state = self.through[:, :, n] * state
-                state[..., :v] += added
-                if self.erased is not None:
-                    state -= erased
+                    new -= self.k_out[:, :, at].mT @ (self.erased[:, :, at] @ old)
+                new[..., :v] += self.k_out[:, :, at].mT @ self.new[:, :, at]
+                state = _of_all_runs(new, state)
             found.append(state)
-        return torch.stack(found, 1) if found else x.k.new_empty(x.k.shape[0], 0, x.k.shape[1], k, columns)
+        return found
 
-    def states(self, fragments: Fragments, ends: "Ends") -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states before all chunks, (B, H, N, K, V), and those behind fragments, (B, F, H, K, V)."""
+    def _steps(self, first: int, end: int) -> Iterator[tuple[slice, slice]]:
+        """Yield, one after another, the chunks of a fragment that all its runs go through at once, and these runs."""
+        for n in range(first, min(first + self.run, end)):
+            yield slice(n, end, self.run), slice(0, len(range(n, end, self.run)))
+
+    def states(
+        self, fragments: Fragments, ends: "Ends", maps: list[torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states before all chunks, (B, H, N, K, V), and those behind fragments, (B, F, H, K, V).
+
+        maps: of the runs, None if each fragment is one run.
+        """
         before, behind = [], []
         for i, (first, end) in enumerate(fragments):
-            state = ends.before(i)
-            for n in range(first, end):
-                before.append(state)
-                new = self.new[:, :, n]
+            state, steps = through_runs(ends.before(i), None if maps is None else maps[i], reverse=False)[0], []
+            for at, here in self._steps(first, end):
+                steps.append(state)
+                old = state[:, :, here]
+                new = self.new[:, :, at]
                 if self.erased is not None:
-                    new = new - self.erased[:, :, n] @ state
-                state = self.through[:, :, n] * state + self.k_out[:, :, n].mT @ new
-            ends.behind(i, state)
-            behind.append(state)
-        return stacked(before, ends.zero, 2), stacked(behind, ends.zero, 1)
+                    new = new - self.erased[:, :, at] @ old
+                state = _of_all_runs(self.through[:, :, at] * old + self.k_out[:, :, at].mT @ new, state)
+            before.append(_in_order(steps, end - first))
+            ends.behind(i, state[:, :, -1])
+            behind.append(state[:, :, -1])
+        return _joined_along_chunks(before, ends.zero), stacked(behind, ends.zero, 1)
 
     def added(self, before: torch.Tensor) -> torch.Tensor:
         """Return what each token adds, u: (B, H, N, C, V)."""
@@ -138,28 +158,61 @@ class Chunks:
         """Return the outputs: (B, H, N, C, V)."""
         return self.q_in @ before + self.reads @ self.added(before)
 
-    def adjoint(
-        self, fragments: Fragments, dout: torch.Tensor, ends: "Ends"
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of what tokens add, (B, H, N, C, V), of the states behind all chunks, and of entries.
+    def read(self, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients, by what reads them, of what tokens add, (B, H, N, C, V), and of states, as `states`."""
+        return self.reads.mT @ dout, self.q_in.mT @ dout
 
-        ends: as seen from the end, the gradient of the state behind a fragment being before it.
+    def biases(self, fragments: Fragments, read: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of the states before the runs of each fragment, if those behind have none."""
+        found, shape = [], (*read[1].shape[:2], -1, *read[1].shape[3:])
+        for first, end in fragments:
+            state = read[1].new_zeros(1, 1, -(-(end - first) // self.run), 1, 1).expand(shape).contiguous()
+            found.append(self._back(first, end, state, read)[0])
+        return found
+
+    def _back(
+        self,
+        first: int,
+        end: int,
+        state: torch.Tensor,
+        read: tuple[torch.Tensor, torch.Tensor],
+        *,
+        keep: bool = False,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the gradients of the states before runs, (B, H, R, K, V), and of those behind the chunks of each step.
+
+        state: gradients of the states behind the runs; read: as of `read`, made the gradient of what tokens add with
+        `keep`.
         """
-        number = self.x.k.shape[2]
-        dadded, reads = self.reads.mT @ dout, self.q_in.mT @ dout
-        behind: list[torch.Tensor] = [ends.zero] * number
-        entries = []
+        (dadded, reads), steps = read, []
+        for at, here in reversed([*self._steps(first, end)]):
+            steps.append(state)
+            old = state[:, :, here]
+            more = self.k_out[:, :, at] @ old
+            new = dadded[:, :, at].add_(more) if keep else dadded[:, :, at] + more
+            back = self.through[:, :, at] * old + reads[:, :, at]
+            state = _of_all_runs(back if self.erased is None else back - self.erased[:, :, at].mT @ new, state)
+        return state, steps[::-1]
+
+    def adjoint(
+        self,
+        fragments: Fragments,
+        read: tuple[torch.Tensor, torch.Tensor],
+        ends: "Ends",
+        maps: list[torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of what tokens add, in the place of those read, and of the states behind all chunks.
+
+        ends: as seen from the end, the gradient of the state behind a fragment being before it. maps: of the runs, with
+        `biases` in the place of theirs, None if each fragment is one run.
+        """
+        behind = []
         for i, (first, end) in reversed([*enumerate(fragments)]):
-            state = ends.before(i)
-            for n in reversed(range(first, end)):
-                behind[n] = state
-                new = dadded[:, :, n].add_(self.k_out[:, :, n] @ state)
-                state = self.through[:, :, n] * state + reads[:, :, n]
-                if self.erased is not None:
-                    state = state - self.erased[:, :, n].mT @ new
-            ends.behind(i, state)
-            entries.append(state)
-        return dadded, stacked(behind, ends.zero, 2), stacked(entries[::-1], ends.zero, 1)
+            state = through_runs(ends.before(i), None if maps is None else maps[i], reverse=True)[0]
+            state, steps = self._back(first, end, state, read, keep=True)
+            behind.append(_in_order(steps, end - first))
+            ends.behind(i, state[:, :, 0])
+        return read[0], _joined_along_chunks(behind[::-1], ends.zero)
 
     def gradients(
         self, dout: torch.Tensor, before: torch.Tensor, dadded: torch.Tensor, dbehind: torch.Tensor
@@ -184,6 +237,39 @@ class Chunks:
         ddecay = ddecay + _of_decay(x.q * dq_in, x.decay) - from_rest
         ddecay[..., -1:, :] += from_rest.sum(-2, keepdim=True) + through
         return Inputs(dq + dq_in, dk + dk_out, dv, ddecay, dbeta, None)
+
+
+def changed(state: torch.Tensor, change: torch.Tensor, *, reverse: bool) -> torch.Tensor:
+    """Return what a map, (..., K, V + K or 1), makes of a state, (..., K, V). reverse: with transposed transitions."""
+    bias, transition = change.split([state.shape[-1], change.shape[-1] - state.shape[-1]], -1)
+    if transition.shape[-1] == 1:
+        return bias + transition * state
+    return bias + (transition.mT if reverse else transition) @ state
+
+
+def through_runs(state: torch.Tensor, maps: torch.Tensor | None, *, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states before the runs of a fragment, (B, H, R, K, V), and the state behind the fragment.
+
+    state: before it, (B, H, K, V); maps: (B, H, R, K, V + width), None for one run, whose end is then not known.
+    reverse: the last run is the first one.
+    """
+    if maps is None:
+        return state.unsqueeze(2), state
+    found = []
+    for change in reversed(maps.unbind(2)) if reverse else maps.unbind(2):
+        found.append(state)
+        state = changed(state, change, reverse=reverse)
+    return torch.stack(found[::-1] if reverse else found, 2), state
+
+
+def joined(maps: torch.Tensor, v_dim: int) -> torch.Tensor:
+    """Return the map of a fragment, (B, H, K, V + width), of those of its runs, (B, H, R, K, V + width)."""
+    whole, *others = maps.unbind(2)
+    for change in others:
+        transition = change[..., v_dim:]
+        whole = transition * whole if transition.shape[-1] == 1 else transition @ whole
+        whole[..., :v_dim] += change[..., :v_dim]
+    return whole
 
 
 def one_token(
@@ -214,6 +300,21 @@ def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 def stacked(parts: list[torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
     """Return parts of (B, H, K, V) as (B, F, H, K, V), or (B, H, N, K, V), also if there are none."""
     return torch.stack(parts, dim) if parts else like.unsqueeze(dim).narrow(dim, 0, 0)
+
+
+def _of_all_runs(new: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Return the states of all runs, (B, H, R, K, V), of which the last may have ended before."""
+    ended = new.shape[2]
+    return new if ended == state.shape[2] else torch.cat((new, state[:, :, ended:]), 2)
+
+
+def _in_order(steps: list[torch.Tensor], number: int) -> torch.Tensor:
+    """Return what each step has of all runs, (B, H, R, K, V), in the order of so many chunks."""
+    return torch.stack(steps, 3).flatten(2, 3)[:, :, :number]
+
+
+def _joined_along_chunks(fragments: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.cat(fragments, 2) if fragments else like.unsqueeze(2)[:, :, :0]
 
 
 def _of_decay(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
