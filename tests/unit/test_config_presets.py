@@ -45,7 +45,7 @@ def test_a_base_is_a_file_beside_or_else_a_preset(toml):
     [
         (
             "nope.toml",
-            "give a .toml file, or one that comes with the program: debug_model, llama3_1b",
+            "give a .toml file, or one that comes with the program: debug_model, deepseek_v3",
         ),
         ("pyproject2", "did you mean 'pyproject.toml'?"),
         ("debug", "did you mean 'debug_model', which comes with the program?"),
