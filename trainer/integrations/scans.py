@@ -201,7 +201,7 @@ def _has_state(module: nn.Module) -> bool:
 @lru_cache(maxsize=1024)
 def _bound(cls: type[nn.Module]) -> frozenset[str]:
     """Bind the known functions that the forward of a class calls, in the file of the class, and return their names."""
-    forward = inspect.unwrap(cls.forward)
+    forward = inspect.unwrap(getattr(cls, "forward", None))  # a class of torch.jit has none
     called = inspect.getclosurevars(forward).globals if inspect.isfunction(forward) else {}
     bound = set()
     for name in _KNOWN.keys() & called.keys():
