@@ -30,7 +30,7 @@ STEPS = 90
 def copied_row(i: int, seq_len: int, **_: object) -> dict[str, torch.Tensor]:
     """Row i: random words, a mark, and the same words again, which alone are learned.
 
-    All words of the vocabulary are used: with unused ones, which are to be unlearned first, nothing is learned.
+    All words of the vocabulary are used: unused ones are unlearned first, which takes many steps more.
     """
     generator = torch.Generator().manual_seed(i)
     words = torch.randint(1, harness.VOCAB, (LENGTH,), generator=generator)
