@@ -47,6 +47,13 @@ HYBRID = (
         f"{_BITS}[delta-head_tail-torch.float32]",
     ),
     Mutant(
+        "chunks are in runs with deterministic algorithms",
+        f"{_CP}/linear_attention.py",
+        "longest <= most or torch.are_deterministic_algorithms_enabled()",
+        "longest <= most",
+        f"{_BITS}[delta-head_tail-torch.float32]",
+    ),
+    Mutant(
         "states in order come from the rank before the last fragment",
         f"{_CP}/linear_scan.py",
         "self._rank(fragment, -self._step)",

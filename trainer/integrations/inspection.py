@@ -116,8 +116,8 @@ def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed, bound: Col
         if refusal := _refusal_of_configuration(module, seq_len, allowed, bound):
             return refusal
     for name, module in found:
-        refusal = refusal_of_module(name or "the model", module, seq_len)
-        if refusal and module not in bound and not mixes_if_called(module, bound):
+        refusal = refusal_of_module(name or "the model", module, seq_len, bound)
+        if refusal and not mixes_if_called(module, bound):
             return refusal
     if models and not any(takes_positions(module) for module in models if reads_text(module)):
         return (
@@ -130,9 +130,9 @@ def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed, bound: Col
 _ALLOW = "if it is right for a part of a sequence, name it in `intercept_sdpa(allow_modules=[...])`"
 
 
-def refusal_of_module(name: str, module: nn.Module, seq_len: int) -> str | None:
+def refusal_of_module(name: str, module: nn.Module, seq_len: int, bound: Collection[nn.Module] = ()) -> str | None:
     """Return why a module of this dotted name cannot be context parallel, whatever the model around it, or None."""
-    what = _what_mixes(module)
+    what = _what_mixes(module, bound)
     if what:
         return (
             f"{name} ({type(module).__name__}) is {what}, which mixes tokens outside of attention, and a rank has only "
@@ -160,10 +160,10 @@ def mixes_if_called(module: nn.Module, bound: Collection[nn.Module]) -> bool:
     call its convolution, whose weights it gives to a function.
     """
     is_spare = type(module).__name__.endswith(("2d", "3d")) or (module in bound and isinstance(module, conv._ConvNd))
-    return is_spare and _what_mixes(module) is not None
+    return is_spare and _what_mixes(module, bound) is not None
 
 
-def _what_mixes(module: nn.Module) -> str | None:
+def _what_mixes(module: nn.Module, bound: Collection[nn.Module]) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "compiled by torch.jit, whose attention cannot be seen,"
     if isinstance(module, conv._ConvNd):
@@ -172,6 +172,8 @@ def _what_mixes(module: nn.Module) -> str | None:
     for cls, what in _MIXING.items():
         if isinstance(module, cls):
             return what
+    if module in bound:
+        return None
     scans = SCAN_PARAMETERS.intersection(name for name, _ in module.named_parameters(recurse=False))
     return f"a scan over the sequence (parameter {min(scans)!r})" if scans else None
 

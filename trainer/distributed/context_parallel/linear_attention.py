@@ -67,7 +67,7 @@ def linear_attention(
     ends = place.entries(chunks, maps)
     before, behind = chunks.states(place.fragments, ends, of_runs if place.has_runs else None)
     out = _rows(chunks.outputs(before), place).to(v.dtype)
-    entries = stacked([before[:, :, first] for first, _ in place.fragments], ends.zero, 1)
+    entries = stacked([before[:, :, first] for first, _ in place.fragments], ends.zero)
     kept = [entries] if maps is None else [entries, maps[..., v.shape[3] :]]
     last = behind[:, -1] if behind.shape[1] else entries.new_zeros(entries.shape[0], *entries.shape[2:])
     return out, torch.cat([x.reshape(-1) for x in kept]).view(torch.uint8), last.clone()
@@ -101,10 +101,14 @@ def _linear_attention_backward(
         biases = chunks.biases(place.fragments, read)
         if of_runs is not None:
             of_runs = [torch.cat((bias, x[..., v_dim:]), -1) for bias, x in zip(biases, of_runs, strict=True)]
-            biases = [through_runs(exits.zero, x, reverse=True)[1].unsqueeze(2) for x in of_runs]
         if place.has_maps:
-            bias = stacked([x[:, :, 0] for x in biases], exits.zero, 1)
-            maps = torch.cat((bias, transitions.view(*shape, 1 if beta is None else q.shape[3])), -1)
+            if of_runs is not None:
+                biases = [through_runs(exits.zero, x, reverse=True)[1] for x in of_runs]
+            else:
+                biases = [bias.squeeze(2) for bias in biases]
+            maps = torch.cat(
+                (stacked(biases, exits.zero), transitions.view(*shape, 1 if beta is None else q.shape[3])), -1
+            )
             exits = Given(states_before(maps, place.axis, v_dim, reverse=True))
     dadded, dbehind = chunks.adjoint(place.fragments, read, exits, of_runs)
     found = chunks.gradients(dout, before, dadded, dbehind)
@@ -211,9 +215,8 @@ class _Place:
     def run(self) -> int:
         """Chunks of a run of a fragment; see `Chunks`."""
         longest = max((end - first for first, end in self.fragments), default=1)
-        if self.rows is not None or longest <= LONGEST_RUN.get(self.device_type, longest):
-            return longest
-        return math.isqrt(longest)
+        most = LONGEST_RUN.get(self.device_type, longest)
+        return longest if longest <= most or torch.are_deterministic_algorithms_enabled() else math.isqrt(longest)
 
     @property
     def has_runs(self) -> bool:
@@ -225,7 +228,7 @@ class _Place:
         x = chunks.x
         columns = x.v.shape[-1] + (1 if x.beta is None else x.k.shape[-1])
         like = x.k.new_empty(*x.k.shape[:2], x.k.shape[-1], columns)
-        return stacked([joined(maps, x.v.shape[-1]) for maps in of_runs], like, 1)
+        return stacked([joined(maps, x.v.shape[-1]) for maps in of_runs], like)
 
     def entries(self, chunks: Chunks, maps: torch.Tensor | None) -> Ends:
         """Return the states before this rank's fragments, of all maps before if there are maps; collective."""

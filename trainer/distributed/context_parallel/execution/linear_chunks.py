@@ -74,7 +74,7 @@ class Chunks:
     """
 
     def __init__(self, x: Inputs, run: int) -> None:
-        size, self.run = x.q.shape[3], max(run, 1)
+        size, self.run = x.q.shape[3], run
         self.x, self.lower = x, torch.ones(size, size, dtype=torch.bool, device=x.q.device).tril()
         self.strict = self.lower.tril(-1)
         self.goes_on = self.begins = self.ends = None  # masks: through the chunk, from before it, to its end
@@ -107,8 +107,7 @@ class Chunks:
         x, found = self.x, []
         k, v = x.k.shape[-1], x.v.shape[-1]
         for first, end in fragments:
-            runs = -(-(end - first) // self.run)
-            state = x.k.new_zeros(*x.k.shape[:2], runs, k, v + (1 if x.beta is None else k))
+            state = x.k.new_zeros(*x.k.shape[:2], self._runs(first, end), k, v + (1 if x.beta is None else k))
             if x.beta is None:
                 state[..., v:] = 1
             else:
@@ -122,6 +121,9 @@ class Chunks:
                 state = _of_all_runs(new, state)
             found.append(state)
         return found
+
+    def _runs(self, first: int, end: int) -> int:
+        return -(-(end - first) // self.run)
 
     def _steps(self, first: int, end: int) -> Iterator[tuple[slice, slice]]:
         """Yield, one after another, the chunks of a fragment that all its runs go through at once, and these runs."""
@@ -148,7 +150,7 @@ class Chunks:
             before.append(_in_order(steps, end - first))
             ends.behind(i, state[:, :, -1])
             behind.append(state[:, :, -1])
-        return _joined_along_chunks(before, ends.zero), stacked(behind, ends.zero, 1)
+        return _joined_along_chunks(before, ends.zero), stacked(behind, ends.zero)
 
     def added(self, before: torch.Tensor) -> torch.Tensor:
         """Return what each token adds, u: (B, H, N, C, V)."""
@@ -164,9 +166,9 @@ class Chunks:
 
     def biases(self, fragments: Fragments, read: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of the states before the runs of each fragment, if those behind have none."""
-        found, shape = [], (*read[1].shape[:2], -1, *read[1].shape[3:])
+        (_, reads), found = read, []
         for first, end in fragments:
-            state = read[1].new_zeros(1, 1, -(-(end - first) // self.run), 1, 1).expand(shape).contiguous()
+            state = reads.new_zeros(*reads.shape[:2], self._runs(first, end), *reads.shape[3:])
             found.append(self._back(first, end, state, read)[0])
         return found
 
@@ -242,9 +244,14 @@ class Chunks:
 def changed(state: torch.Tensor, change: torch.Tensor, *, reverse: bool) -> torch.Tensor:
     """Return what a map, (..., K, V + K or 1), makes of a state, (..., K, V). reverse: with transposed transitions."""
     bias, transition = change.split([state.shape[-1], change.shape[-1] - state.shape[-1]], -1)
+    return bias + _moved_on(transition, state, reverse=reverse)
+
+
+def _moved_on(transition: torch.Tensor, state: torch.Tensor, *, reverse: bool = False) -> torch.Tensor:
+    """Return the product with a transition, (..., K, K), or with a diagonal one, (..., K, 1)."""
     if transition.shape[-1] == 1:
-        return bias + transition * state
-    return bias + (transition.mT if reverse else transition) @ state
+        return transition * state
+    return (transition.mT if reverse else transition) @ state
 
 
 def through_runs(state: torch.Tensor, maps: torch.Tensor | None, *, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,8 +273,7 @@ def joined(maps: torch.Tensor, v_dim: int) -> torch.Tensor:
     """Return the map of a fragment, (B, H, K, V + width), of those of its runs, (B, H, R, K, V + width)."""
     whole, *others = maps.unbind(2)
     for change in others:
-        transition = change[..., v_dim:]
-        whole = transition * whole if transition.shape[-1] == 1 else transition @ whole
+        whole = _moved_on(change[..., v_dim:], whole)
         whole[..., :v_dim] += change[..., :v_dim]
     return whole
 
@@ -297,9 +303,9 @@ def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return x if mask is None else x.masked_fill(~mask, 0)
 
 
-def stacked(parts: list[torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return parts of (B, H, K, V) as (B, F, H, K, V), or (B, H, N, K, V), also if there are none."""
-    return torch.stack(parts, dim) if parts else like.unsqueeze(dim).narrow(dim, 0, 0)
+def stacked(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return what fragments have, (B, H, K, V) each, as (B, F, H, K, V), also if there are none."""
+    return torch.stack(parts, 1) if parts else like.unsqueeze(1)[:, :0]
 
 
 def _of_all_runs(new: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
