@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,24 @@ from tests.integration.test_launch import ROOT, environment
 from tests.slow import slow
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen:
+# What starts ranks after a process that fails, in which little time is given to ranks when another has failed.
+_BESIDE = """
+import subprocess, sys
+from trainer.runtime import launch
+
+launch._GRACE_SECONDS = 0.1
+subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(1)"], stdin=0)
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+def start(folder: Path, *words: str, how: Sequence[str] = ("-m", "trainer.runtime.launch")) -> subprocess.Popen:
     """Start a launcher with a rank for each word."""
-    launcher = [sys.executable, "-m", "trainer.runtime.launch", f"--nproc-per-node={len(words)}"]
     return subprocess.Popen(
-        [*launcher, "--program", "tests.integration.stub_rank", str(folder), *words],
+        [sys.executable, *how, f"--nproc-per-node={len(words)}", "--program", "tests.integration.stub_rank", str(folder), *words],
         cwd=ROOT,
         env=environment(),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -92,6 +104,21 @@ def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.splitlines()[-1] == "error: rank 1 hung, and was killed when its peers had given it up"
+
+
+def test_a_process_beside_the_ranks_may_fail(tmp_path: Path) -> None:
+    """`lct train` estimates the memory of a job meanwhile; a rank's own failure is seen after that too."""
+    for after, code in (("done", 0), ("leave", 1)):
+        folder = tmp_path / after
+        folder.mkdir()
+        process = start(folder, "leave", "wait", how=("-c", _BESIDE))
+        ranks = ranks_of(folder, 2, process)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        time.sleep(1)
+        assert all(map(runs, ranks))
+        (folder / after).touch()
+        assert process.wait(timeout=60) == code
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT)])

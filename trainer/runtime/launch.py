@@ -192,21 +192,27 @@ def _killing_stragglers(watchdog: Watchdog) -> Iterator[None]:
     """When a rank has failed inside, kill the ranks that still run some seconds later.
 
     The elastic agent would wait for half a minute, and a rank that hangs or is stopped does not answer its SIGTERM.
+    Processes that this one has started before, such as an estimate of memory, may fail as they like.
     """
     timers: list[threading.Timer] = []
+    others = set(_children())
 
     def look(_: int, __: FrameType | None) -> None:
-        with suppress(ChildProcessError):
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # left for the agent to collect
-            if ended is None or ended.si_status == 0 or timers:
-                return
-            lost = ended.si_code == os.CLD_EXITED and ended.si_status == LOST_PEERS
-            # Watchdogs of other ranks write their files meanwhile; who still runs after that hangs.
-            aborted = ended.si_code != os.CLD_EXITED and watchdog.ended(None, -ended.si_status)
-            seconds = _GRACE_AFTER_LOST_PEERS_SECONDS if lost else _GRACE_SECONDS
-            timers.append(threading.Timer(seconds, _kill_ranks, kwargs={"show_stacks": lost or aborted}))
-            timers[0].daemon = True
-            timers[0].start()
+        for rank in set(_children()) - others:
+            with suppress(ChildProcessError):
+                # Left for the agent to collect.
+                ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is not None and ended.si_status != 0 and not timers:
+                    give_up_soon(ended)
+
+    def give_up_soon(ended: os.waitid_result) -> None:
+        lost = ended.si_code == os.CLD_EXITED and ended.si_status == LOST_PEERS
+        # Watchdogs of other ranks write their files meanwhile; who still runs after that hangs.
+        aborted = ended.si_code != os.CLD_EXITED and watchdog.ended(None, -ended.si_status)
+        seconds = _GRACE_AFTER_LOST_PEERS_SECONDS if lost else _GRACE_SECONDS
+        timers.append(threading.Timer(seconds, _kill_ranks, kwargs={"show_stacks": lost or aborted}))
+        timers[0].daemon = True
+        timers[0].start()
 
     before = signal.signal(signal.SIGCHLD, look)
     try:
@@ -250,13 +256,20 @@ def _passing_signals_on() -> Iterator[list[int]]:
 def _rank_processes() -> list[int]:
     """Return the process ids of the ranks that this launcher has started and that still run."""
     ranks = []
+    for pid in _children():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it may have ended
+            if b"--launched-by" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                ranks.append(pid)
+    return ranks
+
+
+def _children() -> list[int]:
+    """Return the process ids of this process's children, also of those that ended and are not collected yet."""
+    found = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # the thread may have ended
-            for pid in (task / "children").read_text().split():
-                with suppress(FileNotFoundError, ProcessLookupError):  # or the rank
-                    if b"--launched-by" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                        ranks.append(int(pid))
-    return ranks
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
