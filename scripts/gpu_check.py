@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from scripts.gpu_blocks.block import KEPT
 from scripts.provenance import made_with
+from trainer.commands.rank import set_allocator
 
 ROOT = Path(__file__).resolve().parents[1]
 Found = dict[str, Any]
@@ -57,6 +58,7 @@ BLOCKS = (
     Block("program", f"{_HERE}.training:program", 85),
     Block("ranks", f"{_HERE}.ranks:ranks", 65),
     Block("speed", f"{_HERE}.speed:speed", 40),
+    Block("linear", f"{_HERE}.linear:linear", 30),
     Block("tiles", f"{_HERE}.speed:tiles", 30),
     Block("several", f"{_HERE}.ranks:several", 70),
 )
@@ -74,6 +76,7 @@ def run_block(block: Block, device: str, scale: float = 1.0, out: Path | None = 
         path = os.pathsep.join(filter(None, [str(ROOT), _stand_ins(), os.environ.get("PYTHONPATH")]))
         # Also what a killed block leaves behind goes with the folder.
         environment = os.environ | {"PYTHONPATH": path, "TMPDIR": folder}
+        set_allocator(environment)
         if device == "cpu":  # also where there are GPUs; one thread, which waits for no other program
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         started = time.monotonic()

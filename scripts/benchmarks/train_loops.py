@@ -31,7 +31,7 @@ from trainer.families.registry import model_args
 from trainer.job import ResolvedJob, resolve
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
-from trainer.runtime.console import set_up_logging
+from trainer.runtime.console import logger, set_up_logging
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 
@@ -162,6 +162,7 @@ def train(config: JobConfig, device: torch.device, steps: int, pace: Callable[[i
         config = replace(
             config, job=replace(config.job, dump_folder=folder), training=replace(config.training, steps=steps)
         )
+        handlers = logger.handlers
         try:
             with redirect_stdout(log), process_group(Process(0, 0, 1), config.comm):
                 set_up_logging(0, color=False)
@@ -170,6 +171,7 @@ def train(config: JobConfig, device: torch.device, steps: int, pace: Callable[[i
                 trainer.train()
                 del trainer
         finally:
+            logger.handlers = handlers  # the file is closed then
             if dist.is_initialized():  # an error on a GPU leaves the group, for the process to end
                 dist.destroy_process_group()
             torch._dynamo.reset()

@@ -32,7 +32,15 @@ sys.exit(launch.main(sys.argv[1:]))
 def start(folder: Path, *words: str, how: Sequence[str] = ("-m", "trainer.runtime.launch")) -> subprocess.Popen:
     """Start a launcher with a rank for each word."""
     return subprocess.Popen(
-        [sys.executable, *how, f"--nproc-per-node={len(words)}", "--program", "tests.integration.stub_rank", str(folder), *words],
+        [
+            sys.executable,
+            *how,
+            f"--nproc-per-node={len(words)}",
+            "--program",
+            "tests.integration.stub_rank",
+            str(folder),
+            *words,
+        ],
         cwd=ROOT,
         env=environment(),
         stdin=subprocess.PIPE,

@@ -125,8 +125,9 @@ def apply_data_parallel(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             own = inner is not None and module in {*inner.of_unit.values()}
-            sum_gradients(module)
-            _set_communicators(module, *(inner.mesh, inner.reduce_group) if own else (mesh, reduce_group), options)
+            over, group = (inner.mesh, inner.reduce_group) if own else (mesh, reduce_group)
+            sum_gradients(module, over)
+            _set_communicators(module, over, group, options)
 
 
 def _set_communicators(
@@ -182,9 +183,10 @@ def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last
             unit.set_modules_to_backward_prefetch(list(units[max(i - options.backward_prefetch, 0) : i][::-1]))
 
 
-def sum_gradients(module: FSDPModule) -> None:
+def sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
     """Reduce gradients by plain sums. Both calls are needed, because gloo has no pre-multiplied sum."""
-    module.set_gradient_divide_factor(1.0)
+    if mesh.size() > 1:  # FSDP of one rank would divide by it, which is a pass over the gradients
+        module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 

@@ -1,0 +1,166 @@
+"""Peak memory and time of real runs on one GPU, feature by feature, beside what `lct estimate` predicts.
+
+    python scripts/benchmarks/memory_runs.py run --json runs.json      # on a machine with a GPU
+    python scripts/benchmarks/memory_runs.py predict --json runs.json  # adds predictions, without a GPU
+
+Llama 3.1 8B's layers and vocabulary, random weights, causal attention over the whole sequence, text of Python's own
+files. Each row is `lct train` in a process of its own; the rows `run` has done are kept, and the file is written after
+each of them. Time is that of the last step.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+from scripts.provenance import made_with
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_A = "--activation_checkpoint."
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+_FULL = (f"{_A}mode=full",)
+_LOSS = ("--training.loss_chunk_tokens=2048",)
+_TILES = (f"{_A}mlp_chunk_tokens=8192",)
+_INPUTS = (f"{_A}offload=inputs",)
+_HOST = ("--training.enable_cpu_offload", "--training.dtype=bfloat16")
+ROWS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "selective": (4, 16384, (f"{_A}mode=selective", f"{_A}selective_ac_option=op", *_LOSS)),
+    "all logits at once": (4, 32768, (*_FULL, "--training.loss_chunk_tokens=0")),
+    "loss in chunks": (4, 65536, _FULL + _LOSS),
+    "feed-forward in parts": (4, 65536, _FULL + _LOSS + _TILES),
+    "inputs on the host": (4, 65536, _FULL + _LOSS + _TILES + _INPUTS),
+    "8B, parameters on the host": (32, 131072, _FULL + _LOSS + _TILES + _INPUTS + _HOST),
+}
+"""Layers, tokens, and settings of each row."""
+
+
+def arguments(name: str, folder: Path) -> list[str]:
+    """Return the command line of a row; the model's sizes are written into a folder."""
+    layers, tokens, options = ROWS[name]
+    shape = folder / f"llama_{layers}"
+    shape.mkdir(exist_ok=True)
+    (shape / "config.json").write_text(json.dumps(_CONFIG | {"num_hidden_layers": layers}))
+    return [
+        f"--model.flavor={shape}",
+        f"--training.seq_len={tokens}",
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=-1",
+        "--training.dataset=python_stdlib",
+        "--training.mixed_precision_param=bfloat16",
+        "--optimizer.implementation=fused",
+        "--metrics.log_freq=1",
+        "--metrics.no-enable_tensorboard",
+        *options,
+    ]
+
+
+def run(name: str, steps: int, limit: float) -> dict[str, Any]:
+    """Train a few steps, and return the last one's metrics, or why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*arguments(name, Path(folder)), f"--training.steps={steps}", f"--job.dump_folder={folder}/run"]
+        command = [sys.executable, "-m", "trainer", "train", "--ngpu", "1", *words]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+        started = time.monotonic()
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, env=environment, **streams)
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its ranks end with it
+            output, _ = process.communicate()
+        metrics = Path(folder, "run", "metrics.jsonl")
+        done = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    row: dict[str, Any] = {"wall_seconds": round(time.monotonic() - started, 1), "steps": len(done)}
+    if not done or process.returncode:
+        row["error"] = " | ".join(output.splitlines()[-6:])
+    if done:
+        last = done[-1]
+        row |= {key: round(last[key], 4) for key in ("memory_gib", "seconds_per_step", "tokens_per_second", "loss")}
+        row |= {"finite": all(math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in done)}
+        row |= {key: last[key] for key in ("mfu", "mfu_causal", "memory_predicted_gib") if last.get(key) is not None}
+    return row
+
+
+def predict(rows: dict[str, dict[str, Any]], gpu: str) -> None:
+    """Add to each row what the planner says of it."""
+    from trainer.planner.estimate import estimate
+    from trainer.planner.timing import device
+    from trainer.planner.worker import Worker
+
+    with tempfile.TemporaryDirectory() as folder, Worker(has_shim=True) as worker:
+        for name, row in rows.items():
+            found = estimate(worker, arguments(name, Path(folder)), ranks=1, device=device(gpu))
+            row["predicted_gib"] = round(found.profile.totals["allocated"] / 2**30, 3)
+            row["predicted_seconds"] = round(found.time.seconds, 3)
+            print(name, row, file=sys.stderr, flush=True)
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        "| | layers | tokens | peak, GiB | predicted | s a step | predicted | tokens/s | MFU |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        layers, tokens, _ = ROWS[name]
+        cells = [name, layers, f"{tokens:,}"]
+        for key in ("memory_gib", "predicted_gib", "seconds_per_step", "predicted_seconds"):
+            cells.append(f"{row[key]:.1f}" if key in row else "")
+        cells += [f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else row.get("error", "")]
+        cells += [f"{row['mfu']:.0%}" if "mfu" in row else ""]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "predict", "table"))
+    parser.add_argument("--json", type=Path, required=True, help="rows that are there are kept")
+    parser.add_argument("--only", nargs="+", default=[*ROWS], choices=[*ROWS], metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of all rows together; a row is cut then")
+    parser.add_argument("--gpu", default="h100", help="of the predictions")
+    args = parser.parse_args(argv)
+    content = json.loads(args.json.read_text()) if args.json.exists() else {}
+    rows = content.get("rows", {})
+    if args.what == "run":
+        import torch
+
+        name = torch.cuda.get_device_name()
+        content |= made_with("scripts/benchmarks/memory_runs.py", sys.argv[1:] if argv is None else argv, device=name)
+        end = time.monotonic() + args.seconds
+        for name in args.only:
+            if (left := end - time.monotonic()) > 0:
+                rows[name] = run(name, args.steps, left)
+                print(name, rows[name], flush=True)
+                args.json.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
+    elif args.what == "predict":
+        predict(rows, args.gpu)
+        args.json.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The recurrences of linear attention on one device: right against float64, and as fast as what."""
+
+import itertools
+import math
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from scripts.benchmarks import attention_kernels
+from scripts.gpu_blocks.block import Check
+from scripts.gpu_blocks.layer import memory_found, reset_memory
+from trainer.distributed.context_parallel import linear_attention as operator
+from trainer.distributed.context_parallel.linear_attention import linear_attention
+
+KINDS = ("gated_delta", "kimi_delta", "mamba2")
+_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative errors of outputs and gradients
+_GROWTH = 5.0  # of the time for four times the tokens
+Tensors = list[torch.Tensor | None]
+
+
+def linear(check: Check) -> None:
+    """Each kind: errors of outputs and gradients, in runs of chunks and without; milliseconds and memory by length."""
+    errors: dict[str, float] = {}
+    for kind, dtype in itertools.product(KINDS, _BOUNDS):
+        errors[f"{kind} {str(dtype).removeprefix('torch.')}"] = _error(check, kind, dtype)
+        check.note(errors=errors)
+    rows: list[dict[str, Any]] = []
+    lengths, shape = ((256,), (2, 16)) if check.is_dry else ((8192, 32768), (32, 128))
+    for kind, length in itertools.product((*KINDS, "attention"), lengths):
+        if rows and check.left() < _GROWTH * rows[-1]["seconds"]:
+            check.note(left_out_for_time=f"{kind}, {length} tokens, and what follows")
+            break
+        rows.append(_timed(check, kind, length, *shape))
+        check.note(rows=rows)
+    shown = {f"{row['kind']} {row['tokens']}": row["backward_ms"] for row in rows}
+    check.headline(f"largest error {max(errors.values()):.1e}; forward and backward, ms: {shown}")
+
+
+def inputs(kind: str, length: int, heads: int, dim: int, device: str) -> Tensors:
+    """Return q, k, v, logarithms of decays, beta, and a cotangent, in float32, as layers have them."""
+    generator = torch.Generator(device).manual_seed(length)
+    like = {"generator": generator, "device": device}
+    q, k, v, cotangent = (torch.randn(1, length, heads, dim, **like) for _ in range(4))
+    decay = -torch.rand(q.shape[: 4 if kind == "kimi_delta" else 3], **like)
+    beta = None if kind == "mamba2" else torch.rand(q.shape[:3], **like)
+    return [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, decay, beta, cotangent]
+
+
+def _results(given: Tensors, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return output and gradients. Decays and beta have float32 at least."""
+    precise = torch.promote_types(dtype, torch.float32)
+    types = [dtype, dtype, dtype, precise, precise, dtype]
+    *x, cotangent = (None if t is None else t.to(device, d) for t, d in zip(given, types, strict=True))
+    x = [None if t is None else t.detach().requires_grad_() for t in x]
+    out = linear_attention(*x, None, None, 1.0)[0]
+    return [out, *torch.autograd.grad(out, [t for t in x if t is not None], cotangent)]
+
+
+def _error(check: Check, kind: str, dtype: torch.dtype) -> float:
+    """Return the largest relative error of a result, against float64 of inputs that were rounded alike."""
+    given = inputs(kind, 200 if check.is_dry else 3000, 2, 16 if check.is_dry else 64, "cpu")
+    precise = torch.float32 if dtype == torch.bfloat16 else dtype
+    rounded = [None if t is None else t.to(precise if i in (3, 4) else dtype) for i, t in enumerate(given)]
+    exact = _results(rounded, torch.float64, "cpu")
+    worst = 0.0
+    for run in (2, math.inf):
+        with mock.patch.dict(operator.LONGEST_RUN, {check.device: run}):
+            found = _results(rounded, dtype, check.device)
+        errors = [((a.cpu().double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+        check.expect(max(errors) <= _BOUNDS[dtype], f"{kind}, {dtype}, runs of {run} chunks: relative errors {errors}")
+        worst = max(worst, *errors)
+    return float(f"{worst:.2e}")
+
+
+def _timed(check: Check, kind: str, length: int, heads: int, dim: int) -> dict[str, Any]:
+    """Return a row: milliseconds of the forward, and of forward and backward; peak memory above the inputs'."""
+    device = check.device
+    *x, cotangent = inputs(kind, length, heads, dim, device)
+    dtype = torch.float32 if check.is_dry else torch.bfloat16
+    x = [None if t is None else t.to(dtype if i < 3 else t.dtype).requires_grad_() for i, t in enumerate(x)]
+    cotangent = cotangent.to(dtype)
+
+    def forward() -> torch.Tensor:
+        if kind == "attention":
+            q, k, v = (t.transpose(1, 2) for t in x[:3])
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return linear_attention(*x, None, None, 1.0)[0]
+
+    wanted = [t for t in (x[:3] if kind == "attention" else x) if t is not None]
+    repeats = 1 if check.is_dry else 3
+    reset_memory(device)
+    before = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else 0.0
+    seconds = attention_kernels.seconds(forward, repeats, torch.device(device))
+    both = attention_kernels.seconds(
+        lambda: torch.autograd.grad(forward(), wanted, cotangent), repeats, torch.device(device)
+    )
+    row = {"kind": kind, "tokens": length, "heads": heads, "dim": dim, "seconds": 5 * (seconds + both)}
+    row |= {"forward_ms": round(1e3 * seconds, 3), "backward_ms": round(1e3 * both, 3)}
+    if memory := memory_found(device):
+        row["peak_gib"] = round(memory["allocated_gib"] - before, 3)
+    return row
