@@ -299,7 +299,7 @@ def planted(fault: str | None) -> Iterator[None]:
             settings["ignored_params"] = {module.norm.weight}
         return real(module, **settings)
 
-    def average(module: FSDPModule, _mesh: DeviceMesh) -> None:
+    def average(module: FSDPModule, _: object) -> None:
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(float(torch.distributed.get_world_size()))
 

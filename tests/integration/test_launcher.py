@@ -17,7 +17,6 @@ import pytest
 from tests.integration.test_launch import ROOT, environment
 from tests.slow import slow
 
-
 # What starts ranks after a process that fails, in which little time is given to ranks when another has failed.
 _BESIDE = """
 import subprocess, sys
