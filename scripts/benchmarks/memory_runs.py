@@ -113,7 +113,7 @@ def predict(rows: dict[str, dict[str, Any]], gpu: str) -> None:
     with tempfile.TemporaryDirectory() as folder, Worker(has_shim=True) as worker:
         for name, row in rows.items():
             found = estimate(worker, arguments(name, Path(folder)), ranks=1, device=device(gpu))
-            row["predicted_gib"] = round(found.profile.totals["allocated"] / 2**30, 3)
+            row["predicted_gib"] = round(found.profile.peak / 2**30, 3)
             row["predicted_seconds"] = round(found.time.seconds, 3)
             print(name, row, file=sys.stderr, flush=True)
 

@@ -100,7 +100,8 @@ def _losses(check: Check) -> dict[str, float]:
 
     def gradients(tensors: list[torch.Tensor], labels: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in tensors]
-        return torch.autograd.grad(chunked_token_losses(*leaves, labels, chunks).mean(), leaves)
+        # A sum, as in training: the gradients of other losses are not known in the forward.
+        return torch.autograd.grad(chunked_token_losses(*leaves, labels, chunks).sum() / labels.numel(), leaves)
 
     def problem(tokens: int, dim: int, vocabulary: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         like = {"device": check.device, "dtype": torch.bfloat16}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,12 @@ def test_a_preset_fits_on_80_gb(worker: Worker, preset: str, ranks: int) -> None
     assert found.fits, found.by_purpose
     if preset.endswith("_1m"):
         assert found.total < 56e9
+
+
+def test_an_estimate_leaves_the_folder_of_its_job_alone(worker: Worker, tmp_path: Path) -> None:
+    """The configuration of a finished run is there."""
+    of(worker, "debug_model", 1, f"--job.dump_folder={tmp_path / 'run'}")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_sixteen_thousand_ranks(worker: Worker) -> None:

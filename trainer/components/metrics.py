@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from trainer.components.device_clock import DeviceClock, Mark
 from trainer.components.sinks import JsonLines, TensorBoard, WeightsAndBiases
 from trainer.config.schema import JobConfig
 from trainer.data.ahead import BatchesAhead
@@ -78,7 +79,7 @@ class StepRecord:
     """What the metrics of a step need and the next step changes.
 
     sequence_losses: see `MetricsLogger.log`; positions: of the data streams; waited: seconds for data since the last
-    logged step; ended: when the step ended, by `time.perf_counter`; None: when it is logged.
+    logged step; end: of the step; None: when it is logged.
     """
 
     sequence_losses: torch.Tensor
@@ -86,7 +87,7 @@ class StepRecord:
     epoch: float
     positions: Mapping[int, Mapping[str, int]]
     waited: float
-    ended: float | None
+    end: Mark | None
 
 
 def perplexity(loss: float) -> float:
@@ -196,7 +197,7 @@ class MetricsLogger:
         self._validation: list[JsonLines] = []
         self._estimate, self._predicted = Path(job.config.job.dump_folder, ESTIMATE), None
         raise_on_all_ranks(lambda: self._open_sinks(job.config) if dims.rank("world") == 0 else None, dims["world"])
-        self._run_started = time.perf_counter()
+        self._clock, self._run_started = DeviceClock(device), time.perf_counter()
         self.last_loss: float | None = None
         """Loss of the last logged step of this run."""
         self.restart_clock(start_step)
@@ -294,9 +295,8 @@ class MetricsLogger:
         if not self.due(step):
             return None
         sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
-        # The host reads a late step of a GPU when it ends, because it waits for it; that of a CPU has ended by now.
-        ended = time.perf_counter() if late and self.device.type == "cpu" else None
-        return StepRecord(sequence_losses, lr, data.epoch, data.state_dict(), self.data_seconds, ended)
+        end = self._clock.mark() if late else None
+        return StepRecord(sequence_losses, lr, data.epoch, data.state_dict(), self.data_seconds, end)
 
     def log(
         self,
@@ -312,13 +312,14 @@ class MetricsLogger:
         loss: of the whole job. record: of this rank, with sequence_losses: (B,) mean loss of each sequence, 0 before
         the last stage of a pipeline; epoch: mean over the data streams. more: the records of observers, on every rank.
         """
-        ended = time.perf_counter() if record.ended is None else record.ended
+        end = self._clock.mark() if record.end is None else record.end
+        ended = self._clock.time_of(end)
         elapsed, data_seconds = ended - self._started, self.data_seconds - record.waited
-        steps = step - self._last_step
-        largest = [record.sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
-        loss_max, elapsed, memory = self._of_all_ranks(largest, "max")
-        ranks = self.dims.size("world")
-        waited, epoch = (x / ranks for x in self._of_all_ranks([record.waited, record.epoch], "sum"))
+        steps, ranks = step - self._last_step, self.dims.size("world")
+        with self._clock.after(end):  # the device is in the next step
+            largest = [record.sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
+            loss_max, elapsed, memory = self._of_all_ranks(largest, "max")
+            waited, epoch = (x / ranks for x in self._of_all_ranks([record.waited, record.epoch], "sum"))
         per_device = self.tokens_per_step * steps / elapsed / ranks
         flops = [per_device * flops for flops in self.flops_per_token]
         mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
 from torch._library.custom_ops import OPDEFS
 from torch._library.fake_impl import set_ctx_getter
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -212,6 +213,7 @@ def _of_torch_cuda(gpu: Gpu) -> dict[str, Any]:
         "default_stream": lambda *_a, **_k: _ONLY,
         "is_initialized": lambda: True,
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *_a, **_k: True,
         "current_device": lambda: 0,
         "device_count": lambda: 8,
@@ -273,6 +275,8 @@ def _of_gpu(gpu: Gpu) -> list[Any]:
     return [
         *(mock.patch.object(torch.cuda, name, x) for name, x in _of_torch_cuda(gpu).items()),
         mock.patch.object(torch.accelerator, "current_stream", return_value=_ONLY),
+        # PyTorch up to 2.12 makes a tensor of the device here, which PyTorch for CUDA tries in earnest.
+        mock.patch.object(fake_tensor, "init_gpu_context"),
         mock.patch.object(torch.version, "cuda", "13.0"),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch, "Stream", _Stream),

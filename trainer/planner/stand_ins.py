@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -27,7 +28,16 @@ ATTENTION = (
 
 def stand_ins() -> dict[str, Callable[..., Any]]:
     """Return what runs in place of PyTorch's operators, by qualified name."""
-    return {"aten::_efficient_attention_backward": _efficient_backward}
+    found = {"aten::_efficient_attention_backward": _efficient_backward}
+    # PyTorch up to 2.11 takes the type of a product's result for a number.
+    if decomposition_table[_aten.addmm.dtype_out] is decomposition_table[_aten.addmm.default]:
+        found["aten::addmm"] = _addmm
+    return found
+
+
+def _addmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None, **more: Any) -> Any:
+    out = more.get("out")
+    return torch.empty(a.shape[0], b.shape[1], dtype=dtype or x.dtype, device=x.device) if out is None else out
 
 
 def _efficient_backward(_dout, q, k, v, _bias, *_: Any, **__: Any) -> tuple:
