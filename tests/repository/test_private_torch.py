@@ -292,7 +292,8 @@ OF_THE_TRACER = {
     *("FakeStore", "FakeTensor", "FakeTensorMode", "OPDEFS", "ProcessGroup", "ShardingPropagator", "_ops", "_schema"),
     *("_PipelineSchedule", "_inference_mode", "_abstract_fn", "_init_fn", "set_ctx_getter", "_can_decompose", "_cdata"),
     *("_current_graph_task_id", "_dispatch_has_kernel_for_dispatch_key", "_overloadpacket", "_type", "tree_leaves"),
-    *("_propagate_tensor_meta_non_cached", "_resolve_process_group", "fake_tensor", "tree_map_only"),
+    *("_propagate_tensor_meta_non_cached", "_resolve_process_group", "decomposition_table", "fake_tensor"),
+    "tree_map_only",
     *("_ends", "_places", "_random_state", "_sums"),  # this project's own
 }
 _TRACER = ROOT / "trainer" / "planner"
