@@ -1,5 +1,6 @@
 """Law: linear attention over many ranks is the recurrence of one token after another, on any layout, with documents."""
 
+import importlib
 import random
 from itertools import pairwise
 from unittest import mock
@@ -221,6 +222,7 @@ def test_the_operator_keeps_the_rules_of_operators(kind: str) -> None:
 
 
 def test_a_chunk_has_the_size_of_its_definition() -> None:
-    """Kernels of others use 64, and the sub-blocks divide it."""
+    """Kernels of others use 64, and blocks divide it by a power of two."""
     assert linear_chunks.CHUNK == 64
-    assert linear_chunks.CHUNK % linear_chunks._BLOCK == 0
+    size = importlib.import_module("trainer.distributed.context_parallel.linear_attention")._size
+    assert [size(tokens) for tokens in (1, 4, 5, 9, 33, 64, 10**6)] == [4, 4, 8, 16, 64, 64, 64]

@@ -68,6 +68,20 @@ HYBRID = (
         f"{_LINEAR}::test_chunks_are_the_recurrence",
     ),
     Mutant(
+        "pairs of neighbouring blocks are left out",
+        f"{_CP}/execution/linear_chunks.py",
+        "range(1, (x.shape[-2] // BLOCK).bit_length())]",
+        "range(1, (x.shape[-2] // BLOCK).bit_length() - 1)]",
+        f"{_LINEAR}::test_chunks_are_the_recurrence",
+    ),
+    Mutant(
+        "first halves fade from the first token",
+        f"{_CP}/execution/linear_chunks.py",
+        "reference = second[..., :1, :]",
+        "reference = second[..., -1:, :]",
+        f"{_LINEAR}::test_strong_decays_neither_overflow_nor_divide",
+    ),
+    Mutant(
         "the last run goes on when it has ended",
         f"{_CP}/execution/linear_chunks.py",
         "torch.cat((new, state[:, :, ended:]), 2)",

@@ -476,9 +476,16 @@ PROCESSES = (
     Mutant(
         "the launcher waits for a rank that hangs",
         "trainer/runtime/launch.py",
-        "            timers[0].start()\n",
+        "        timers[0].start()\n",
         "",
         "tests/integration/test_failures.py",
+    ),
+    Mutant(
+        "the launcher takes a process beside the ranks for one",
+        "trainer/runtime/launch.py",
+        "in set(_children()) - others:",
+        "in _children():",
+        "tests/integration/test_launcher.py::test_a_process_beside_the_ranks_may_fail",
     ),
     Mutant(
         "nodes of another job are taken in",

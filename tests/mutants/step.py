@@ -226,8 +226,8 @@ GRADIENTS = (
     Mutant(
         "a late step has the position of the next one's data",
         "trainer/components/metrics.py",
-        "data.state_dict(), self.data_seconds, ended)",
-        "data._loader.state_dict(), self.data_seconds, ended)",
+        "data.state_dict(), self.data_seconds, end)",
+        "data._loader.state_dict(), self.data_seconds, end)",
         "tests/unit/test_data_ahead.py::test_a_record_has_the_position_of_the_batches_that_were_taken",
     ),
     Mutant(
@@ -247,9 +247,16 @@ GRADIENTS = (
     Mutant(
         "a late step ends when it is read, also on a CPU",
         "trainer/components/metrics.py",
-        'ended = time.perf_counter() if late and self.device.type == "cpu" else None',
-        "ended = None",
+        "end = self._clock.mark() if late else None",
+        "end = None",
         "tests/distributed/test_late_read.py::test_each_logged_step_has_a_time_of_its_own",
+    ),
+    Mutant(
+        "each logged step of a GPU counts from the first one",
+        "trainer/components/device_clock.py",
+        "        self._known = mark\n        return",
+        "        return",
+        "tests/unit/test_device_clock.py",
     ),
     Mutant(
         "gradients are reduced over the communicator of the gathers",

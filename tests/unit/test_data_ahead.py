@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainer.components.device_clock import DeviceClock
 from trainer.components.metrics import MetricsLogger
 from trainer.data.ahead import BatchesAhead
 
@@ -86,7 +87,7 @@ def test_a_record_has_the_position_of_the_batches_that_were_taken() -> None:
     data.take()
     data.make()
     given = {"due": lambda _step: True, "dims": {"cp": SimpleNamespace(size=lambda: 1)}, "data_seconds": 0.0}
-    metrics = SimpleNamespace(**given, device=torch.device("cpu"))
+    metrics = SimpleNamespace(**given, _clock=DeviceClock(torch.device("cpu")))
     sums, counts = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
     record = MetricsLogger.record(metrics, 1, sums, counts, lr=0.1, data=data, late=True)
     assert record.positions == {0: {"place": 2}}

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.attention import add_autocast_rule
 from trainer.distributed.context_parallel.execution.linear_chunks import (
+    BLOCK,
     CHUNK,
     LONGEST_RUN,
     Chunks,
@@ -175,7 +176,7 @@ class _Place:
     @classmethod
     def of(cls, plan: torch.Tensor | None, q: torch.Tensor) -> "_Place":
         if plan is None:
-            return cls((q.shape[1],) if q.shape[1] else (), max(1, min(CHUNK, q.shape[1])), q.device.type)
+            return cls((q.shape[1],) if q.shape[1] else (), _size(q.shape[1]), q.device.type)
         live, _ = resolve(plan)
         live.calls += 1
         if live.chunk is not None:
@@ -193,7 +194,7 @@ class _Place:
             layout = aligned(live.layout, CHUNK)
             rows = Axis(live.layout, group), Axis(layout, group)
         lengths = tuple(stop - start for start, stop in layout.ranges[rank])
-        size = max(1, min(CHUNK, max(lengths, default=1) if rows is None else layout.length))
+        size = _size(max(lengths, default=1) if rows is None else layout.length)
         return cls(lengths, size, q.device.type, Axis(fragments_of(layout), group), rows)
 
     @property
@@ -284,6 +285,11 @@ def _inputs(
         None if beta is None else _chunked(beta.to(dtype).unsqueeze(-1), place),
         document,
     )
+
+
+def _size(tokens: int) -> int:
+    """Return the tokens of a chunk for fragments of at most so many: blocks by a power of two."""
+    return min(CHUNK, BLOCK << (-(-tokens // BLOCK) - 1).bit_length())
 
 
 def _chunked(x: torch.Tensor, place: _Place) -> torch.Tensor:
