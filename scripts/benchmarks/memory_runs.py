@@ -27,6 +27,7 @@ from scripts.provenance import made_with
 ROOT = Path(__file__).resolve().parents[2]
 
 _A = "--activation_checkpoint."
+_LONGEST = 1e6  # seconds
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -87,7 +88,7 @@ def run(name: str, steps: int, limit: float) -> dict[str, Any]:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command, env=environment, **streams)
         try:
-            output, _ = process.communicate(timeout=limit)
+            output, _ = process.communicate(timeout=min(limit, _LONGEST))
         except subprocess.TimeoutExpired:
             process.kill()  # its ranks end with it
             output, _ = process.communicate()

@@ -542,6 +542,7 @@ RULES = [
     Rule(r"python -m pytest tests/distributed/test_planner\.py", r"\g<0> --collect-only -q", why=SLOW, slow=False),
     Rule(rf"{BENCHMARK}calibrated\.py", r"\g<0> --only 768", SLOW, says="median error"),
     Rule(rf"{BENCHMARK}memory\.py .*", r"\g<0> --only nothing", SLOW),
+    Rule(rf"{BENCHMARK}memory_runs\.py .*", r"\g<0> --help", BIG),
     Rule(rf"{BENCHMARK}block_memory\.py .*", r"\g<0>", says="KiB  attention, backward"),
     Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --json data.json", SLOW),
     Rule(rf"{BENCHMARK}balance\.py .*", r"\g<0> --seq-len 1024 --mean 128 --output balance.json", SLOW),
