@@ -17,6 +17,7 @@ from torch import nn
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model
+from tests.hf_families import MODELS, hf_decoder, in_double
 from tests.slow import slow
 from trainer.commands.evaluate import checked, evaluate
 from trainer.commands.finished_run import loaded_model
@@ -38,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LLAMA = TransformerArgs(
     dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_hidden_dim=96, vocab_size=4354, max_seq_len=64, norm_eps=1e-6
 )
+HYBRIDS = ("qwen3_next", "kimi_linear")
 LENGTH = 48
 
 
@@ -52,6 +54,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 if "norm" not in tensor:
                     parameter.normal_(std=0.1)
         model.save_pretrained(path / name)
+    for name in HYBRIDS:
+        with in_double():
+            hf_decoder(*MODELS[name]).save_pretrained(path / name)
+    for name in ("hf", "tied", *HYBRIDS):
         shutil.copy(default_tokenizer_path(), path / name / "tokenizer.model")
     texts = [f"def f{i}(x):\n" + f"    y = x + {i}\n    print(y)\n" * (2 if i % 3 == 2 else 20 + i) for i in range(10)]
     (path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -79,9 +85,11 @@ def found_case(argv: list[str], folder: str, fault: str = "") -> dict:
 
 CASES = [
     ("cp2+tp2", "hf", ["--batch-size", "3"]),
+    ("cp2", "kimi_linear", []),
     *slow(
         ("fsdp2+cp2", "tied", ["--model.rope_theta", "5e4"]),
         ("cp2", "hf", []),
+        ("fsdp2+cp2", "qwen3_next", []),
         ("fsdp2", "hf", ["--batch-size", "2"]),
         ("tp2", "tied", ["--training.loss_chunk_tokens", "16"]),
     ),
