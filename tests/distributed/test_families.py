@@ -166,9 +166,10 @@ QUICK = {(family, "cp2+tp2") for family in _QUICK} | {("smollm3", "pp2")}
     ],
 )
 def test_a_layout_equals_one_process(pool: WorkerPool, family: str, layout: str) -> None:
-    """With experts these are divided, too; packed documents, so that windows and positions count."""
+    """Three steps. With experts these are divided, too; packed documents, so that windows and positions count."""
     ranks, arguments = LAYOUTS[layout]
     model = [f"--model.name={family}", "--training.dtype=float64", "--training.attention_mask=document"]
+    model.append("--training.steps=3")
     if dict(MODELS.values())[family].experts is not None:
         model.append("--model.router_bias_update_rate=0.01")
         arguments = [*arguments, *([] if layout == "pp2" else [ep(2)])]
