@@ -266,7 +266,7 @@ def trainer_of(arguments: list[str]) -> Iterator[RecordingTrainer]:
 
 
 def run_layout(arguments: list[str], fault: str | None = None) -> Record:
-    """On each rank: train with BASE and `arguments`, STEPS steps unless they say more; `fault` plants a known mistake."""
+    """On each rank: train with BASE and `arguments`, STEPS steps unless they say more. fault: a known mistake."""
     process = Process.from_environment()
     with tempfile.TemporaryDirectory() as folder:
         config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
