@@ -1,6 +1,7 @@
 """Operators of GPUs as a CPU build lacks them. Their results have no values."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +47,16 @@ def _efficient_backward(_dout, q, k, v, _bias, *_: Any, **__: Any) -> tuple:
 
 
 # ---- kernels of Triton, and those that a CPU build takes apart
+
+
+@cache
+def kernels_of_cuda() -> torch.library.Library:
+    """Let a CPU build call operators of CUDA that it would take apart before the mode sees them. They are not run."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("silu_backward", "mish_backward"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            library.impl(name, lambda *_: NotImplemented, "CUDA")
+    return library
 
 
 class _RmsNorm(torch.autograd.Function):

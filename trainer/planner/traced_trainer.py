@@ -92,6 +92,7 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
     if hasattr(schedules, "InferenceMode"):  # since torch 2.12 stages vote, and read the votes
         yield patch(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
     if gpu is not None:
+        stand_ins.kernels_of_cuda()
         yield patch(choose, "gpu_capability", lambda: gpu.capability)
         yield patch(merging, "fused_merge", lambda: stand_ins.merge)
         yield patch(nn.functional, "scaled_dot_product_attention", stand_ins.attention_of_one_rank)
