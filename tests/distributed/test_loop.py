@@ -19,7 +19,7 @@ from tests.distributed.harness import Record, RecordingTrainer, assert_parity, r
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.components import metrics
+from trainer.components import device_clock, metrics
 from trainer.config.loader import parse_command_line
 from trainer.distributed import data_parallel
 from trainer.distributed.parallel_dims import ParallelDims
@@ -96,10 +96,14 @@ def test_prefetching_gathers_layers_ahead(pool: WorkerPool, tmp_path) -> None:
     assert backward.index("gather 1") < backward.index("back 3") < backward.index("gather 0") < backward.index("back 2")
 
 
-@pytest.mark.parametrize(("layout", "times"), [("one", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(("layout", "times"), [("one", 1), ("weights on the host", 2), ("fsdp2", 2)])
 def test_one_rank_casts_each_weight_once_in_a_micro_batch(pool: WorkerPool, tmp_path, layout: str, times: int) -> None:
-    """Ranks that shard gather a layer for the forward and for the backward, but the last one, which stays gathered."""
-    world_size, arguments = LAYOUTS.get(layout, (1, []))
+    """Ranks that shard gather a layer for the forward and for the backward, but the last one, which stays gathered.
+
+    So does one rank whose weights are on the host: else all of them would be on the device.
+    """
+    host = ["--training.enable_cpu_offload"] if layout == "weights on the host" else []
+    world_size, arguments = LAYOUTS.get(layout, (1, host))
     mixed = ["--model.flavor=tiny4", "--training.mixed_precision_param=bfloat16", *arguments]
     order = pool.run(world_size, gathered_case, str(tmp_path), mixed)[0]
     for layer in range(4):
@@ -298,7 +302,8 @@ def clock_case(folder: str, arguments: list[str]) -> tuple[list[dict], int]:
     """Two steps under a clock that advances by a second whenever it is looked at; tokens of a resumed run."""
     process, config, job = build(folder, *arguments)
     with process_group(process, config.comm):
-        with mock.patch.object(metrics, "time", mock.Mock(perf_counter=mock.Mock(side_effect=itertools.count(1.0)))):
+        clock = mock.Mock(perf_counter=mock.Mock(side_effect=itertools.count(1.0)))
+        with mock.patch.object(metrics, "time", clock), mock.patch.object(device_clock, "time", clock):
             trainer = RecordingTrainer(job, process.device, record=Record())
             for step in (1, 2):
                 trainer.train_step(step)

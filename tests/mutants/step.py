@@ -268,8 +268,15 @@ GRADIENTS = (
     Mutant(
         "one rank casts its weights twice",
         "trainer/distributed/data_parallel.py",
-        "options.reshard_after_forward and mesh.size(mesh.ndim - 1) > 1",
+        "options.reshard_after_forward and (options.cpu_offload or mesh.size(mesh.ndim - 1) > 1)",
         "options.reshard_after_forward",
+        f"{_LOOP}::test_one_rank_casts_each_weight_once_in_a_micro_batch",
+    ),
+    Mutant(
+        "weights of the host stay on the device of one rank",
+        "trainer/distributed/data_parallel.py",
+        "(options.cpu_offload or mesh.size",
+        "(mesh.size",
         f"{_LOOP}::test_one_rank_casts_each_weight_once_in_a_micro_batch",
     ),
     Mutant(
