@@ -22,26 +22,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
+from scripts.benchmarks.planner import config_json
 from scripts.provenance import made_with
 
 ROOT = Path(__file__).resolve().parents[2]
 
 _A = "--activation_checkpoint."
 _LONGEST = 1e6  # seconds
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128_256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
+_SIZES = {"dim": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128_256}
 _FULL = (f"{_A}mode=full",)
 _LOSS = ("--training.loss_chunk_tokens=2048",)
 _TILES = (f"{_A}mlp_chunk_tokens=8192",)
@@ -63,7 +51,7 @@ def arguments(name: str, folder: Path) -> list[str]:
     layers, tokens, options = ROWS[name]
     shape = folder / f"llama_{layers}"
     shape.mkdir(exist_ok=True)
-    (shape / "config.json").write_text(json.dumps(_CONFIG | {"num_hidden_layers": layers}))
+    (shape / "config.json").write_text(json.dumps(config_json(_SIZES | {"layers": layers})))
     return [
         f"--model.flavor={shape}",
         f"--training.seq_len={tokens}",

@@ -21,8 +21,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
-from scipy.optimize import minimize
-
 from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
 from trainer.planner.estimate import Estimate, bubble, estimate
@@ -36,12 +34,9 @@ FITTED = ("products", "float8", "attention", "memory", "fused", "link", "network
 _SHAPE = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab")
 
 
-def settings(run: dict[str, str], folder: Path) -> list[str]:
-    """Return the command line of a run. Its model's sizes are written into a folder."""
-    shape = folder / "-".join(run[key] for key in _SHAPE)
-    shape.mkdir(exist_ok=True)
-    sizes = {key: int(run[key]) for key in _SHAPE}
-    config = {
+def config_json(sizes: dict[str, int]) -> dict[str, Any]:
+    """Return what the file of that name says of a Llama with these sizes, see `_SHAPE`."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": sizes["dim"],
@@ -56,6 +51,13 @@ def settings(run: dict[str, str], folder: Path) -> list[str]:
         "tie_word_embeddings": False,
         "hidden_act": "silu",
     }
+
+
+def settings(run: dict[str, str], folder: Path) -> list[str]:
+    """Return the command line of a run. Its model's sizes are written into a folder."""
+    shape = folder / "-".join(run[key] for key in _SHAPE)
+    shape.mkdir(exist_ok=True)
+    config = config_json({key: int(run[key]) for key in _SHAPE})
     (shape / "config.json").write_text(json.dumps(config))
     p, cp, pp = "--parallelism.", int(run["cp"]), int(run["pp"])
     arguments = [
@@ -148,6 +150,8 @@ def seconds(run: dict[str, str], found: dict[str, Any], on: Device, efficiency: 
 
 def fitted(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> dict[str, float]:
     """Return the shares of the peaks that explain the times of these runs, near to what is known of kernels."""
+    from scipy.optimize import minimize  # a machine that only runs a benchmark may lack it
+
     begin = {
         "products": 0.7,
         "float8": 0.5,

@@ -13,12 +13,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.benchmarks import attention_kernels
+from scripts.benchmarks.linear_attention import KINDS
 from scripts.gpu_blocks.block import Check
 from scripts.gpu_blocks.layer import memory_found, reset_memory
 from trainer.distributed.context_parallel import linear_attention as operator
 from trainer.distributed.context_parallel.linear_attention import linear_attention
 
-KINDS = ("gated_delta", "kimi_delta", "mamba2")
 _BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative errors of outputs and gradients
 _GROWTH = 5.0  # of the time for four times the tokens; attention's is 16, and it is fast
 _KERNELS, _NAME = 12, 90  # noted of each row; letters of a name

@@ -37,11 +37,11 @@ def test_the_documentation_has_the_numbers_of_the_file() -> None:
 def test_rows_are_run_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Small ones, on a CPU; a run that fails says why."""
     file = tmp_path / "runs.json"
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "vocab": 5000}
     rows = {"right": (2, 64, ("--job.device=cpu",)), "wrong": (2, 64, ("--job.device=tpu",))}
     with (
         mock.patch.object(torch.cuda, "get_device_name", return_value="a CPU"),
-        mock.patch.dict(memory_runs._CONFIG, small, vocab_size=5000),
+        mock.patch.dict(memory_runs._SIZES, small),
         mock.patch.object(memory_runs, "ROWS", rows),
         mock.patch.object(sys, "argv", ["memory_runs.py"]),
     ):
