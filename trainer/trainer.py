@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
-from trainer.components.lr_scheduler import build_lr_scheduler
+from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
 from trainer.components.metrics import MetricsLogger, StepRecord
 from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
@@ -90,7 +90,7 @@ class Trainer:
         self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
         self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
-        self.optimizer = build_optimizer(self.model_parts, config)
+        self.optimizer = build_optimizer(self.model_parts, config, self.dims)
         self.updates_masked = can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.unread: Callable[[], None] | None = None
@@ -107,6 +107,7 @@ class Trainer:
         self.validation = self.build_validation() if job.validates else None
         self._has_validated = False
         self.start_step, tokens_before = self.checkpoint.load()
+        check_restart(config.lr_scheduler, self.start_step)
         if job.task.uses_model:
             self.task.use_model(self)
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)

@@ -46,6 +46,7 @@ from trainer.stores.folder import (
     best_saved,
     checkpoint_folder,
     model_description,
+    states_of,
     step_to_load,
     unreadable,
 )
@@ -266,7 +267,9 @@ class Checkpointer:
         of_ranks = of_all_ranks(self._loader.state_dict(), self._dims["dp"])
         streams = {int(stream): position for entries in of_ranks for stream, position in entries.items()}
         model_only = self.settings.last_save_model_only and step == self._config.training.steps
-        state = RunState(step, tokens_seen, described, streams, files={}, model_only=model_only)
+        state = RunState(
+            step, tokens_seen, described, streams, files={}, model_only=model_only, optimizer=states_of(self._config)
+        )
         say_waiting(f"saving the checkpoint of step {step}")
         kept = {"keep_latest_k": self.settings.keep_latest_k, "keep_every": self.settings.keep_every}
         writer = Writer(self.folder, state, best=best, **kept)

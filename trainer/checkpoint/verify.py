@@ -12,6 +12,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
 from trainer.hugging_face.files import grouped
+from trainer.models.matrices import matrices_of
 from trainer.models.model_spec import model_spec
 from trainer.stores.folder import check_same_model, read_state, unreadable
 from trainer.stores.store import Store
@@ -21,7 +22,7 @@ Box = Sequence[tuple[int, int]]
 """Half-open ranges of places, one for each dimension."""
 _AT_ONCE = 2**30
 """Bytes of the tensors that are read at once; a larger tensor is read alone."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum",)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def expected_entries(config: JobConfig, args: ModelArgs, *, with_optimizer: bool
     with torch.device("meta"):
         model = model_spec(config.model.name).build(args)
         apply_lora(model, config.lora)
+    matrices = matrices_of([model]) if config.optimizer.name == "Muon" else {}
     expected = {}
     for tensor, name in names_of([model]).items():
         trained = isinstance(tensor, torch.nn.Parameter)
@@ -85,7 +87,8 @@ def expected_entries(config: JobConfig, args: ModelArgs, *, with_optimizer: bool
             continue
         expected[f"model.{name}"] = tensor.shape
         if trained and with_optimizer:
-            expected |= {f"optimizer.{name}.{moment}": tensor.shape for moment in _MOMENTS}
+            moments = _MOMENTUM if tensor in matrices else _MOMENTS
+            expected |= {f"optimizer.{name}.{moment}": tensor.shape for moment in moments}
             expected[f"optimizer.{name}.step"] = torch.Size()
     return expected
 

@@ -5,11 +5,12 @@ import math
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.config.schema import LRScheduler
+from trainer.config.errors import SharedConfigError
+from trainer.config.optimizer import LRScheduler
 
 
 def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
-    """Return the share of the peak learning rate for optimizer step `step`, counted from 0.
+    """Return the share of the peak learning rate for a step of a schedule of `total_steps`, both from its start on.
 
     It rises linearly over `warmup_steps` (and is above 0 in the first step), stays at 1, and falls to `min_lr_factor`
     over the last `decay_ratio` of the run, by default from the end of the warm-up on.
@@ -29,9 +30,12 @@ def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
 
 
 def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: LRScheduler, steps: int) -> LambdaLR:
-    """Return the schedule of `optimizer` over `total_steps`, by default the `steps` of the run."""
-    total_steps = config.total_steps or steps
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
+    """Return the schedule of `optimizer` over `total_steps`, by default the `steps` of the run.
+
+    It starts after `restart_step`; steps before that have the rate of its first one.
+    """
+    total_steps, start = config.length(steps), config.restart_step
+    return LambdaLR(optimizer, lambda step: lr_factor(max(step - start, 0), config, total_steps))
 
 
 def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
@@ -41,3 +45,16 @@ def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
         group["lr"] = lr
     place = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": lrs}
     scheduler.load_state_dict(scheduler.state_dict() | place)
+
+
+def check_restart(config: LRScheduler, step: int) -> None:
+    """Check that a run that continues after `step` is in the schedule.
+
+    Raises:
+        SharedConfigError: the schedule starts later.
+    """
+    if step < config.restart_step:
+        raise SharedConfigError(
+            f"lr_scheduler.restart_step = {config.restart_step} is after step {step}, where this run continues; use "
+            f"at most {step}, the last step of the schedule before"
+        )

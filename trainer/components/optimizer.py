@@ -1,7 +1,7 @@
 """The optimizer, and which parameters decay."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -10,19 +10,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainer.components.muon import Muon
 from trainer.components.rounded_adam import RoundedAdam, initial_state
+from trainer.components.rounding import Rounding
+from trainer.config.errors import SharedConfigError
+from trainer.config.optimizer import GroupRule, Optimizer
 from trainer.config.registry import OPTIMIZERS
 from trainer.config.schema import JobConfig
+from trainer.distributed.ownership import Owners
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.experts import Experts
+from trainer.models.matrices import matrices_of
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that were never updated the initial state of Adam.
+    """Give parameters that were never updated their first state.
 
-    Another optimizer that has no state yet makes it in a step with gradients of zero, at a learning rate of zero.
+    Another optimizer than those of this program makes it, if it has none yet, in a step with gradients of zero, at a
+    learning rate of zero.
     """
+    if isinstance(optimizer, Muon):
+        optimizer.add_state()
+        optimizer = optimizer.rest
     if not isinstance(optimizer, torch.optim.Adam):
-        if not optimizer.state:
+        if optimizer is not None and not optimizer.state:
             _step_without_effect(optimizer)
         return
     for group in optimizer.param_groups:
@@ -46,22 +58,98 @@ def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def build_optimizer(model_parts: Sequence[nn.Module], config: JobConfig) -> torch.optim.Optimizer:
-    """Return the configured optimizer over all that is trained: AdamW, Adam, or one that a package has added."""
+def build_optimizer(
+    model_parts: Sequence[nn.Module], config: JobConfig, dims: ParallelDims | None = None
+) -> torch.optim.Optimizer:
+    """Return the configured optimizer over all that is trained: one of this program, or one that a package has added.
+
+    dims: of the job; None: this process alone. A collective of all ranks for Muon, and for `optimizer.groups`.
+
+    Raises:
+        ConfigError: an entry of `optimizer.groups` is for no parameter, or Muon does not know what one is.
+    """
     settings = config.optimizer
     if settings.name in OPTIMIZERS:
         module, _, name = OPTIMIZERS[settings.name].partition(":")
         return getattr(import_module(module), name)(model_parts, config)
-    whole = nn.ModuleList(model_parts)
-    implementation = settings.implementation_on(next(whole.parameters()).device.type)
-    groups = parameter_groups(whole, settings.weight_decay)
+    names = {parameter: name for part in model_parts for name, parameter in part.named_parameters()}
+    matrices = matrices_of(model_parts, per_head=config.muon.per_head) if settings.name == "Muon" else {}
+    _check_rules(settings, names.values(), dims)
+    groups = parameter_groups(nn.ModuleList(model_parts), settings.weight_decay)
+    groups = [
+        {**group, "params": [p for p in group["params"] if p not in matrices]}
+        for group in _with_rules(groups, settings, names)
+    ]
+    rounding = Rounding(names, seed=config.training.seed, stochastic=settings.rounding == "stochastic")
+    device = next(nn.ModuleList(model_parts).parameters()).device.type
+    implementation = settings.implementation_on(device)
+    rest = _adam([group for group in groups if group["params"]], config, rounding, implementation)
+    if settings.name != "Muon":
+        return rest
+    muon, moments = config.muon, getattr(torch, config.state_dtype)
+    of_matrices = {"params": list(matrices), "lr": _or(muon.lr, settings.lr)}
+    of_matrices["weight_decay"] = _or(muon.weight_decay, settings.weight_decay)
+    groups = _with_rules([of_matrices] if matrices else [], settings, names)
+    in_order = {p: matrices[p] for group in groups for p in group["params"]}
+    compute = "float64" if config.training.dtype == "float64" else muon.dtype_on(dims["world"].device_type)
+    on = {"dtype": getattr(torch, compute), "device": torch.device(dims["world"].device_type)}
+    fused = implementation == "fused"
+    owners = Owners(in_order, dims.stage_group(), **on)
+    return Muon(groups, owners, muon, rest=rest, rounding=rounding, momenta=moments, fused=fused)
+
+
+def _adam(
+    groups: list[dict[str, Any]], config: JobConfig, rounding: Rounding, implementation: str
+) -> torch.optim.Adam | None:
+    """Return Adam, or AdamW, over groups; None if there are none."""
+    if not groups:
+        return None
+    settings, decoupled = config.optimizer, config.optimizer.name != "Adam"
     how = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     how |= {name: implementation == name for name in ("foreach", "fused")}
     stored = {str(group["params"][0].dtype).removeprefix("torch.") for group in groups}
     if "bfloat16" in stored or settings.state_dtype not in (None, *stored):
-        names = {parameter: name for part in model_parts for name, parameter in part.named_parameters()}
-        return RoundedAdam(groups, config, names, **how)
-    return getattr(torch.optim, settings.name)(groups, **how)
+        moments = getattr(torch, config.state_dtype)
+        return RoundedAdam(groups, rounding, moments, decoupled_weight_decay=decoupled, **how)
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **how)
+
+
+def _with_rules(
+    groups: Sequence[dict[str, Any]], settings: Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[dict[str, Any]]:
+    """Return groups divided by the rules of `optimizer.groups`."""
+    if not settings.groups:
+        return list(groups)
+    divided = []
+    for group in groups:
+        by_rule: dict[GroupRule, list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            by_rule[settings.rule_of(names[parameter])].append(parameter)
+        for rule, parameters in by_rule.items():
+            decay = _or(rule.weight_decay, group["weight_decay"])
+            rate = group.get("lr", settings.lr) * rule.lr
+            divided.append({**group, "params": parameters, "lr": rate, "weight_decay": decay})
+    return divided
+
+
+def _check_rules(settings: Optimizer, names: Iterable[str], dims: ParallelDims | None) -> None:
+    """Check that each entry of `optimizer.groups` is the first one for a parameter of this or another stage."""
+    used = [settings.rule_of(name) for name in names]
+    rules = settings.group_rules()
+    if not rules:
+        return
+    found = torch.tensor([float(rule in used) for rule in rules])
+    if dims is not None:
+        found = all_reduce(found.to(dims["world"].device_type), dims["world"], "max")
+    if unused := [text for text, is_used in zip(settings.groups, found.tolist(), strict=True) if not is_used]:
+        raise SharedConfigError(
+            f"optimizer.groups has {unused[0]!r}, which is for no parameter that an earlier entry has not taken; names "
+            f"are such as {', '.join(map(repr, [*names][:3]))}"
+        )
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def parameter_groups(whole: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

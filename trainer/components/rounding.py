@@ -5,9 +5,15 @@ ranks shard the parameter, replicas round alike, and a resumed run has the bits 
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+
+from trainer.transforms.random_bits import parameter_seed, random_bits
+
+_STEP = 0x2545F4914F6CDD1D  # odd, so that steps have different keys
 
 
 def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
@@ -38,3 +44,26 @@ def global_indices(parameter: torch.Tensor, start: int, stop: int) -> torch.Tens
         indices.add_(position % size + offset, alpha=stride)
         position, stride = position // size, stride * whole
     return indices
+
+
+class Rounding:
+    """How an optimizer stores values in bfloat16.
+
+    names: of the parameters in the model; stochastic: else values are rounded to nearest.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str], *, seed: int, stochastic: bool) -> None:
+        self._keys = {p: parameter_seed(seed, f"{name}/rounding") for p, name in names.items()} if stochastic else {}
+
+    def bits(self, parameter: nn.Parameter, step: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
+        """Return the bits of elements of the flattened shard in a step: (stop - start,) int64; None: to nearest."""
+        if parameter not in self._keys:
+            return None
+        return random_bits(global_indices(parameter, start, stop), self._keys[parameter] + step.long() * _STEP)
+
+
+def store(stored: torch.Tensor, value: torch.Tensor, bits: torch.Tensor | None) -> None:
+    """Round `value`, (n,), into `stored`, by `bits` if it is of bfloat16; None: to nearest."""
+    if value is not stored:
+        rounds = bits is not None and stored.dtype == torch.bfloat16
+        stored.copy_(round_stochastically(value, bits) if rounds else value)

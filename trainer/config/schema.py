@@ -12,11 +12,9 @@ from trainer.config.checkpoint import SAVING, Checkpoint
 from trainer.config.data import CHAT, CONVERSATIONS, Chat, Mixture, reads
 from trainer.config.keys import (
     AT_LEAST_ONE,
-    DECAY,
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_OR_OFF,
-    SHARE,
     STEPS,
     TOKENS,
     Bounds,
@@ -26,6 +24,7 @@ from trainer.config.keys import (
     needs_value,
     unless,
 )
+from trainer.config.optimizer import LRScheduler, Muon, Optimizer
 from trainer.config.parallelism import DATA_PARALLEL, NO_PIPELINE, Comm, Parallelism
 from trainer.config.preferences import DPO
 from trainer.config.registry import TASK_OF_DATASET
@@ -58,27 +57,10 @@ _SHORT_WINDOW = Condition(
     lambda config, _: config.model.sliding_window is None or config.model.sliding_window < config.training.seq_len,
     "with sequences of training.seq_len = {0.training.seq_len} tokens: the window covers the sequence",
 )
-_AFTER_WARMUP = Condition(
-    lambda config, _: config.training.steps > config.lr_scheduler.warmup_steps,
-    "because all training.steps = {0.training.steps} are in the warm-up",
-)
-_DECAYS = Condition(
-    lambda config, _: config.lr_scheduler.decays_within(config.training.steps),
-    "because the learning rate does not decay within training.steps = {0.training.steps}",
-)
 _NOT_FLOAT64 = unless("training.dtype", "float64", ", whose gradients are reduced in float64")
 _REDUCED = Condition(
     lambda _, degrees: degrees.dp * degrees.cp > 1,
     "where gradients are not reduced (data-parallel degree x context_parallel_degree = 1)",
-)
-_ADAM = Condition(
-    lambda config, _: config.optimizer.name in ("AdamW", "Adam"),
-    "with optimizer.name = {0.optimizer.name!r}, which has settings of its own",
-    general="unless optimizer.name is AdamW or Adam",
-)
-_HALF = Condition(
-    lambda config, _: "bfloat16" in (config.training.dtype, config.state_dtype),
-    "where nothing is stored in bfloat16 (training.dtype, optimizer.state_dtype)",
 )
 _VALIDATING = needs("validation.enable")
 WITHOUT_GATHERED_LOGITS = Condition(
@@ -203,63 +185,6 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """The update rule."""
-
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays the weights, Adam adds the decay to the gradient; or one of job.imports."""
-    lr: float = key(8e-4, POSITIVE)
-    """Peak learning rate; lr_scheduler scales it."""
-    beta1: float = key(0.9, DECAY, when=_ADAM)
-    """Decay of the running mean of the gradient."""
-    beta2: float = key(0.95, DECAY, when=_ADAM)
-    """Decay of the running mean of the squared gradient."""
-    eps: float = key(1e-8, POSITIVE, when=_ADAM)
-    """Term that is added to the root of the second moment."""
-    weight_decay: float = key(0.1, NOT_NEGATIVE)
-    """Weight decay of the matrices (not of norms and embeddings)."""
-    implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)
-    """One kernel per parameter, per list, or for all; auto: fused on CUDA and with offload to CPU, else foreach."""
-    state_dtype: Literal["float32", "bfloat16"] | None = key(None, when=_ADAM)
-    """Data type in which both moments are stored; the update is computed in float32. None: training.dtype."""
-    rounding: Literal["stochastic", "nearest"] = key("stochastic", when=(_ADAM, _HALF))
-    """How updated values are rounded to bfloat16; nearest: an update below half a unit in the last place is lost."""
-
-    def implementation_on(self, device_type: str) -> str:
-        """Return the implementation on a device of this type."""
-        if self.implementation != "auto":
-            return self.implementation
-        return "fused" if device_type == "cuda" else "foreach"
-
-
-@dataclass(frozen=True)
-class LRScheduler:
-    """The learning rate over the steps: linear warm-up, constant, decay."""
-
-    warmup_steps: int = key(200, NOT_NEGATIVE, "steps")
-    """Steps of the linear warm-up; a run may be shorter."""
-    total_steps: int | None = key(None, AT_LEAST_ONE, "steps", example=10000, when=_AFTER_WARMUP)
-    """Steps until the end of the decay; None: training.steps."""
-    decay_ratio: float | None = key(None, SHARE, example=0.2, when=_AFTER_WARMUP)
-    """Share of the total steps, at their end, in which the rate decays; None: all steps after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", when=(_AFTER_WARMUP, _DECAYS))
-    """Shape of the decay."""
-    min_lr_factor: float = key(0.0, SHARE, when=(_AFTER_WARMUP, _DECAYS))
-    """Learning rate at the end of the decay, as a share of optimizer.lr."""
-
-    def decay_steps(self, total_steps: int) -> int:
-        """Return for how many of the last steps of the schedule the learning rate decays."""
-        after_warmup = total_steps - self.warmup_steps
-        return after_warmup if self.decay_ratio is None else min(round(self.decay_ratio * total_steps), after_warmup)
-
-    def decays_within(self, steps: int) -> bool:
-        """Return whether the learning rate decays within a run of `steps` steps."""
-        total_steps = self.total_steps or steps
-        decay = self.decay_steps(total_steps)
-        return decay > 0 and total_steps - decay < steps - 1
-
-
-@dataclass(frozen=True)
 class Training:
     """Data, batch, precision and length of the run."""
 
@@ -363,6 +288,7 @@ class JobConfig:
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    muon: Muon = field(default_factory=Muon)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     mixture: Mixture = field(default_factory=Mixture)

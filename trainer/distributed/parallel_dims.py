@@ -182,6 +182,17 @@ class ParallelDims:
             self._own[rows, purpose] = new_group(rows, purpose)
         return self._own.get((rows, purpose))
 
+    def stage_group(self) -> dist.ProcessGroup:
+        """Return the group of all ranks of this one's pipeline stage, which share its parameters.
+
+        A collective of all ranks, where no mesh has these ranks.
+        """
+        root, sizes = self._roots[0], self.degrees.sizes()
+        rows = lines(root.mesh_dim_names, root.mesh_dim_names[1:], sizes)
+        if rows not in self._of_rows and (rows, "stage") not in self._own:
+            self._own[rows, "stage"] = dist.group.WORLD if len(rows) == 1 else new_group(rows, "stage")
+        return self._of_rows[rows].get_group() if rows in self._of_rows else self._own[rows, "stage"]
+
     def group_names(self) -> str:
         """Return the names of this rank's process groups; they depend on the degrees and the order of creation."""
         return " ".join(mesh.get_group().group_name for mesh in self._meshes.values())

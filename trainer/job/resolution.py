@@ -16,7 +16,14 @@ from trainer.job.model import check_tensor_parallel_sizes, with_windows_of_flavo
 from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.record import ResolvedJob, TaskDecisions
 from trainer.job.tasks import resolve_model, task_of
-from trainer.job.training import check_batch, check_cpu_offload, check_profiling, check_schedule, check_trackers
+from trainer.job.training import (
+    check_batch,
+    check_cpu_offload,
+    check_optimizer,
+    check_profiling,
+    check_schedule,
+    check_trackers,
+)
 from trainer.stores.initial import check_initial_weights
 
 
@@ -42,7 +49,8 @@ def resolve(
     problems = Problems(missing)
     check_bounds(config, problems)
     problems.raise_all()
-    for check in (check_schedule, check_profiling, check_trackers, check_dump_folder, check_checkpoint_keys):
+    checks = check_schedule, check_optimizer, check_profiling, check_trackers, check_dump_folder, check_checkpoint_keys
+    for check in checks:
         problems.check(check, config)
     model = problems.check(resolve_model, config, missing)
     degrees = problems.check(_degrees, config, world_size, model)

@@ -14,12 +14,19 @@ BALANCE_GROWTH = 1.25
 
 def check_schedule(config: JobConfig) -> None:
     """Check that warm-up and decay fit the length of the schedule and of the run."""
-    schedule, steps = config.lr_scheduler, config.training.steps
-    total, total_key = schedule.total_steps, "lr_scheduler.total_steps"
-    if total is None:
+    schedule, start = config.lr_scheduler, config.lr_scheduler.restart_step
+    steps, total_key = config.training.steps - start, "lr_scheduler.total_steps"
+    total, after = schedule.length(config.training.steps), " less lr_scheduler.restart_step" * (start > 0)
+    if start and min(steps, total) < 1:
+        raise ConfigError(
+            f"lr_scheduler.restart_step = {start} leaves the schedule no step of training.steps = "
+            f"{config.training.steps}; raise these and total_steps, or name the last step of the run that is continued"
+        )
+    if schedule.total_steps is None:
         if schedule.warmup_steps >= steps:
             return  # a few steps of a longer schedule, all in the warm-up
-        total, total_key = steps, "training.steps"
+        total_key = "training.steps"
+    total_key += after
     if schedule.warmup_steps > total:
         raise ConfigError(
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps} must not be more than {total_key} = {total}; "
@@ -34,8 +41,23 @@ def check_schedule(config: JobConfig) -> None:
         )
     if total < steps and decay and schedule.min_lr_factor == 0:
         raise ConfigError(
-            f"lr_scheduler.total_steps = {total} leaves a learning rate of 0 for the rest of training.steps = {steps}; "
-            f"use at least {steps}, or an lr_scheduler.min_lr_factor above 0, such as 0.1"
+            f"lr_scheduler.total_steps = {schedule.total_steps} leaves a learning rate of 0 for the rest of "
+            f"training.steps = {config.training.steps}; use at least {config.training.steps}, or an "
+            "lr_scheduler.min_lr_factor above 0, such as 0.1"
+        )
+
+
+def check_optimizer(config: JobConfig) -> None:
+    """Check that Muon has matrices to update, and what parameters by name are to have.
+
+    Raises:
+        ConfigError: adapters alone are trained, or an entry of optimizer.groups is wrong.
+    """
+    config.optimizer.group_rules()
+    if config.optimizer.name == "Muon" and config.lora.rank:
+        raise ConfigError(
+            f"optimizer.name = 'Muon' with lora.rank = {config.lora.rank} has no matrix to update: adapters are thin, "
+            "and AdamW updates them; use optimizer.name = 'AdamW'"
         )
 
 

@@ -38,7 +38,8 @@ class RunState:
 
     model: see `model_description`; streams: number of a data stream -> its position; files: name of every other file
     of the checkpoint -> its length in bytes; model_only: whether the tensors are the weights alone; sums: name of a
-    file -> its check sum (zlib.crc32), of files that have none inside; older checkpoints lack it.
+    file -> its check sum (zlib.crc32), of files that have none inside; optimizer: whose states are saved, see
+    `states_of`. Older checkpoints lack the last two.
     """
 
     step: int
@@ -48,6 +49,13 @@ class RunState:
     files: Mapping[str, int]
     model_only: bool = False
     sums: Mapping[str, int] = field(default_factory=dict)
+    optimizer: str = ""
+
+
+def states_of(config: JobConfig) -> str:
+    """Return the name of an optimizer whose states this run's are like: those of Adam and AdamW are the same."""
+    name = config.optimizer.name
+    return "AdamW" if name == "Adam" else name
 
 
 def check_sum(content: Mapping[str, Any]) -> int:
@@ -205,6 +213,12 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
             f"training.steps = {config.training.steps} is beyond the checkpoint {path}, which holds the weights "
             "alone (checkpoint.last_save_model_only); resume from an earlier step with checkpoint.load_step, or use a "
             f"new optimizer: --checkpoint.load_step {state.step} --checkpoint.exclude_from_loading optimizer"
+        )
+    if not state.model_only and "optimizer" not in excluded and state.optimizer not in ("", states_of(config)):
+        raise ConfigError(
+            f"optimizer.name = {config.optimizer.name!r} cannot continue from the states of {state.optimizer} in the "
+            f"checkpoint {path}; resume with {state.optimizer}, or start its states again: --checkpoint.load_step "
+            f"{state.step} --checkpoint.exclude_from_loading optimizer"
         )
     if "dataloader" in excluded:
         return

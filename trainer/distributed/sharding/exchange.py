@@ -206,14 +206,14 @@ class Movement:
 def plan_movement(owned: tuple[Ranges, ...], wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
     """Return what `rank` sends and receives when every rank r owns the ranges owned[r] and wants wanted[r]."""
     own = Offsets(owned[rank])
-    sent = tuple(tuple(place for _, place in _common(ranges, own)) for ranges in wanted)
-    received = tuple(tuple(place for place, _ in _common(wanted[rank], Offsets(ranges))) for ranges in owned)
+    sent = tuple(tuple(place for _, place in common_parts(ranges, own)) for ranges in wanted)
+    received = tuple(tuple(place for place, _ in common_parts(wanted[rank], Offsets(ranges))) for ranges in owned)
     rows = size(wanted[rank])
     outside = difference(union([(0, rows)]), union(part for places in received for part in places))
     return Movement(sent, received, rows, outside)
 
 
-def _common(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]]:
+def common_parts(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]]:
     """Return the parts of `wanted` that one rank owns, in order: (place in the wanted rows, place in the shard)."""
     parts, before = [], 0
     for start, stop in wanted:

@@ -1,0 +1,162 @@
+"""Muon (Jordan et al., 2024; at scale arXiv 2502.16982): the momentum of a matrix, made orthogonal, is its update.
+
+    m = lerp(m, g, 1 - momentum)                 on shards, as their gradients are
+    u = lerp(g, m, momentum)                     with nesterov, else m
+    X = newton_schulz(u)                         of whole matrices, each once in the job: `distributed/ownership.py`
+    w = (1 - lr * weight_decay) w - lr * f X     f: by the shape of the matrix, see `rate_factor`
+
+All that is no matrix is updated by AdamW. What is sent has the data type of the products.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.components.rounding import Rounding, store
+from trainer.config.optimizer import Muon as Settings
+from trainer.distributed.ownership import Matrix, Owners
+from trainer.distributed.sharding.ranges import Range
+from trainer.distributed.sharding.tensors import local_part
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+"""Of a quintic whose repetition brings singular values near one, whatever they are (Jordan et al.)."""
+_LEAST = 1e-7
+
+Block = tuple[Matrix, Range, torch.Tensor]
+"""See `Owners.give_back`."""
+
+
+def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return matrices with about the singular vectors of x, and singular values of 0.7 to 1.2: (N, rows, columns)."""
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_LEAST)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.mT if tall else x
+
+
+def rate_factor(rows: int, columns: int, rule: str) -> float:
+    """Return the factor of the learning rate for a matrix of this shape.
+
+    rule: "original" keeps the change of an output's scale alike for all shapes; "match_rms_adamw" gives an update the
+    root mean square of AdamW's, about 0.2 (arXiv 2502.16982).
+    """
+    if rule == "original":
+        return max(1, rows / columns) ** 0.5
+    return 0.2 * max(rows, columns) ** 0.5
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates matrices as the module says, and the rest by another optimizer, whose groups and states are also its own.
+
+    groups: of matrices, with `lr` and `weight_decay`; owners: of these parameters in the order of the groups; rest:
+    None if there is no other parameter; momenta: data type in which they are stored; fused: as the rest's, so that the
+    device can leave out an update, see `optimizer.mask_update`. A parameter without a gradient has one of zero.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        owners: Owners,
+        settings: Settings,
+        *,
+        rest: torch.optim.Optimizer | None,
+        rounding: Rounding,
+        momenta: torch.dtype,
+        fused: bool,
+    ) -> None:
+        of_rest = [] if rest is None else rest.param_groups
+        super().__init__([*({**group, "fused": fused} for group in groups), *of_rest], {})
+        self.matrix_groups, self.rest = self.param_groups[: len(groups)], rest
+        self._owners, self._settings, self._rounding, self._momenta = owners, settings, rounding, momenta
+        if rest is not None:
+            rest.state = self.state
+
+    def add_state(self) -> None:
+        """Give matrices that were never updated their first state."""
+        for group in self.matrix_groups:
+            for p in group["params"]:
+                if not self.state[p]:
+                    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+                    momentum = torch.zeros_like(p, dtype=self._momenta, requires_grad=False)
+                    self.state[p] = {"step": step, "momentum": momentum}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters; a collective of the ranks that share them."""
+        self.add_state()
+        found = getattr(self, "found_inf", None)
+        share = None if found is None else 1 - found.double()  # 0: nothing is to change
+        updates = [_Update(p, self.state[p], group) for group in self.matrix_groups for p in group["params"]]
+        for update in updates:
+            self._advance(update, share)
+        rounds = self._owners.rounds
+        gathered = self._owners.gather(rounds[0], partial(self._part, updates)) if rounds else None
+        if self.rest is not None:  # while the first matrices are sent
+            if found is not None:
+                self.rest.found_inf = found
+            self.rest.step()
+        returned: Callable[[], Iterable[Block]] = tuple
+        for number, matrices in enumerate(rounds, 1):
+            whole = gathered()
+            if number < len(rounds):  # sent while this round is computed
+                gathered = self._owners.gather(rounds[number], partial(self._part, updates))
+            results = newton_schulz(whole, self._settings.steps) if len(whole) else whole
+            before, returned = returned, self._owners.give_back(matrices, results)
+            self._change(updates, before(), share)
+        self._change(updates, returned(), share)
+
+    def _advance(self, update: "_Update", share: torch.Tensor | None) -> None:
+        """Bring a momentum forward. A gradient that is not finite must not reach it."""
+        moved, weight = _wide(update.momentum), 1 - self._settings.momentum
+        if share is not None:
+            update.gradient = torch.where(share > 0, update.gradient, 0)
+            weight = (weight * share).to(moved.dtype)
+        update.step += 1 if share is None else share
+        moved.lerp_(update.gradient.to(moved.dtype), weight)
+        self._store(update, update.momentum, moved, first_row=0, bits_above=16)
+
+    def _part(self, updates: Sequence["_Update"], number: int, rows: Range) -> torch.Tensor:
+        """Return rows of what is made orthogonal."""
+        gradient, momentum = (_wide(x[slice(*rows)]) for x in (updates[number].gradient, updates[number].momentum))
+        return gradient.lerp(momentum, self._settings.momentum) if self._settings.nesterov else momentum
+
+    def _change(self, updates: Sequence["_Update"], blocks: Iterable[Block], share: torch.Tensor | None) -> None:
+        """Change the weights by blocks of orthogonal matrices."""
+        for matrix, rows, block in blocks:
+            update = updates[matrix.parameter]
+            weights, rate = update.weights[slice(*rows)], update.group["lr"]
+            rate = rate if share is None else rate * share
+            factor = rate_factor(matrix.rows, matrix.columns, self._settings.lr_rule)
+            changed = _wide(weights).mul_(1 - rate * update.group["weight_decay"])
+            changed.sub_(block.to(changed) * (rate * factor))
+            self._store(update, weights, changed, first_row=rows[0], bits_above=0)
+
+    def _store(
+        self, update: "_Update", stored: torch.Tensor, value: torch.Tensor, *, first_row: int, bits_above: int
+    ) -> None:
+        """Store rows of a shard, from `first_row` on. bits_above: those of each element that something else has."""
+        if value is not stored:
+            start = first_row * stored.shape[1]
+            bits = self._rounding.bits(update.parameter, update.step, start, start + stored.numel())
+            store(stored, value, None if bits is None else bits.view(stored.shape) >> bits_above)
+
+
+class _Update:
+    """A parameter in a step: views of this rank's shards, (rows, columns) with all dimensions but the last made one."""
+
+    def __init__(self, parameter: nn.Parameter, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
+        self.parameter, self.step, self.group = parameter, state["step"], group
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        shards = (local_part(x) for x in (parameter.detach(), gradient, state["momentum"]))
+        self.weights, self.gradient, self.momentum = (x.view(x.shape[:-1].numel(), x.shape[-1]) for x in shards)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy in float32 of what has half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,171 @@
+"""Settings of the update rule and of the learning rate over the steps."""
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from trainer.config.errors import ConfigError
+from trainer.config.keys import (
+    AT_LEAST_ONE,
+    DECAY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Condition,
+    key,
+    needs_value,
+    unless,
+)
+
+_AFTER_WARMUP = Condition(
+    lambda config, _: config.training.steps - config.lr_scheduler.restart_step > config.lr_scheduler.warmup_steps,
+    "because all training.steps = {0.training.steps} are in the warm-up",
+)
+_DECAYS = Condition(
+    lambda config, _: config.lr_scheduler.decays_within(config.training.steps),
+    "because the learning rate does not decay within training.steps = {0.training.steps}",
+)
+_ADAM = Condition(
+    lambda config, _: config.optimizer.name in OPTIMIZERS_HERE,
+    "with optimizer.name = {0.optimizer.name!r}, which has settings of its own",
+    general="unless optimizer.name is AdamW, Adam or Muon",
+)
+_MUON = needs_value("optimizer.name", "Muon")
+_NOT_FLOAT64 = unless("training.dtype", "float64", ", in which they are computed")
+_HALF = Condition(
+    lambda config, _: "bfloat16" in (config.training.dtype, config.state_dtype),
+    "where nothing is stored in bfloat16 (training.dtype, optimizer.state_dtype)",
+)
+OPTIMIZERS_HERE = ("AdamW", "Adam", "Muon")
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """What `optimizer.groups` says of parameters whose name fits a pattern.
+
+    lr: factor of the peak learning rate; weight_decay: None is what the parameter has without the rule.
+    """
+
+    pattern: str
+    lr: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The update rule."""
+
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """AdamW, Adam (adds the decay to the gradient), Muon (matrices by [muon], the rest by AdamW), or of job.imports."""
+    lr: float = key(8e-4, POSITIVE)
+    """Peak learning rate; lr_scheduler scales it."""
+    beta1: float = key(0.9, DECAY, when=_ADAM)
+    """Decay of the running mean of the gradient."""
+    beta2: float = key(0.95, DECAY, when=_ADAM)
+    """Decay of the running mean of the squared gradient."""
+    eps: float = key(1e-8, POSITIVE, when=_ADAM)
+    """Term that is added to the root of the second moment."""
+    weight_decay: float = key(0.1, NOT_NEGATIVE)
+    """Weight decay of the matrices (not of norms and embeddings)."""
+    groups: tuple[str, ...] = key((), when=_ADAM)
+    """Rates (factors) and decays of parameters by name, the first match: "tok_embeddings.* lr=0.1 weight_decay=0"."""
+    implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)
+    """One kernel per parameter, per list, or for all; auto: fused on CUDA and with offload to CPU, else foreach."""
+    state_dtype: Literal["float32", "bfloat16"] | None = key(None, when=_ADAM)
+    """Data type in which both moments are stored; the update is computed in float32. None: training.dtype."""
+    rounding: Literal["stochastic", "nearest"] = key("stochastic", when=(_ADAM, _HALF))
+    """How updated values are rounded to bfloat16; nearest: an update below half a unit in the last place is lost."""
+
+    def group_rules(self) -> tuple[GroupRule, ...]:
+        """Return what `groups` says, in its order.
+
+        Raises:
+            ConfigError: an entry that is no pattern with settings.
+        """
+        return tuple(map(_group_rule, self.groups))
+
+    def rule_of(self, name: str) -> GroupRule:
+        """Return the first rule that a parameter's name fits, or one that changes nothing."""
+        return next((rule for rule in self.group_rules() if fnmatchcase(name, rule.pattern)), GroupRule("*"))
+
+    def implementation_on(self, device_type: str) -> str:
+        """Return the implementation on a device of this type."""
+        if self.implementation != "auto":
+            return self.implementation
+        return "fused" if device_type == "cuda" else "foreach"
+
+
+def _group_rule(text: str) -> GroupRule:
+    pattern, *settings = text.split() or [""]
+    values = dict(setting.partition("=")[::2] for setting in settings)
+    try:
+        numbers = {name: float(value) for name, value in values.items()}
+        if pattern and "=" not in pattern and numbers and all(0 <= x < math.inf for x in numbers.values()):
+            return GroupRule(pattern, **numbers)
+    except (ValueError, TypeError):
+        pass
+    raise ConfigError(
+        f"optimizer.groups has {text!r}, which is no pattern of names followed by lr=FACTOR or weight_decay=VALUE, or "
+        "both, at least 0; write it such as 'tok_embeddings.* lr=0.1 weight_decay=0'"
+    )
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Momentum made orthogonal by Newton-Schulz, for the matrices of layers (Jordan et al., 2024; arXiv 2502.16982)."""
+
+    lr: float | None = key(None, POSITIVE, example=0.02, when=_MUON)
+    """Peak learning rate of the matrices; None: optimizer.lr."""
+    lr_rule: Literal["match_rms_adamw", "original"] = key("match_rms_adamw", when=_MUON)
+    """Factor of it for a matrix (A, B): 0.2 sqrt(max(A, B)), so that AdamW's rates fit, or sqrt(max(1, A / B))."""
+    weight_decay: float | None = key(None, NOT_NEGATIVE, example=0.1, when=_MUON)
+    """Weight decay of the matrices; None: optimizer.weight_decay."""
+    momentum: float = key(0.95, DECAY, when=_MUON)
+    """Decay of the running mean of the gradient."""
+    nesterov: bool = key(True, when=_MUON)
+    """Take the mean that the next gradient would give if it were this one."""
+    steps: int = key(5, AT_LEAST_ONE, when=_MUON)
+    """Newton-Schulz steps."""
+    per_head: bool = key(False, when=_MUON)
+    """Make the queries, keys and values of each head orthogonal by themselves, not those of all heads together."""
+    dtype: Literal["auto", "bfloat16", "float32"] = key("auto", when=(_MUON, _NOT_FLOAT64))
+    """Data type of the Newton-Schulz products; auto: bfloat16 on GPUs, float32 on CPUs."""
+
+    def dtype_on(self, device_type: str) -> str:
+        """Return the data type of the products on a device of this type."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if device_type == "cuda" else "float32"
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """The learning rate over the steps: linear warm-up, constant, decay."""
+
+    warmup_steps: int = key(200, NOT_NEGATIVE, "steps")
+    """Steps of the linear warm-up; a run may be shorter."""
+    total_steps: int | None = key(None, AT_LEAST_ONE, "steps", example=10000, when=_AFTER_WARMUP)
+    """Steps until the end of the decay; None: training.steps."""
+    decay_ratio: float | None = key(None, SHARE, example=0.2, when=_AFTER_WARMUP)
+    """Share of the total steps, at their end, in which the rate decays; None: all steps after the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", when=(_AFTER_WARMUP, _DECAYS))
+    """Shape of the decay."""
+    min_lr_factor: float = key(0.0, SHARE, when=(_AFTER_WARMUP, _DECAYS))
+    """Learning rate at the end of the decay, as a share of optimizer.lr."""
+    restart_step: int = key(0, NOT_NEGATIVE, "steps")
+    """Step after which the schedule starts again, with its warm-up, in a run that continues a finished one."""
+
+    def length(self, steps: int) -> int:
+        """Return the steps of the schedule, from its last start on, in a run of `steps` steps."""
+        return (self.total_steps or steps) - self.restart_step
+
+    def decay_steps(self, total_steps: int) -> int:
+        """Return for how many of the last steps of the schedule the learning rate decays."""
+        after_warmup = total_steps - self.warmup_steps
+        return after_warmup if self.decay_ratio is None else min(round(self.decay_ratio * total_steps), after_warmup)
+
+    def decays_within(self, steps: int) -> bool:
+        """Return whether the learning rate decays within a run of `steps` steps."""
+        decay = self.decay_steps(self.length(steps))
+        return decay > 0 and self.length(steps) - decay < steps - self.restart_step - 1

@@ -1,0 +1,132 @@
+"""Which parameters of a model are matrices for Muon, and the rows of each matrix in a parameter that holds several.
+
+It is decided by the kind of the module that owns a parameter, never by its number of dimensions: a router, an embedding
+or the taps of a convolution have two and more, and are no maps between features. What a kind of module says:
+
+    nn.Linear                   one matrix, but for the output, and projections that feed gates (`_GATES`)
+    Experts                     gate, up and down projection of each expert
+    attention with gates        queries and gates apart; with `per_head`, the rows of each head
+    Gated DeltaNet              queries, keys, values and gates apart, of all heads
+    latent attention            what makes keys and what makes values of latents apart
+
+A module of a package says it with `muon_matrices`, a tuple of the names of its own parameters.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from trainer.config.errors import ConfigError
+from trainer.distributed.sharding.ranges import Range, Ranges
+from trainer.models.attention import Attention
+from trainer.models.experts import Experts
+from trainer.models.latent_attention import LatentAttention, UpProjection
+from trainer.models.linear_attention import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from trainer.models.moe import Gate
+from trainer.models.short_convolution import Taps
+from trainer.transforms.lora import is_adapter
+
+_GATES = {GatedDeltaNet: ("in_ba",), KimiDeltaAttention: ("wb", "f_a", "f_b", "g_a", "g_b"), Mamba2: ("in_dt",)}
+"""Linear modules whose outputs are decays, steps and gates of heads."""
+_NO_MATRICES = (nn.Embedding, Gate, Taps, nn.modules.conv._ConvNd)
+_MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("weight",),
+    UpProjection: ("weight",),
+    Experts: Experts.stacked,
+}
+
+
+def matrices_of(model_parts: Iterable[nn.Module], *, per_head: bool = False) -> dict[nn.Parameter, tuple[Ranges, ...]]:
+    """Return the trained parameters that Muon updates, each with the rows of its matrices.
+
+    Rows are those of the parameter with all dimensions but the last made one; each row belongs to one matrix.
+
+    Raises:
+        ConfigError: a kind of module that does not say whether its parameter of two and more dimensions is a matrix.
+    """
+    found: dict[nn.Parameter, tuple[Ranges, ...]] = {}
+    others: set[nn.Parameter] = set()
+    for part in model_parts:
+        output, several = getattr(part, "output", None), {}
+        for module in part.modules():
+            several |= _rows_within(module, per_head)
+            gates = next((names for kind, names in _GATES.items() if isinstance(module, kind)), ())
+            others |= {getattr(module, gate).weight for gate in gates}
+        for name, module in part.named_modules():
+            names = () if module is output else _names(module)
+            for own_name, parameter in module.named_parameters(recurse=False):
+                if not parameter.requires_grad or parameter.ndim < 2:
+                    continue
+                if names is None:
+                    raise ConfigError(_unknown(f"{name}.{own_name}", module))
+                if own_name in names:
+                    found[parameter] = several.get(parameter) or _whole(parameter)
+                else:
+                    others.add(parameter)
+    return {parameter: rows for parameter, rows in found.items() if parameter not in others}
+
+
+def _names(module: nn.Module) -> Sequence[str] | None:
+    """Return which of its own parameters a module says are matrices; None if it says nothing."""
+    declared = getattr(module, "muon_matrices", None)
+    if declared is not None:
+        return declared
+    if isinstance(module, _NO_MATRICES):
+        return ()
+    kind = next((kind for kind in _MATRICES if isinstance(module, kind)), None)
+    own = dict(module.named_parameters(recurse=False))
+    if kind is not None:
+        return [name for name in _MATRICES[kind] if name in own and not is_adapter(name)]
+    return () if all(parameter.ndim < 2 for parameter in own.values()) else None
+
+
+def _unknown(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return (
+        f"optimizer.name = 'Muon' does not know whether {name}, of a module {kind}, is a matrix; give {kind} an "
+        f"attribute muon_matrices = ({name.rpartition('.')[2]!r},), or () if AdamW is to update it"
+    )
+
+
+def _whole(parameter: nn.Parameter) -> tuple[Ranges, ...]:
+    """Return one matrix, or with leading dimensions one for each of their places."""
+    rows = parameter.shape[-2]
+    return tuple(((start, start + rows),) for start in range(0, parameter.shape[:-1].numel(), rows))
+
+
+def _rows_within(module: nn.Module, per_head: bool) -> Mapping[nn.Parameter, tuple[Ranges, ...]]:
+    """Return the matrices of parameters below `module` that hold several."""
+    if isinstance(module, Experts):
+        hidden = module.w13.shape[1] // 2
+        return {
+            module.w13: tuple(((start, start + hidden),) for start in range(0, hidden * 2 * len(module.w13), hidden))
+        }
+    if isinstance(module, Attention):
+        kinds = [module.head_dim] * (2 if module.gate else 1)
+        parts = {module.wq.weight: kinds, module.wk.weight: [module.head_dim], module.wv.weight: [module.head_dim]}
+    elif isinstance(module, LatentAttention):
+        args = module.args
+        queries = module.wq if args.query_rank is None else module.wq_b
+        parts = {queries.weight: [args.head_dim], module.wkv_b.weight: [args.nope_dim, args.value_dim]}
+    elif isinstance(module, GatedDeltaNet):
+        args, values = module.args, module.args.value_heads // module.args.key_heads * module.args.value_dim
+        parts = {module.in_qkvz.weight: [args.key_dim, args.key_dim, values, values]}
+    else:
+        return {}
+    return {parameter: _by_heads(parameter.shape[0], sizes, per_head) for parameter, sizes in parts.items()}
+
+
+def _by_heads(rows: int, sizes: Sequence[int], per_head: bool) -> tuple[Ranges, ...]:
+    """Return the rows of each kind, of which every head has sizes[kind], one after another.
+
+    per_head: those of each head are a matrix, not those of all heads together.
+    """
+    kinds: list[list[Range]] = [[] for _ in sizes]
+    start = 0
+    while start < rows:
+        for kind, size in zip(kinds, sizes, strict=True):
+            kind.append((start, start + size))
+            start += size
+    if per_head:
+        return tuple((part,) for kind in kinds for part in kind)
+    return (((0, rows),),) if len(kinds) == 1 else tuple(map(tuple, kinds))
