@@ -229,6 +229,20 @@ EFFECTS: dict[str, str | Seen] = {
         "--optimizer.state_dtype=bfloat16",
     ),
     "optimizer.implementation": Seen(_MANY, _becomes("optimizer", (True, False), (False, True))),
+    "optimizer.groups": "tests/distributed/test_muon.py::test_rates_and_decays_by_name",
+    # ---- muon
+    "muon.lr": Seen("--optimizer.name=Muon --muon.lr=0.1", _other("final"), "--optimizer.name=Muon"),
+    "muon.lr_rule": Seen("--optimizer.name=Muon --muon.lr_rule=original", _other("final"), "--optimizer.name=Muon"),
+    "muon.weight_decay": Seen(
+        "--optimizer.name=Muon --muon.weight_decay=10", lambda off, on: on.final < off.final, "--optimizer.name=Muon"
+    ),
+    "muon.momentum": Seen("--optimizer.name=Muon --muon.momentum=0.5", _other("final"), "--optimizer.name=Muon"),
+    "muon.nesterov": Seen("--optimizer.name=Muon --muon.nesterov=false", _other("final"), "--optimizer.name=Muon"),
+    "muon.newton_schulz_steps": Seen(
+        "--optimizer.name=Muon --muon.newton_schulz_steps=7", _other("final"), "--optimizer.name=Muon"
+    ),
+    "muon.per_head": Seen("--optimizer.name=Muon --muon.per_head", _other("final"), "--optimizer.name=Muon"),
+    "muon.dtype": Seen("--optimizer.name=Muon --muon.dtype=bfloat16", _other("final"), "--optimizer.name=Muon"),
     # ---- lr_scheduler
     "lr_scheduler.warmup_steps": Seen("--lr_scheduler.warmup_steps=3", lambda off, on: on.lrs[0] < off.lrs[0]),
     "lr_scheduler.total_steps": Seen(
@@ -243,6 +257,7 @@ EFFECTS: dict[str, str | Seen] = {
     "lr_scheduler.min_lr_factor": Seen(
         f"{_DECAY} --lr_scheduler.min_lr_factor=0.5", lambda off, on: on.lrs[2] > 0.6e-3 > off.lrs[2], _DECAY
     ),
+    "lr_scheduler.restart_step": "tests/distributed/test_muon.py::test_a_finished_run_goes_on_in_a_new_schedule",
     # ---- training
     "training.dataset": Seen(
         "--training.dataset=jsonl --training.dataset_path={data}/lines.jsonl",

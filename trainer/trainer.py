@@ -13,7 +13,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
 from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
 from trainer.components.metrics import MetricsLogger, StepRecord
-from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
+from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
@@ -90,7 +90,7 @@ class Trainer:
         self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
         self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
-        self.optimizer = build_optimizer(self.model_parts, config, self.dims)
+        self.optimizer = self.build_optimizer()
         self.updates_masked = can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.unread: Callable[[], None] | None = None
@@ -115,6 +115,12 @@ class Trainer:
     def build_task(self) -> Task:
         """Build the task: what a batch holds, and how its loss is computed."""
         return build_task(self.job, self.dims)
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """Build the optimizer of these model parts."""
+        optimizer = build_optimizer(self.model_parts, self.config, self.dims)
+        check_groups(optimizer, self.model_parts, self.config.optimizer, self.dims)
+        return optimizer
 
     def build_observers(self) -> list[Observer]:
         """Build what takes part in each step: the model's, the task's, and those of packages, in this order."""

@@ -58,6 +58,8 @@ class Layer(nn.Module):
 class Head(nn.Linear):
     """(N, H, W, dim) -> (N, channels, H, W)."""
 
+    muon_matrices = ()  # as an output, updated by AdamW
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).permute(0, 3, 1, 2)
 

@@ -102,7 +102,7 @@ def watch(trainer: Trainer, seen: Observed) -> None:
     }
     seen.initial = size_of(trainer)
     group = trainer.optimizer.param_groups[0]
-    seen.optimizer = bool(group["foreach"]), bool(group["fused"])
+    seen.optimizer = bool(group.get("foreach")), bool(group["fused"])
     seen.deterministic = torch.are_deterministic_algorithms_enabled()
     seen.float8 = sum(type(module).__name__ == "Float8Linear" for part in parts for module in part.modules())
     seen.timeouts = [timeout_of(torch.distributed.group.WORLD)]
@@ -130,7 +130,8 @@ def watch(trainer: Trainer, seen: Observed) -> None:
         steps()
         seen.final = size_of(trainer)
         states = trainer.optimizer.state.values()
-        seen.moments = {str(state["exp_avg_sq"].dtype).removeprefix("torch.") for state in states}
+        moments = (state[next(name for name in state if name != "step")] for state in states)
+        seen.moments = {str(moment.dtype).removeprefix("torch.") for moment in moments}
         seen.timeouts.append(timeout_of(torch.distributed.group.WORLD))
 
     trainer.train = train_and_look

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed import test_late_read, test_skipped_steps
 from tests.distributed.harness import trainer_of
 from tests.distributed.pool import RankFailedError, WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, merged, same
+from tests.distributed.test_checkpoint import load_step_save, merged, same, trainer_in
 from tests.distributed.test_checkpoint_layouts import LAYOUTS as SAVED
 from tests.distributed.test_checkpoint_layouts import MODEL, MORE, PAIRS, state_and_losses
 from tests.distributed.test_parity import LAYOUTS, degrees
@@ -266,8 +266,29 @@ def test_rates_and_decays_by_name(pool: WorkerPool) -> None:
         pool.run(2, groups_case, [MUON, "--optimizer.groups", "layers.* lr=1", "layers.7.* lr=2", *LAYOUTS["pp2"][1]])
 
 
-def test_messages_are_of_the_least_size_that_rounds_allow(pool: WorkerPool) -> None:
-    """Rounds of one matrix an owner give what one round of all gives."""
+def rates_case(folder: str, arguments: list[str], steps: int) -> list[float]:
+    """Continue in the folder up to step `steps`, save, and return the rates of these steps."""
+    with trainer_in(folder, [*arguments, f"--training.steps={steps}"]) as trainer:
+        rates = []
+        for step in range(trainer.start_step + 1, steps + 1):
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+            trainer.train_step(step)
+        trainer.checkpoint.save(steps, tokens_seen=7, last=True)
+        return rates
+
+
+def test_a_finished_run_goes_on_in_a_new_schedule(pool: WorkerPool, tmp_path: Path) -> None:
+    """Warm-up of one step, then down to zero at the end: twice."""
+    given = ["--optimizer.lr=1.0", "--lr_scheduler.warmup_steps=1"]
+    first = pool.run(1, rates_case, str(tmp_path), given, 3)[0]
+    again = pool.run(1, rates_case, str(tmp_path), [*given, "--lr_scheduler.restart_step=3"], 7)[0]
+    assert first == pytest.approx([1 / 2, 1, 1 / 2])
+    assert again == pytest.approx([1 / 2, 1, 2 / 3, 1 / 3])
+    with pytest.raises(RankFailedError, match="restart_step = 8 is after step 7"):
+        pool.run(1, rates_case, str(tmp_path), [*given, "--lr_scheduler.restart_step=8"], 9)
+
+
+def test_rounds_of_one_matrix_give_what_one_round_of_all_gives(pool: WorkerPool) -> None:
     given = [MUON, FLOAT64, *LAYOUTS["hsdp2x2"][1]]
     results = pool.run(4, small_rounds_case, given)
     got, wanted = merged([{"state": result} for result in results], "state"), of_one_process(pool, MUON, FLOAT64)

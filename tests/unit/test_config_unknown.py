@@ -41,16 +41,16 @@ TYPOS = {
     "comm.trace_buffer_size": "comm.trace_buf_size",
     "job.dumpfolder": "job.dump_folder",
     # of another table
-    "training.lr": "optimizer.lr",
+    "training.lr": "optimizer.lr muon.lr",
     "model.seq_len": "training.seq_len validation.seq_len",
     "training.warmup_step": "lr_scheduler.warmup_steps",
-    "optimiser.lr": "optimizer.lr",
+    "optimiser.lr": "optimizer.lr muon.lr",
     "traning.steps": "training.steps",
 }
 # Nothing here has a similar name.
 UNRELATED = {
     "training": "temperature compiled patience shuffle criterion curriculum",
-    "optimizer": "momentum nesterov muon",
+    "optimizer": "trust_ratio dampening lamb",
     "model": "bias experts init_std act",
     "checkpoint": "hub s3",
     "metrics": "url",

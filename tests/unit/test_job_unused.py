@@ -43,6 +43,7 @@ ALWAYS = {
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_wandb", "metrics.enable_color_printing"),
     *("model.path", "model.name", "model.flavor", "lr_scheduler.warmup_steps"),
+    "lr_scheduler.restart_step",
     *("model.router_aux_loss_coef", "model.router_aux_loss_load", "model.router_bias_update_rate"),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay"),
     *(key for key in keys_of(JobConfig) if key.startswith("training.") and key not in CONDITIONAL),
@@ -58,6 +59,11 @@ TP2, CP2 = "--parallelism.tensor_parallel_degree=2", f"{CP}degree=2"
 FLOAT8, GATHER = "--float8.enable", "--float8.enable_fsdp_float8_all_gather"
 TRACES, SNAPSHOTS = "--profiling.enable_profiling", "--profiling.enable_memory_snapshot"
 AC = "--activation_checkpoint."
+MUON = ["--optimizer.name=Muon"]
+OF_MUON = {
+    **{"lr": ["0.01"], "lr_rule": ["original"], "weight_decay": ["0"], "momentum": ["0.9"], "nesterov": ["false"]},
+    **{"newton_schulz_steps": ["6"], "per_head": [], "dtype": ["float32"]},
+}
 SHORT = ("--training.steps=50", "--lr_scheduler.warmup_steps=60")
 
 # key, its setting, ranks, what brings it into effect (more ranks where that does), and what the line says
@@ -80,6 +86,7 @@ TOLD = [
     ("lr_scheduler.decay_type", ["cosine"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
     ("lr_scheduler.min_lr_factor", ["0.1"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
     ("optimizer.rounding", ["nearest"], 1, ["--optimizer.state_dtype=bfloat16"], "where nothing is stored in bfloat16"),
+    *((f"muon.{key}", value, 1, MUON, "with optimizer.name = 'AdamW'") for key, value in OF_MUON.items()),
     ("training.balance", ["step"], 1, 2, "on one data-parallel rank"),
     ("training.mixed_precision_reduce", ["bfloat16"], 1, 2, "where gradients are not reduced"),
     (f"{CP[2:]}method", ["all_gather"], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
@@ -370,7 +377,7 @@ def test_every_rule_is_tried():
     tried |= {*WITHOUT_TOKENS}
     tried |= {f"parallelism.domain_parallel_{key}" for key in ("degrees", "rows")}  # in examples/fields
     tried |= {
-        f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "implementation", "state_dtype")
+        f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "implementation", "state_dtype", "groups")
     }  # integration/test_extensions.py
     tried |= {"mixture.paths", "mixture.weights"}  # in test_mixture.py
     assert tried == CONDITIONAL

@@ -106,7 +106,7 @@ class Muon(torch.optim.Optimizer):
             whole = gathered()
             if number < len(rounds):  # sent while this round is computed
                 gathered = self._owners.gather(rounds[number], partial(self._part, updates))
-            results = newton_schulz(whole, self._settings.steps) if len(whole) else whole
+            results = newton_schulz(whole, self._settings.newton_schulz_steps) if len(whole) else whole
             before, returned = returned, self._owners.give_back(matrices, results)
             self._change(updates, before(), share)
         self._change(updates, returned(), share)

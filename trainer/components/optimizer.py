@@ -19,9 +19,9 @@ from trainer.config.registry import OPTIMIZERS
 from trainer.config.schema import JobConfig
 from trainer.distributed.ownership import Owners
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.experts import Experts
 from trainer.models.matrices import matrices_of
+from trainer.runtime.agreement import of_all_ranks
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
@@ -63,10 +63,10 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the configured optimizer over all that is trained: one of this program, or one that a package has added.
 
-    dims: of the job; None: this process alone. A collective of all ranks for Muon, and for `optimizer.groups`.
+    dims: of the job, which Muon needs; with it this is a collective of all ranks.
 
     Raises:
-        ConfigError: an entry of `optimizer.groups` is for no parameter, or Muon does not know what one is.
+        ConfigError: Muon does not know whether a parameter is a matrix.
     """
     settings = config.optimizer
     if settings.name in OPTIMIZERS:
@@ -74,7 +74,6 @@ def build_optimizer(
         return getattr(import_module(module), name)(model_parts, config)
     names = {parameter: name for part in model_parts for name, parameter in part.named_parameters()}
     matrices = matrices_of(model_parts, per_head=config.muon.per_head) if settings.name == "Muon" else {}
-    _check_rules(settings, names.values(), dims)
     groups = parameter_groups(nn.ModuleList(model_parts), settings.weight_decay)
     groups = [
         {**group, "params": [p for p in group["params"] if p not in matrices]}
@@ -132,20 +131,25 @@ def _with_rules(
     return divided
 
 
-def _check_rules(settings: Optimizer, names: Iterable[str], dims: ParallelDims | None) -> None:
-    """Check that each entry of `optimizer.groups` is the first one for a parameter of this or another stage."""
+def check_groups(
+    optimizer: torch.optim.Optimizer, model_parts: Iterable[nn.Module], settings: Optimizer, dims: ParallelDims
+) -> None:
+    """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter, on some rank. A collective.
+
+    Raises:
+        SharedConfigError: it has none.
+    """
+    names = [name for part in model_parts for name, _ in part.named_parameters()]
     used = [settings.rule_of(name) for name in names]
-    rules = settings.group_rules()
-    if not rules:
-        return
-    found = torch.tensor([float(rule in used) for rule in rules])
-    if dims is not None:
-        found = all_reduce(found.to(dims["world"].device_type), dims["world"], "max")
-    if unused := [text for text, is_used in zip(settings.groups, found.tolist(), strict=True) if not is_used]:
+    mine = [rule in used for rule in settings.group_rules()]
+    found = [any(ranks) for ranks in zip(*of_all_ranks(mine, dims["world"]), strict=True)]
+    if unused := [text for text, is_used in zip(settings.groups, found, strict=True) if not is_used]:
         raise SharedConfigError(
             f"optimizer.groups has {unused[0]!r}, which is for no parameter that an earlier entry has not taken; names "
-            f"are such as {', '.join(map(repr, [*names][:3]))}"
+            f"are such as {', '.join(map(repr, names[:3]))}"
         )
+    if settings.name == "Muon" and not any(of_all_ranks(bool(optimizer.matrix_groups), dims["world"])):
+        raise SharedConfigError("optimizer.name = 'Muon' finds no matrix in this model; use optimizer.name = 'AdamW'")
 
 
 def _or(value: float | None, otherwise: float) -> float:

@@ -1,7 +1,7 @@
 """Arguments of the layers of linear attention. Torch-free."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 Shapes = dict[str, tuple[int, int]]
 
@@ -12,6 +12,8 @@ class LinearArgs(Protocol):
     kernel: int
     """Tokens of its short convolutions."""
     convolution_bias: bool
+    gates: tuple[str, ...]
+    """Linear modules whose outputs are decays, steps or gates of heads, and the matrices before them."""
 
     @property
     def states(self) -> tuple[int, int, int]:
@@ -47,6 +49,7 @@ class GatedDeltaArgs:
     value_dim: int
     kernel: int = 4
     convolution_bias = False
+    gates = ("in_ba",)
 
     @property
     def states(self) -> tuple[int, int, int]:
@@ -79,6 +82,7 @@ class KimiDeltaArgs:
     head_dim: int
     kernel: int = 4
     convolution_bias = False
+    gates = "wb", "f_a", "f_b", "g_a", "g_b"
 
     @property
     def states(self) -> tuple[int, int, int]:
@@ -119,6 +123,7 @@ class MambaArgs:
     """Groups of heads that share B and C, a divisor of `heads`."""
     kernel: int = 4
     convolution_bias: bool = True
+    gates: ClassVar[tuple[str, ...]] = ("in_dt",)
 
     @property
     def states(self) -> tuple[int, int, int]:

@@ -52,7 +52,7 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
 
 def _check_names(config: JobConfig, model: ModelArgs) -> None:
     settings = config.lora
-    names = sorted({name.split(".")[-1] for name in _shapes(model) if name.startswith("layers.")})
+    names = sorted({name.split(".")[-1] for name in weight_shapes(model) if name.startswith("layers.")})
     for module in settings.modules:
         if module not in names or module in _GATES:
             raise ConfigError(
@@ -74,7 +74,7 @@ def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
             f"lora.dropout = {settings.dropout} does not reach the experts' {of_experts[0]!r} of lora.modules, whose "
             "tokens are sorted by expert (peft refuses it as well); use 0, or leave the experts out of lora.modules"
         )
-    if settings.dropout and any(".shared." in name and settings.adapts(name) for name in _shapes(model)):
+    if settings.dropout and any(".shared." in name and settings.adapts(name) for name in weight_shapes(model)):
         raise ConfigError(
             f"lora.dropout = {settings.dropout} does not reach shared experts, which have adapters by lora.modules = "
             f"{list(settings.modules)}; use 0, or modules of attention alone, such as ['wq', 'wv']"
@@ -92,7 +92,7 @@ def adapter_shapes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str
     tp: ranks of tensor parallelism, of which one has such a part. Of experts it has all, or those of some experts.
     """
     rank, found = config.lora.rank, {}
-    for name, (*number, outputs, inputs) in _shapes(model, tp).items() if rank else ():
+    for name, (*number, outputs, inputs) in weight_shapes(model, tp).items() if rank else ():
         if config.lora.adapts(name):
             found[name] = (*number, rank, inputs), (*number, outputs, rank)
     return found
@@ -121,7 +121,7 @@ def whole_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, i
     return dict.fromkeys(names, model.vocab_size * model.dim // tp)
 
 
-def _shapes(model: ModelArgs, tp: int = 1) -> dict[str, Shape]:
+def weight_shapes(model: ModelArgs, tp: int = 1) -> dict[str, Shape]:
     """Return (outputs, inputs) of linear modules, and (experts, outputs, inputs) of stacked weights, by name."""
     shapes: dict[str, Shape] = dict(model.linear_shapes(tp))
     if (experts := experts_of(model)) is not None:

@@ -5,10 +5,11 @@ and the CUDA context take themselves is not counted.
 """
 
 import math
+from collections.abc import Sequence
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import expert_layers, experts_of, rotary_tables
-from trainer.job.lora import adapter_sizes, whole_sizes
+from trainer.families.args import ModelArgs, expert_layers, experts_of, rotary_tables
+from trainer.job.lora import adapter_sizes, weight_shapes, whole_sizes
 from trainer.job.pipeline_stages import layers_of, layers_of_stages
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
@@ -64,11 +65,19 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     added = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards)
     beside = math.ceil(sum(trained_whole.get(name, 0) for name in modules) / shards)
     trained = added + beside if adapters else local
+    moments = 2 * trained
+    if job.config.optimizer.name == "Muon":  # one of a matrix
+        matrices = matrix_sizes(model, degrees.tp)
+        experts = _by_module({name: size for name, size in matrices.items() if ".experts." in name})
+        matrices = _by_module({name: size for name, size in matrices.items() if ".experts." not in name})
+        moments -= math.ceil(sum(matrices.get(name, 0) for name in modules) / shards)
+        if experts:
+            moments -= math.ceil(sum(experts.get(name, 0) for name in modules) / degrees.ep / degrees.efsdp)
     rows, of_batch = training.seq_len // degrees.cp, 2 * 8 * training.local_batch_size  # tokens and labels
     return RankMemory(
         weights=(local + added) * stored,
         gradients=trained * stored,
-        optimizer=2 * trained * ITEMSIZE[job.config.state_dtype],
+        optimizer=moments * ITEMSIZE[job.config.state_dtype],
         tables=rows * (rotary_tables(model) * getattr(model, "table_dim", model.head_dim) * max(stored, 4) + of_batch),
     )
 
@@ -80,6 +89,20 @@ def _parameters(job: ResolvedJob) -> dict[str, int]:
     if not model.tie_embeddings:
         sizes["tok_embeddings"] = model.vocab_size * model.dim // tp
     return sizes
+
+
+def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
+    """Return the sizes of what Muon updates, on one tensor-parallel rank, by name; of experts on all ranks together.
+
+    It is what `models/matrices.py` finds in a decoder.
+    """
+    gates = {"gate", "shared_gate", *getattr(getattr(model, "linear", None), "gates", ())}
+    names: dict[str, Sequence[int]] = dict(weight_shapes(model, tp))
+    if (latent := getattr(model, "latent", None)) is not None:
+        up = latent.up_projection(model.n_heads) // tp
+        names |= {name.replace("wkv_a", "wkv_b"): (up,) for name in names if name.endswith(".wkv_a")}
+    layers = {name: size for name, size in names.items() if name.startswith("layers.")}
+    return {name: math.prod(size) for name, size in layers.items() if name.rpartition(".")[2] not in gates}
 
 
 def _by_module(sizes: dict[str, int]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from trainer.config.errors import MissingFile
 from trainer.config.writable import is_address
 from trainer.families.registry import is_folder
 from trainer.job.lora import adapter_sizes
-from trainer.job.memory import rank_memory
+from trainer.job.memory import matrix_sizes, rank_memory
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import size_words
 from trainer.stores.folder import checkpoint_folder, step_to_load
@@ -30,6 +30,7 @@ def summary(job: ResolvedJob, width: int = WIDTH) -> str:
         "step": [_step(job)],
         "mesh": [_mesh(job)],
         **of_task,
+        "optimizer": [_optimizer(job)],
         "precision": [_precision(job)],
         "recomputed": [_recomputed(job)],
         "compiled": [_compiled(job)],
@@ -124,6 +125,27 @@ def _mesh(job: ResolvedJob) -> str:
     copies = f"{replicas} copies of them (HSDP)" if shards > 1 else f"{replicas} copies of the parameters (DDP)"
     parts = [part for part in (sharded, copies if replicas > 1 else "") if part]
     return "; ".join([f"{degrees.text()} = {degrees.world_size} {device}s", *parts])
+
+
+def _optimizer(job: ResolvedJob) -> str:
+    """Return what Muon updates, and what has a rate or decay by name; empty where neither is."""
+    settings, muon, model = job.config.optimizer, job.config.muon, job.model
+    texts = []
+    if settings.name == "Muon":
+        rate = settings.lr if muon.lr is None else muon.lr
+        what, others = "matrices", "the rest"
+        if hasattr(model, "linear_shapes"):
+            sizes = matrix_sizes(model)
+            kinds = dict.fromkeys(name.partition(".")[2].partition(".")[2] for name in sizes)
+            number = sum(sizes.values())
+            what = f"{number:,} parameters of layers ({', '.join(kinds)})" + ", each head apart" * muon.per_head
+            others = f"the other {model.n_params() - number:,}"
+        products = "float64" if job.config.training.dtype == "float64" else muon.dtype_on(job.device_type)
+        texts = [
+            f"Muon, rate {rate:g}, for {what}, products in {products}",
+            f"AdamW, rate {settings.lr:g}, for {others}",
+        ]
+    return "; ".join([*texts, *(f"by name: {text}" for text in settings.groups)])
 
 
 def _precision(job: ResolvedJob) -> str:

@@ -3,7 +3,7 @@
 It is decided by the kind of the module that owns a parameter, never by its number of dimensions: a router, an embedding
 or the taps of a convolution have two and more, and are no maps between features. What a kind of module says:
 
-    nn.Linear                   one matrix, but for the output, and projections that feed gates (`_GATES`)
+    nn.Linear                   one matrix, but for the output, and those that `LinearArgs.gates` names
     Experts                     gate, up and down projection of each expert
     attention with gates        queries and gates apart; with `per_head`, the rows of each head
     Gated DeltaNet              queries, keys, values and gates apart, of all heads
@@ -21,13 +21,11 @@ from trainer.distributed.sharding.ranges import Range, Ranges
 from trainer.models.attention import Attention
 from trainer.models.experts import Experts
 from trainer.models.latent_attention import LatentAttention, UpProjection
-from trainer.models.linear_attention import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from trainer.models.linear_attention import GatedDeltaNet, LinearAttention
 from trainer.models.moe import Gate
 from trainer.models.short_convolution import Taps
 from trainer.transforms.lora import is_adapter
 
-_GATES = {GatedDeltaNet: ("in_ba",), KimiDeltaAttention: ("wb", "f_a", "f_b", "g_a", "g_b"), Mamba2: ("in_dt",)}
-"""Linear modules whose outputs are decays, steps and gates of heads."""
 _NO_MATRICES = (nn.Embedding, Gate, Taps, nn.modules.conv._ConvNd)
 _MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight",),
@@ -50,8 +48,8 @@ def matrices_of(model_parts: Iterable[nn.Module], *, per_head: bool = False) -> 
         output, several = getattr(part, "output", None), {}
         for module in part.modules():
             several |= _rows_within(module, per_head)
-            gates = next((names for kind, names in _GATES.items() if isinstance(module, kind)), ())
-            others |= {getattr(module, gate).weight for gate in gates}
+            if isinstance(module, LinearAttention):
+                others |= {getattr(module, gate).weight for gate in module.args.gates}
         for name, module in part.named_modules():
             names = () if module is output else _names(module)
             for own_name, parameter in module.named_parameters(recurse=False):
