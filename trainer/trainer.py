@@ -35,7 +35,7 @@ from trainer.runtime.agreement import check_same, raise_on_all_ranks
 from trainer.runtime.console import logger, program, say_waiting
 from trainer.runtime.determinism import set_determinism
 from trainer.runtime.dump_folder import save_configuration
-from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
+from trainer.runtime.garbage import manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
 from trainer.tasks import Task, build_task
@@ -163,8 +163,6 @@ class Trainer:
         training = self.config.training
         torch.manual_seed(training.seed)
         set_determinism(training.deterministic)
-        if self.device.type == "cpu":
-            keep_freed_memory()
         # The sequence-parallel embedding returns a view, and nothing changes it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 

@@ -263,7 +263,7 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._before is not None:
-            _give_back()  # a trainer of this process keeps what is freed
+            _give_back()  # the C library keeps some of what is freed
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is reset
 
     def read(self) -> float | None:

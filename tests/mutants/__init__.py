@@ -14,6 +14,7 @@ from tests.mutants import (
     job,
     memory,
     models_of_others,
+    optimizers,
     planner,
     step,
 )
@@ -24,6 +25,7 @@ __all__ = ["MUTANTS", "Mutant"]
 MUTANTS: tuple[Mutant, ...] = (
     *step.LOSS,
     *step.GRADIENTS,
+    *optimizers.MUON,
     *attention.PLANS,
     *attention.EXECUTION,
     *attention.EMPTY_GROUPS,

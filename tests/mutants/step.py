@@ -737,14 +737,14 @@ ROUNDING = (
     ),
     Mutant(
         "every step has the same random bits",
-        "trainer/components/rounded_adam.py",
-        'state["step"].long() * _STEP',
-        'state["step"].long() * 0',
+        "trainer/components/rounding.py",
+        "step.long() * _STEP",
+        "step.long() * 0",
         f"{_ROUNDING}::test_steps_parameters_and_seeds_have_other_bits",
     ),
     Mutant(
         "all parameters have the same random bits",
-        "trainer/components/rounded_adam.py",
+        "trainer/components/rounding.py",
         'f"{name}/rounding"',
         '"rounding"',
         f"{_ROUNDING}::test_steps_parameters_and_seeds_have_other_bits",
@@ -787,8 +787,8 @@ ROUNDING = (
     Mutant(
         "memory of moments is counted in the type of the weights",
         "trainer/job/memory.py",
-        "2 * trained * ITEMSIZE[job.config.state_dtype]",
-        "2 * trained * stored",
+        "moments * ITEMSIZE[job.config.state_dtype]",
+        "moments * stored",
         f"{_STORED}::test_moments_take_what_the_job_counts",
     ),
     Mutant(

@@ -16,7 +16,6 @@ from scripts.benchmarks.train_loops import Bare, PeakMemory, Rounds, Work, memor
 from tests.support_matrix import Record
 from trainer.families.llama3 import FLAVORS
 from trainer.runtime.console import logger
-from trainer.runtime.garbage import keep_freed_memory
 
 MEASUREMENTS = Path(__file__).resolve().parents[2] / "docs" / "measurements"
 
@@ -156,7 +155,6 @@ def test_memory_is_that_of_weights_state_and_logits() -> None:
 
 
 def test_a_peak_is_what_was_held_at_once_since_the_reset() -> None:
-    keep_freed_memory()  # as the trainer of the process that is measured does
     memory = PeakMemory(torch.device("cpu"))
     _ = torch.ones(2**26)  # 256 MiB
     del _

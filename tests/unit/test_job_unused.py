@@ -61,8 +61,14 @@ TRACES, SNAPSHOTS = "--profiling.enable_profiling", "--profiling.enable_memory_s
 AC = "--activation_checkpoint."
 MUON = ["--optimizer.name=Muon"]
 OF_MUON = {
-    **{"lr": ["0.01"], "lr_rule": ["original"], "weight_decay": ["0"], "momentum": ["0.9"], "nesterov": ["false"]},
-    **{"newton_schulz_steps": ["6"], "per_head": [], "dtype": ["float32"]},
+    "lr": ["0.01"],
+    "lr_rule": ["original"],
+    "weight_decay": ["0"],
+    "momentum": ["0.9"],
+    "nesterov": ["false"],
+    "newton_schulz_steps": ["6"],
+    "per_head": [],
+    "dtype": ["float32"],
 }
 SHORT = ("--training.steps=50", "--lr_scheduler.warmup_steps=60")
 

@@ -1,6 +1,7 @@
 """Which parameters Muon updates in every family, and how those that hold several matrices are divided."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_each_parameter_of_a_family_is_in_one_group(family: str, flavor: str, pe
             rows = sorted(part for matrix in matrices[name] for part in matrix)
             assert rows[0][0] == 0
             assert rows[-1][1] == parameter.shape[:-1].numel()
-            assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(rows))
             assert not any(other in name.split(".")[-2:] for other in OTHERS), name
         else:
             owner = name.removesuffix(".weight").split(".")[-1]
@@ -88,7 +89,7 @@ class Other(nn.Module):
 
 def test_a_module_of_another_kind_must_say_what_it_has() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Other())
-    with pytest.raises(ConfigError, match=r"whether 1\.mixing, of a module Other, is a matrix; give Other an attribute"):
+    with pytest.raises(ConfigError, match=r"whether 1\.mixing, of a module Other, is a matrix; give Other"):
         matrices_of([model])
     for names, wanted in ((("mixing",), {"0.weight", "1.mixing"}), ((), {"0.weight"})):
         Other.muon_matrices = names

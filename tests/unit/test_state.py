@@ -19,7 +19,6 @@ _CHANGES = {
         "faulthandler.enable",
         "putenv",
         "setrlimit",
-        "mallopt",
         "activate",
     ),
 }

@@ -1,6 +1,5 @@
-"""Garbage collection on all ranks at once, and freed memory kept for the next step."""
+"""Garbage collection on all ranks at once."""
 
-import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,19 +24,3 @@ def manual_garbage_collection(freq: int) -> Iterator[Callable[[int], None]]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-# From malloc.h of glibc.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-
-
-def keep_freed_memory() -> None:
-    """Keep freed host memory in the process, where the C library is glibc.
-
-    By default glibc returns each large block to the system. The pages of logits and their gradients would then be
-    mapped and cleared again in every step.
-    """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

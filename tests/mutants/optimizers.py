@@ -1,0 +1,138 @@
+"""Mistakes in Muon, in who owns a matrix, and in rates by name."""
+
+from tests.mutants.mutant import Mutant
+
+_MUON, _MATRICES = "tests/distributed/test_muon.py", "tests/unit/test_matrices.py"
+_LAYOUTS = f"{_MUON}::test_every_layout_updates_as_one_process"
+_TORCH = f"{_MUON}::test_one_process_updates_as_pytorchs_muon"
+_COUNTS = f"{_MUON}::test_each_product_runs_once_and_sends_what_it_must"
+_KINDS = f"{_MATRICES}::test_each_parameter_of_a_family_is_in_one_group"
+
+MUON = (
+    Mutant(
+        "tall matrices are not turned",
+        "trainer/components/muon.py",
+        "tall = x.shape[1] > x.shape[2]",
+        "tall = False",
+        _TORCH,
+    ),
+    Mutant(
+        "nesterov is ignored",
+        "trainer/components/muon.py",
+        "if self._settings.nesterov else momentum",
+        "if False else momentum",
+        _TORCH,
+    ),
+    Mutant(
+        "the rate is that of the other rule",
+        "trainer/components/muon.py",
+        'if rule == "original":',
+        'if rule != "original":',
+        _TORCH,
+    ),
+    Mutant(
+        "weights decay by the whole rate, not by rate times decay",
+        "trainer/components/muon.py",
+        '1 - rate * update.group["weight_decay"]',
+        "1 - rate",
+        _TORCH,
+    ),
+    Mutant(
+        "an infinite gradient reaches the momentum",
+        "trainer/components/muon.py",
+        "torch.where(share > 0, update.gradient, 0)",
+        "update.gradient",
+        f"{_MUON}::test_steps_that_are_left_out_change_nothing",
+    ),
+    Mutant(
+        "the momentum of a step that is left out decays",
+        "trainer/components/muon.py",
+        "weight = (weight * share).to(moved.dtype)",
+        "pass",
+        f"{_MUON}::test_steps_that_are_left_out_change_nothing",
+    ),
+    Mutant(
+        "weights have the random bits of the shard's first row",
+        "trainer/components/muon.py",
+        "first_row=rows[0], bits_above=0",
+        "first_row=0, bits_above=0",
+        f"{_MUON}::test_what_is_stored_in_bfloat16_is_rounded_alike_on_every_layout",
+    ),
+    Mutant(
+        "FSDP cuts before tensor parallelism",
+        "trainer/distributed/ownership.py",
+        "isinstance(cut[0], _StridedShard))",
+        "not isinstance(cut[0], _StridedShard))",
+        _LAYOUTS,
+    ),
+    Mutant(
+        "results go to one of the copies",
+        "trainer/distributed/ownership.py",
+        "for rank in piece.ranks:\n                    sent[rank] += blocks",
+        "for rank in piece.ranks[:1]:\n                    sent[rank] += blocks",
+        _LAYOUTS,
+    ),
+    Mutant(
+        "every matrix belongs to the first rank",
+        "trainer/distributed/ownership.py",
+        "sharing[dealt[sharing] % len(sharing)]",
+        "sharing[0]",
+        _COUNTS,
+    ),
+    Mutant(
+        "a shard's copy is sent that is not the nearest",
+        "trainer/distributed/ownership.py",
+        "key=lambda rank: abs(rank - self.owner))",
+        "key=lambda rank: -abs(rank - self.owner))",
+        _COUNTS,
+    ),
+    Mutant(
+        "gates and their inputs are matrices",
+        "trainer/models/matrices.py",
+        "if isinstance(module, LinearAttention):",
+        "if isinstance(module, LinearAttention) and per_head:",
+        _KINDS,
+    ),
+    Mutant(
+        "the output is a matrix",
+        "trainer/models/matrices.py",
+        "names = () if module is output else _names(module)",
+        "names = _names(module)",
+        _KINDS,
+    ),
+    Mutant(
+        "gate and up projection of an expert are one matrix",
+        "trainer/models/matrices.py",
+        "module.w13.shape[1] // 2, module",
+        "module.w13.shape[1], module",
+        f"{_MATRICES}::test_a_matrix_is_divided_by_what_its_rows_are",
+    ),
+    Mutant(
+        "heads are apart where nobody asked",
+        "trainer/models/matrices.py",
+        "    if per_head:\n        return",
+        "    if True:\n        return",
+        f"{_MATRICES}::test_a_matrix_is_divided_by_what_its_rows_are",
+    ),
+    Mutant(
+        "a rule's rate replaces the peak",
+        "trainer/components/optimizer.py",
+        'group.get("lr", settings.lr) * rule.lr',
+        "rule.lr",
+        f"{_MUON}::test_rates_and_decays_by_name",
+    ),
+    Mutant(
+        "states of another optimizer are loaded",
+        "trainer/stores/folder.py",
+        'state.optimizer not in ("", states_of(config))',
+        'state.optimizer in ("none",)',
+        f"{_MUON}::test_states_of_another_optimizer_are_refused",
+    ),
+    Mutant(
+        "a schedule that starts again counts from the first step",
+        "trainer/components/lr_scheduler.py",
+        "max(step - start, 0)",
+        "step",
+        f"{_MUON}::test_a_finished_run_goes_on_in_a_new_schedule",
+    ),
+)
