@@ -103,8 +103,8 @@ MUON = (
     Mutant(
         "gate and up projection of an expert are one matrix",
         "trainer/models/matrices.py",
-        "module.w13.shape[1] // 2, module",
-        "module.w13.shape[1], module",
+        "hidden = module.w13.shape[1] // 2",
+        "hidden = module.w13.shape[1]",
         f"{_MATRICES}::test_a_matrix_is_divided_by_what_its_rows_are",
     ),
     Mutant(
