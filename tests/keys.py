@@ -169,6 +169,7 @@ EFFECTS: dict[str, str | Seen] = {
     "metrics.log_freq": Seen("--metrics.log_freq=3", _becomes("logged", [1, 2, 3], [1, 3])),
     "metrics.enable_tensorboard": Seen(_MANY, _more("files", "events.out.tfevents")),
     "metrics.enable_wandb": "tests/unit/test_components.py::test_weights_and_biases_offline",
+    "metrics.log_update_norms": "tests/distributed/test_update_norms.py::test_every_layout_logs_what_one_process_logs",
     "metrics.save_tb_folder": Seen(_MANY, _more("files", "'x/")),
     "metrics.enable_color_printing": Seen("", _more("out", "\x1b[33m"), "--metrics.no-enable_color_printing"),
     # ---- model

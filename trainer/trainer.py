@@ -17,6 +17,7 @@ from trainer.components.optimizer import build_optimizer, can_mask_update, check
 from trainer.components.profiling import check_memory_snapshot, profiling, region
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
+from trainer.components.update_norms import UpdateNorms
 from trainer.data.ahead import BatchesAhead
 from trainer.data.loader import data_identity
 from trainer.distributed.data_parallel import reduce_across_replicas
@@ -91,6 +92,8 @@ class Trainer:
         self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = self.build_optimizer()
+        if config.metrics.log_update_norms:
+            self.observers.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
         self.updates_masked = can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.unread: Callable[[], None] | None = None

@@ -27,8 +27,11 @@ BAD = {2, 3, 5, 6, 7}
 SKIPPING = ["--training.steps=9", "--training.on_nonfinite=skip", "--training.max_skipped_steps=2"]
 
 
-def skipping_case(arguments: list[str]) -> dict[str, Any]:
-    """Train until the run ends; what changed in which step, and what was logged."""
+def skipping_case(arguments: list[str], name: str = "") -> dict[str, Any]:
+    """Train until the run ends; what changed in which step, and what was logged.
+
+    name: end of that of the parameter whose gradient is spoiled, by default the last one's.
+    """
     now, seen = 0, {"changed": [], "lr": [], "data": []}
 
     def spoil(parameter: nn.Parameter) -> None:
@@ -39,7 +42,9 @@ def skipping_case(arguments: list[str]) -> dict[str, Any]:
     with trainer_of([*SKIPPING, *arguments]) as trainer:
         trainer.optimizer_step = partial(Trainer.optimizer_step, trainer)  # without the harness's records
         if trainer.dims.rank("world") == trainer.dims.size("world") - 1:
-            trainer.parameters[-1].register_post_accumulate_grad_hook(spoil)
+            part = trainer.model_parts[-1]
+            *_, last = (p for own, p in part.named_parameters() if own.endswith(name))
+            last.register_post_accumulate_grad_hook(spoil)
         for now in range(1, 9):
             before = {name: whole(x) for name, x in tensors_of(trainer.model_parts, trainer.optimizer).items()}
             try:

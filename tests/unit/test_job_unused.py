@@ -42,6 +42,7 @@ ALWAYS = {
     *("job.device", "job.imports"),
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_wandb", "metrics.enable_color_printing"),
+    "metrics.log_update_norms",
     *("model.path", "model.name", "model.flavor", "lr_scheduler.warmup_steps"),
     "lr_scheduler.restart_step",
     *("model.router_aux_loss_coef", "model.router_aux_loss_load", "model.router_bias_update_rate"),

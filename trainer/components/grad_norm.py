@@ -46,10 +46,9 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torc
     every element once, on any mesh and pipeline stage. (`clip_grad_norm_` refuses mixed meshes.)
     """
     held: dict[int, list[torch.Tensor]] = defaultdict(list)  # replicas -> local gradients
-    ranks_of_stage = dims.size("world") // dims.size("pp")
     for parameter in parameters:
         if parameter.grad is not None:
-            held[ranks_of_stage // _shards(parameter.grad)].append(local_part(parameter.grad))
+            held[replicas_of(parameter.grad, dims)].append(local_part(parameter.grad))
     device = dims["world"].device_type
     total = torch.zeros((), dtype=torch.float64, device=device)
     for replicas, grads in held.items():
@@ -78,9 +77,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float | torch.Tenso
         torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
 
 
-def _shards(x: torch.Tensor) -> int:
-    """Return the number of different shards of a tensor; ranks of its other mesh dimensions have replicas."""
-    if not isinstance(x, DTensor):
-        return 1
-    sizes = zip(x.device_mesh.shape, x.placements, strict=True)
-    return math.prod(size for size, placement in sizes if not placement.is_replicate())
+def replicas_of(x: torch.Tensor, dims: ParallelDims) -> int:
+    """Return how many ranks hold the same shard: those along mesh dimensions over which it is not cut."""
+    sizes = zip(x.device_mesh.shape, x.placements, strict=True) if isinstance(x, DTensor) else ()
+    shards = math.prod(size for size, placement in sizes if not placement.is_replicate())
+    return dims.size("world") // dims.size("pp") // shards

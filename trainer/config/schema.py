@@ -126,6 +126,8 @@ class Metrics:
     """Folder of the event files, inside job.dump_folder."""
     enable_wandb: bool = False
     """Also write to Weights & Biases (an extra); project and run name come from its variables, e.g. WANDB_PROJECT."""
+    log_update_norms: bool = False
+    """Also log root mean squares of weights and of their updates, by kind; a copy of a rank's weights for each step."""
     enable_color_printing: bool = True
     """Colours in the log, on a terminal only."""
 
