@@ -61,8 +61,8 @@ MUON = (
     Mutant(
         "FSDP cuts before tensor parallelism",
         "trainer/distributed/ownership.py",
-        "isinstance(cut[0], _StridedShard))",
-        "not isinstance(cut[0], _StridedShard))",
+        'hasattr(cut[0], "split_factor"))',
+        'not hasattr(cut[0], "split_factor"))',
         _LAYOUTS,
     ),
     Mutant(

@@ -20,7 +20,6 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from trainer.distributed.sharding.exchange import Pending, all_to_all, common_parts
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, union
@@ -259,7 +258,7 @@ def _box(
     """Return what a rank has: tensor parallelism cuts before FSDP, whose placement says so by its stride."""
     held = [(0, length) for length in shape]
     cuts = [cut for cut in zip(placements, mesh_shape, coordinate, strict=False) if hasattr(cut[0], "dim")]
-    for placement, parts, place in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
+    for placement, parts, place in sorted(cuts, key=lambda cut: hasattr(cut[0], "split_factor")):
         start, stop = held[placement.dim]
         step = -(-(stop - start) // parts)
         held[placement.dim] = min(start + place * step, stop), min(start + (place + 1) * step, stop)

@@ -26,7 +26,7 @@ from trainer.models.moe import Gate
 from trainer.models.short_convolution import Taps
 from trainer.transforms.lora import is_adapter
 
-_NO_MATRICES = (nn.Embedding, Gate, Taps, nn.modules.conv._ConvNd)
+_NO_MATRICES = (nn.Embedding, Gate, Taps, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight",),
     UpProjection: ("weight",),
