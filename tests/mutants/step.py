@@ -345,8 +345,8 @@ GRADIENTS = (
     Mutant(
         "the norm is that of one stage",
         "trainer/components/grad_norm.py",
-        'ranks_of_stage = dims.size("world") // dims.size("pp")',
-        'ranks_of_stage = dims.size("world")',
+        'return dims.size("world") // dims.size("pp") // shards',
+        'return dims.size("world") // shards',
         f"{_LAYOUT}[pp2-float32]",
     ),
     Mutant(
