@@ -19,6 +19,7 @@ from trainer.commands.start import parse
 from trainer.components import metrics
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.distributed import ownership
 from trainer.families.layer_kinds import LayerKind
 from trainer.job import resolve
 from trainer.planner.profile import Profile, deeper
@@ -106,6 +107,28 @@ def test_a_deep_model_is_a_straight_line_over_shallow_ones(arguments: list[str],
     )
 
 
+def test_what_muon_sends_is_a_straight_line_where_ranks_own_alike(monkeypatch, tmp_path: Path) -> None:
+    """All matrices of nine layers over three ranks, in calls and bytes, from three and six layers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ownership, "AT_ONCE", 1)  # rounds of one matrix a rank
+    job = job_of("--optimizer.name=Muon", ranks=3, layers=9)
+    found = {}
+    for layers in (3, 6, 9):
+        shallow = replace(job, model=replace(job.model, n_layers=layers))
+        profile = added_up(trace(shallow, 0, None), 1, range(layers))
+        found[layers] = profile
+    line, whole = deeper(found[3], found[6], 9), found[9]
+    (name,) = {name for name in whole.messages if name.startswith("optimizer")}
+    assert line.messages[name] == pytest.approx(whole.messages[name])
+    products = whole.work["optimizer"]["products"]
+    assert products > 0
+    assert line.work["optimizer"]["products"] == pytest.approx(products)
+    args = job.model
+    matrices = sum(rows * columns for key, (rows, columns) in args.linear_shapes().items() if key != "output")
+    there, back = 2 / 3, 1 - 1 / 3
+    assert whole.messages[name]["bytes"] == pytest.approx(4 * matrices * (there + back) / 3, rel=0.2)
+
+
 def test_depths_have_as_many_layers_of_each_kind() -> None:
     assert shallow_depths(job_of(layers=5)) is None
     assert shallow_depths(job_of(layers=32)) == (4, 5)
@@ -114,6 +137,8 @@ def test_depths_have_as_many_layers_of_each_kind() -> None:
     groups = ("--activation_checkpoint.mode=full", "--activation_checkpoint.group=4")
     assert shallow_depths(job_of(*groups, layers=32)) == (4, 8)
     assert shallow_depths(job_of("--model.name=gemma3", layers=32)) == (8, 14)  # six kinds in turn
+    assert shallow_depths(job_of("--optimizer.name=Muon", ranks=8, layers=32)) == (8, 16)  # as many matrices a rank
+    assert shallow_depths(job_of("--optimizer.name=Muon", ranks=32, layers=32)) == (4, 5)
     job = job_of("--model.name=glm4_moe", layers=32)
     dense_first = tuple(LayerKind(experts=layer > 2) for layer in range(32))
     assert shallow_depths(replace(job, model=replace(job.model, layers=dense_first))) == (4, 5)

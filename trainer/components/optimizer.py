@@ -141,8 +141,9 @@ def check_groups(
     """
     names = [name for part in model_parts for name, _ in part.named_parameters()]
     used = [settings.rule_of(name) for name in names]
-    mine = [rule in used for rule in settings.group_rules()]
-    found = [any(ranks) for ranks in zip(*of_all_ranks(mine, dims["world"]), strict=True)]
+    mine, found = [rule in used for rule in settings.group_rules()], []
+    if mine:
+        found = [any(ranks) for ranks in zip(*of_all_ranks(mine, dims["world"]), strict=True)]
     if unused := [text for text, is_used in zip(settings.groups, found, strict=True) if not is_used]:
         raise SharedConfigError(
             f"optimizer.groups has {unused[0]!r}, which is for no parameter that an earlier entry has not taken; names "

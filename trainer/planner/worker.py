@@ -33,6 +33,9 @@ from trainer.planner.profile import Profile, deeper
 
 SHALLOW = 4
 """Layers of the shallower of two traced models: the first two and the last two differ from those between."""
+_OWNERS = 16
+"""Ranks over which matrices are dealt evenly in what is traced; of more the first, which is traced, has its share or
+more."""
 
 
 def profiles(job: ResolvedJob, gpu: Any, *, whole: bool) -> dict[int, Profile]:
@@ -124,6 +127,9 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1, settings.group)
     if settings.offload != "none":
         period = math.lcm(period, Fraction(settings.offload_fraction).limit_denominator(8).denominator)
+    owners = job.degrees.world_size // job.degrees.pp
+    if job.config.optimizer.name == "Muon" and owners <= _OWNERS:  # each is dealt as many matrices of every shape
+        period = math.lcm(period, owners)
     stages = 1 if job.pipeline is None else len(job.pipeline.stages)
     if stages > 1 and (period > 1 or job.pipeline.csv or _stages_are_given(job.config.parallelism)):
         return None
