@@ -301,6 +301,9 @@ EFFECTS: dict[str, str | Seen] = {
         lambda off, on: [len(rows[0]) for rows in (*off.inputs, *on.inputs)] == [16, 6, 5, 5, 5, 6],
     ),
     "training.sequence_chunks_offload": f"{_CHUNKS}::test_rows_wait_on_the_host_if_asked",
+    "training.z_loss": Seen(
+        "--training.z_loss=0.1", lambda off, on: off.losses[0] == on.losses[0] and off.losses[1] != on.losses[1]
+    ),
     "training.loss_chunk_tokens": Seen("--training.loss_chunk_tokens=7", _becomes("logits", "4352", "")),
     "training.steps": Seen("--training.steps=4", _becomes("logged", [1, 2, 3], [1, 2, 3, 4])),
     "training.dtype": Seen("--training.dtype=bfloat16", _more("parameters", "bfloat16")),

@@ -197,6 +197,7 @@ FEATURES: dict[str, Feature] = {
         )
     },
     "moments in bfloat16": Feature(("--optimizer.state_dtype=bfloat16",), of_model=True),
+    "z-loss, in chunks": Feature(("--training.z_loss=0.1", "--training.loss_chunk_tokens=5"), of_model=True),
     "Muon": Feature(("--optimizer.name=Muon",), of_model=True),
     "fused AdamW": Feature(("--optimizer.implementation=fused",)),
     "Adam, parameter by parameter": Feature(

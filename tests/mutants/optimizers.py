@@ -6,6 +6,7 @@ _MUON, _MATRICES = "tests/distributed/test_muon.py", "tests/unit/test_matrices.p
 _LAYOUTS = f"{_MUON}::test_every_layout_updates_as_one_process"
 _TORCH = f"{_MUON}::test_one_process_updates_as_pytorchs_muon"
 _COUNTS = f"{_MUON}::test_each_product_runs_once_and_sends_what_it_must"
+_Z_LOSS = "tests/unit/test_chunked_loss.py::test_gradients_of_the_z_loss_are_those_of_autograd"
 _KINDS = f"{_MATRICES}::test_each_parameter_of_a_family_is_in_one_group"
 
 MUON = (
@@ -120,6 +121,27 @@ MUON = (
         'group.get("lr", settings.lr) * rule.lr',
         "rule.lr",
         f"{_MUON}::test_rates_and_decays_by_name",
+    ),
+    Mutant(
+        "the z-loss has the gradient of the log-sum-exp, not of its square, in chunks",
+        "trainer/models/chunked_loss.py",
+        "(1 + 2 * z_loss * lse)[:, None]",
+        "(1 + z_loss)",
+        _Z_LOSS,
+    ),
+    Mutant(
+        "the z-loss forgets the label's logit",
+        "trainer/models/chunked_loss.py",
+        "at_label.exp() * of_squares - 1",
+        "at_label.expm1()",
+        _Z_LOSS,
+    ),
+    Mutant(
+        "the z-loss counts tokens without a label",
+        "trainer/components/loss.py",
+        ".masked_fill(labels == IGNORE_INDEX, 0)\n        losses",
+        "\n        losses",
+        _Z_LOSS,
     ),
     Mutant(
         "states of another optimizer are loaded",

@@ -1,12 +1,14 @@
 """Laws of the loss in chunks: values and gradients of the dense loss, and never the logits of more than a chunk."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.benchmarks.chunked_loss import Passes
-from trainer.components.loss import token_losses
+from trainer.components.loss import row_losses, token_losses
 from trainer.config.loader import parse_command_line
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.job.compilation import resolve_compilation
@@ -73,6 +75,25 @@ def test_capped_logits_have_the_loss_and_gradients_of_autograd(in_forward: bool)
     assert relative(losses, dense(hidden, weight, labels)) > 0.01
     leaves = hidden, output.weight
     for mine, theirs in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (losses, wanted)), strict=True):
+        assert relative(mine, theirs) < 1e-12
+
+
+@pytest.mark.parametrize("in_forward", [True, False, None])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_gradients_of_the_z_loss_are_those_of_autograd(in_forward: bool | None, softcap: float) -> None:
+    """Losses stay what they are. in_forward: None: all logits at once."""
+    hidden, weight, labels, _ = problem(3, 27, torch.float64)
+    logits = hidden @ weight.T if not softcap else softcap * torch.tanh(hidden @ weight.T / softcap)
+    plain = token_losses(logits, labels)
+    squares = logits.logsumexp(-1).square() * (labels != IGNORE_INDEX)
+    wanted = torch.autograd.grad((plain + 0.3 * squares).sum(), (hidden, weight), retain_graph=True)
+    if in_forward is None:
+        losses = token_losses(logits, labels, rows=partial(row_losses, z_loss=0.3))
+    else:
+        chunks = Chunks(7, in_forward=in_forward, softcap=softcap, z_loss=0.3)
+        losses = chunked_token_losses(hidden, weight, labels, chunks)
+    assert relative(losses, plain) < 1e-12
+    for mine, theirs in zip(torch.autograd.grad(losses.sum(), (hidden, weight)), wanted, strict=True):
         assert relative(mine, theirs) < 1e-12
 
 

@@ -13,13 +13,18 @@ from trainer.distributed.sharding.tensors import local_part
 from trainer.models.model_spec import Decoder
 
 
-def row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def row_losses(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
     """Return the cross entropy of each row in at least float32, zero where there is no label.
 
-    logits: (rows, V), plain or cut over V under `loss_parallel`; labels: (rows,) -> (rows,).
+    logits: (rows, V), plain or cut over V under `loss_parallel`; labels: (rows,) -> (rows,). z_loss: of plain logits,
+    see `chunked_loss.Chunks`; it changes gradients alone.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return local_part(F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none"))
+    losses = local_part(F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none"))
+    if z_loss:
+        squares = (z_loss * logits.logsumexp(-1).square()).masked_fill(labels == IGNORE_INDEX, 0)
+        losses = losses + (squares - squares.detach())
+    return losses
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, rows: Callable = row_losses) -> torch.Tensor:

@@ -45,6 +45,7 @@ _DOCUMENTS = Condition(
     general="with training.attention_mask = 'causal'",
 )
 _CHUNKS = Condition(lambda config, _: config.training.sequence_chunks > 1, "without training.sequence_chunks above 1")
+_SUMMED = unless("training.dataset", "preferences", ", whose loss is no sum over tokens")
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
 _SCALED = Condition(
@@ -216,6 +217,8 @@ class Training:
     """A step whose loss or gradient norm is not finite ends the run, or is left out: no update, and the next data."""
     max_skipped_steps: int = key(3, AT_LEAST_ONE, "steps", when=needs_value("training.on_nonfinite", "skip"))
     """Steps that may be skipped one after another; the next one that is not finite ends the run."""
+    z_loss: float = key(0.0, NOT_NEGATIVE, when=(TOKENS, _SUMMED))
+    """Weight of a loss that keeps logits small, of their squared log-sum-exp; in gradients, not in losses; 0: none."""
     loss_chunk_tokens: int | None = key(
         None,
         Bounds(NOT_NEGATIVE.test, "at least 0 (0: all logits at once)"),

@@ -1,5 +1,6 @@
 """Decide whether the loss of tokens is computed in chunks. Torch-free."""
 
+from trainer.config.errors import ConfigError
 from trainer.config.schema import OUTPUT_IN_HIGH_PRECISION, WITHOUT_GATHERED_LOGITS, JobConfig
 from trainer.families.args import DecoderArgs
 from trainer.job.degrees import Degrees
@@ -35,7 +36,21 @@ def loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: 
     """Return the tokens of a chunk of the loss, 0 for all logits at once, and the reason of `auto`.
 
     tokens: of one forward of a rank. The reason is empty if the configuration has a number.
+
+    Raises:
+        ConfigError: training.z_loss with logits that are cut over ranks and exist at once.
     """
+    found, reason = _loss_chunk(config, model, degrees, tokens)
+    if config.training.z_loss and not found and degrees.tp > 1 and not config.parallelism.disable_loss_parallel:
+        raise ConfigError(
+            f"training.z_loss = {config.training.z_loss} needs the loss in chunks where "
+            f"parallelism.tensor_parallel_degree = {degrees.tp} divides the vocabulary; use "
+            f"training.loss_chunk_tokens = {chunk_tokens(model.linear_shapes(degrees.tp)['output'][0])}, or disable_loss_parallel = true"
+        )
+    return found, reason
+
+
+def _loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: int) -> tuple[int, str]:
     if reason := why_no_chunks(config, degrees):
         return 0, reason
     configured = config.training.loss_chunk_tokens

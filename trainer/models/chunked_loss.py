@@ -47,18 +47,24 @@ def chunk_gradient(
     softcap: float,
     first: int,
     whole: bool,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """Return the gradient of the logits in the model's dtype: (softmax - one-hot) x gradient of the loss."""
+    """Return the gradient of the logits in the model's dtype: (softmax - one-hot) x gradient of the loss.
+
+    z_loss: see `Chunks`, as in `chunk_at_once`.
+    """
     logits, slope = _capped(hidden @ weight.T, softcap)
     index, elsewhere = _label_index(labels, first, len(weight), whole)
     shares = _less(logits, lse).exp_()
+    if z_loss:
+        shares.mul_((1 + 2 * z_loss * lse)[:, None])
     at_label = (shares.gather(1, index) - torch.where(elsewhere, 0, 1)[:, None]) * grad[:, None]
     grad_logits = torch.mul(shares, grad[:, None], out=logits).scatter_(1, index, at_label.to(logits.dtype))
     return grad_logits if slope is None else grad_logits.mul_(slope)
 
 
 def chunk_at_once(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the statistics of a chunk, and softmax - one-hot in the model's dtype; weight: of the whole vocabulary."""
     logits, slope = _capped(hidden @ weight.T, softcap)
@@ -67,7 +73,11 @@ def chunk_at_once(
     logarithms = logits.to(label_logit.dtype)
     logarithms = torch.log_softmax(logarithms, 1, out=logarithms)  # in place: a row is read whole before it is written
     at_label = logarithms.gather(1, index)
-    grad_logits = torch.exp(logarithms, out=logits).scatter_(1, index, at_label.expm1().to(logits.dtype))
+    shares, less_one = torch.exp(logarithms, out=logits), at_label.expm1()
+    if z_loss:
+        of_squares = 1 + 2 * z_loss * (label_logit - at_label)
+        shares, less_one = shares.mul_(of_squares.to(shares.dtype)), at_label.exp() * of_squares - 1
+    grad_logits = shares.scatter_(1, index, less_one.to(logits.dtype))
     if slope is not None:
         grad_logits.mul_(slope)
     return (label_logit - at_label).squeeze(1), label_logit.squeeze(1), grad_logits
@@ -128,6 +138,8 @@ class Chunks:
     large as the weight, and as much as the hidden states, for each forward in flight."""
     softcap: float = 0.0
     """Of logits, see `CappedOutput`; 0: none."""
+    z_loss: float = 0.0
+    """Gradients are those of loss + z_loss x (log-sum-exp)^2, which keeps logits small (PaLM, arXiv 2204.02311, 5)."""
 
     def of(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """Return the rows of each chunk of these tensors, which have a row for each token."""
@@ -142,12 +154,14 @@ class Chunks:
         return 0 if self.over is None else self.over.get_local_rank() * len(weight)
 
 
-def apply_chunked_loss(output: nn.Linear, tokens: int, compilation: CompileOptions, *, in_forward: bool = True) -> None:
+def apply_chunked_loss(
+    output: nn.Linear, tokens: int, compilation: CompileOptions, *, in_forward: bool = True, z_loss: float = 0.0
+) -> None:
     """Let the projection to logits also return losses, in place: `output(hidden, labels=labels)` -> (B, S).
 
     The loop over the chunks is one forward of the module: FSDP gathers the weight once, and reduces its gradient once.
     Without labels the module returns logits as before. Call it before `fully_shard`; with tensor parallelism the module
-    has the style `VocabularyParallel`. tokens: of a chunk; in_forward: see `Chunks`.
+    has the style `VocabularyParallel`. tokens: of a chunk; in_forward, z_loss: see `Chunks`.
 
     Raises:
         ValueError: the projection has a bias.
@@ -165,7 +179,8 @@ def apply_chunked_loss(output: nn.Linear, tokens: int, compilation: CompileOptio
             # Each rank finds the part of the gradient that comes from its logits.
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
         softcap = getattr(output, "softcap", 0.0)
-        return chunked_token_losses(hidden, weight, labels, Chunks(tokens, over, functions, in_forward, softcap))
+        chunks = Chunks(tokens, over, functions, in_forward, softcap, z_loss)
+        return chunked_token_losses(hidden, weight, labels, chunks)
 
     replace_forward(output, "loss in chunks", forward)
 
@@ -226,7 +241,7 @@ class _TokenLosses(torch.autograd.Function):
         if at_once:
             ctx.gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
             for h, y, out in chunks.of(hidden, labels, missing):
-                *statistics, grad_logits = chunks.functions.at_once(h, weight, y, chunks.softcap)
+                *statistics, grad_logits = chunks.functions.at_once(h, weight, y, chunks.softcap, chunks.z_loss)
                 ctx.gradients.add(grad_logits, h.masked_fill(out[:, None], 0), weight)
                 del grad_logits  # before those of the next chunk are made
                 pieces.append(statistics)
@@ -257,7 +272,7 @@ class _TokenLosses(torch.autograd.Function):
         grad = grad.masked_fill(missing, 0)
         gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
         for h, *rows in chunks.of(hidden, labels, lse, grad):
-            gradients.add(chunks.functions.gradient(h, weight, *rows, *place), h, weight)
+            gradients.add(chunks.functions.gradient(h, weight, *rows, *place, chunks.z_loss), h, weight)
         return gradients.rounded(weight)
 
 

@@ -72,7 +72,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             parallelize_module(block, dims["cp"], styles)
     if job.loss_chunk_tokens and model.output is not None:
         in_forward = job.pipeline is None and job.task.sums_losses
-        apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, in_forward=in_forward)
+        how = {"in_forward": in_forward, "z_loss": config.training.z_loss if job.task.sums_losses else 0.0}
+        apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, **how)
     if job.mlp_tiles > 1:
         for block in blocks:
             if block in experts:

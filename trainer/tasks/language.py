@@ -50,7 +50,10 @@ class LanguageTask:
         self.job, self.config, self.dims, self._device = job, job.config, dims, torch.device(job.device_type)
         self.spec = model_spec(job.config.model.name)
         self.methods_reported: set[str] = set()
-        self.token_losses = partial(token_losses, rows=compiled_loss(row_losses, job.compilation))
+        rows = compiled_loss(row_losses, job.compilation)
+        if job.config.training.z_loss and job.task.sums_losses:
+            rows = partial(rows, z_loss=job.config.training.z_loss)
+        self.token_losses = partial(token_losses, rows=rows)
         self.keep_rows: Callable[[torch.Tensor], KeptTensor] = OnDevice
         """Lets keys and values of a sequence in chunks wait."""
         if job.config.training.sequence_chunks_offload:

@@ -141,6 +141,7 @@ WITHOUT_TOKENS = {
     "model.rope_scaling_type": "yarn",
     "model.rope_original_seq_len": "64",
     "training.seq_len": "64",
+    "training.z_loss": "0.1",
     "training.on_bad_record": "skip",
     "activation_checkpoint.offload": "inputs",
     "activation_checkpoint.mlp_chunk_tokens": "8",
