@@ -12,7 +12,7 @@ LOSS = (
     Mutant(
         "the compiled loss has views of tokens, whose number varies",
         "trainer/tasks/language.py",
-        "partial(token_losses, rows=compiled_loss(row_losses, job.compilation))",
+        "partial(token_losses, rows=rows)",
         "compiled_loss(token_losses, job.compilation)",
         "tests/distributed/test_balance.py::test_a_balanced_step_equals_one_process",
     ),
@@ -82,8 +82,8 @@ LOSS = (
     Mutant(
         "the gradient of the logits is a tensor of its own before it is rounded",
         "trainer/models/chunked_loss.py",
-        "torch.exp(logarithms, out=logits).scatter_",
-        "logarithms.exp().to(logits.dtype).scatter_",
+        "torch.exp(logarithms, out=logits), at",
+        "logarithms.exp().to(logits.dtype), at",
         f"{_CHUNKS}::test_the_logits_are_read_and_written_as_often_as_docs_performance_says",
     ),
     Mutant(
