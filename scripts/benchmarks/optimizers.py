@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 from scripts.provenance import made_with
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIMIZERS = {"AdamW": [], "Muon": ["--optimizer.name=Muon"]}
+OPTIMIZERS = "AdamW", "Muon"
 _WINDOW = 10
 
 
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=100)
     p.add_argument("--seeds", type=int, nargs="+", default=[0])
-    p.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
+    p.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
     p.add_argument("--arguments", default="", help="more arguments of the job, in one string")
     p.add_argument("--json", type=Path)
     return p
@@ -38,7 +38,7 @@ def curve(s: argparse.Namespace, optimizer: str, seed: int) -> list[dict[str, fl
     given = [f"--training.steps={s.steps}", f"--training.seed={seed}", "--metrics.log_freq=1", "--job.device=cpu"]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "trainer", "train", "--ngpu", "2", f"--job.dump_folder={folder}", *given]
-        command += [*OPTIMIZERS[optimizer], *s.arguments.split()]
+        command += [f"--optimizer.name={optimizer}", *s.arguments.split()]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         steps = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
         return [{"loss": step["loss"], "seconds": step["seconds_per_step"]} for step in steps]

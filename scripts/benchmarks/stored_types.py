@@ -49,7 +49,8 @@ def losses_of(s: argparse.Namespace, stored: str, seed: int) -> list[float]:
     """Return the loss of each step of a run."""
     given = [f"--training.steps={s.steps}", f"--training.seed={seed}", "--metrics.log_freq=1", "--job.device=cpu"]
     given += ["--training.local_batch_size=4", "--training.seq_len=256", "--lr_scheduler.warmup_steps=10"]
-    given += ["--training.mixed_precision_param=float32", *STORED[stored], *s.arguments.split()]
+    given += ["--optimizer.name=AdamW", "--training.mixed_precision_param=float32", *STORED[stored]]
+    given += s.arguments.split()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "train.py", f"--job.dump_folder={folder}", *given]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}

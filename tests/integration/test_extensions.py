@@ -119,7 +119,7 @@ def test_settings_without_their_optimizer_are_noted(folder: Path) -> None:
     command = [sys.executable, "-m", "trainer", "check", "--job.imports", "mine", "--sgd.momentum=0.5"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert "sgd.momentum = 0.5 has no effect with optimizer.name = 'AdamW'" in result.stdout + result.stderr
+    assert "sgd.momentum = 0.5 has no effect with optimizer.name = 'Muon'" in result.stdout + result.stderr
     command[-1:] = ["--optimizer.name=sgd", "--optimizer.beta1=0.5", "--optimizer.beta2=0.5", "--optimizer.eps=1"]
     command += ["--optimizer.implementation=foreach", "--optimizer.state_dtype=bfloat16"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -128,7 +128,7 @@ def test_settings_without_their_optimizer_are_noted(folder: Path) -> None:
     assert [key for key in keys if f"optimizer.{key} = " not in note] == []
     command[6:] = ["--optimizer.name=sgdd"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert "must be one of 'AdamW', 'Adam', 'sgd'; did you mean 'sgd'?" in result.stderr
+    assert "must be one of 'AdamW', 'Adam', 'Muon', 'sgd'; did you mean 'sgd'?" in result.stderr
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ SETTINGS = [
     "--metrics.no-enable_tensorboard",
     f"--training.steps={STEPS}",
     f"--lr_scheduler.total_steps={STEPS}",
+    "--lr_scheduler.warmup_steps=4",
     "--training.seq_len=64",
     "--training.global_batch_size=8",
     "--training.mixed_precision_param=float32",  # on GPUs too, for the bound of parity

@@ -156,12 +156,15 @@ def test_when_the_loss_is_computed_in_chunks() -> None:
 
 
 def test_weights_gradients_and_optimizer_are_exact() -> None:
-    whole = job_of("--training.seq_len=64")
+    whole = job_of("--training.seq_len=64", "--optimizer.name=AdamW")
     memory, parameters = rank_memory(whole), whole.model.n_params()
     norms = (2 * 4 + 1) * 256  # the estimate leaves them out
     assert (memory.weights, memory.gradients, memory.optimizer) == tuple(
         n * 4 * (parameters - norms) for n in (1, 1, 2)
     )
+    muon = rank_memory(job_of("--training.seq_len=64", "--optimizer.name=Muon"))
+    matrices = parameters - norms - 2 * whole.model.vocab_size * whole.model.dim  # one moment of each
+    assert muon.optimizer == memory.optimizer - 4 * matrices
     shared = rank_memory(job_of("--training.seq_len=64", f"{P}context_parallel_degree=2", ranks=4))
     assert shared.weights == memory.weights // 4
     tensor_parallel = rank_memory(job_of(f"{P}tensor_parallel_degree=2", ranks=2))
