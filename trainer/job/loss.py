@@ -42,10 +42,11 @@ def loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: 
     """
     found, reason = _loss_chunk(config, model, degrees, tokens)
     if config.training.z_loss and not found and degrees.tp > 1 and not config.parallelism.disable_loss_parallel:
+        fits = chunk_tokens(model.linear_shapes(degrees.tp)["output"][0])
         raise ConfigError(
             f"training.z_loss = {config.training.z_loss} needs the loss in chunks where "
-            f"parallelism.tensor_parallel_degree = {degrees.tp} divides the vocabulary; use "
-            f"training.loss_chunk_tokens = {chunk_tokens(model.linear_shapes(degrees.tp)['output'][0])}, or disable_loss_parallel = true"
+            f"parallelism.tensor_parallel_degree = {degrees.tp} divides the vocabulary; use training.loss_chunk_tokens "
+            f"= {fits}, or parallelism.disable_loss_parallel = true"
         )
     return found, reason
 

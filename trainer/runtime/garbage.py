@@ -5,14 +5,16 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_GIVE_BACK = 10
+
 
 @contextmanager
 def manual_garbage_collection(freq: int) -> Iterator[Callable[[int], None]]:
     """Switch automatic collection off inside, and yield a function of the step that collects every `freq` steps.
 
-    A rank that collects at a time of its own makes the others wait. Free memory goes back to the system at the same
-    steps: glibc reuses blocks that were aligned, as PyTorch's are, only in part (glibc's bug 14581), and a process with
-    several threads would grow by megabytes a step.
+    A rank that collects at a time of its own makes the others wait. Every few steps free memory goes back to the
+    system: glibc reuses blocks that were aligned, as PyTorch's are, only in part (glibc's bug 14581), and a process
+    with several threads would grow by megabytes a step.
     """
     library = ctypes.CDLL(None)
     give_back = library.malloc_trim if hasattr(library, "malloc_trim") else lambda _kept: None
@@ -20,6 +22,7 @@ def manual_garbage_collection(freq: int) -> Iterator[Callable[[int], None]]:
     def collect(step: int) -> None:
         if step % freq == 0:
             gc.collect(1)  # the young generations
+        if step % _GIVE_BACK == 0:
             give_back(0)
 
     was_enabled = gc.isenabled()
