@@ -232,7 +232,7 @@ def test_steps_that_are_read_late_are_those_that_are_read_at_once(pool: WorkerPo
 @pytest.mark.parametrize("stored", ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"])
 def test_what_is_stored_in_bfloat16_is_rounded_alike_on_every_layout(pool: WorkerPool, stored: str) -> None:
     """Equal but for the few values whose float32 results lie within rounding of each other's border."""
-    given = [MUON, "--muon.dtype=float32", "--training.dtype=float32", stored]
+    given = [MUON, "--muon.dtype=float32", "--muon.per_head", "--training.dtype=float32", stored]
     world_size, arguments = LAYOUTS["fsdp2+tp2"]
     results = pool.run(world_size, rounding_case, [*given, *arguments])
     got, wanted = merged([{"state": result} for result in results], "state"), of_one_process(pool, *given)
