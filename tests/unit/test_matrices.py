@@ -68,7 +68,8 @@ def test_a_matrix_is_divided_by_what_its_rows_are() -> None:
     assert [size(rows) for rows in (values, gates)] == [linear.value_heads * linear.value_dim] * 2
     head = 2 * linear.key_dim + 2 * shared * linear.value_dim
     assert queries[1] == (head, head + linear.key_dim)
-    assert len(matrices[next(name for name in matrices if name.endswith("experts.w13"))]) == 2 * args.experts.number
+    gates_and_ups = matrices[next(name for name in matrices if name.endswith("experts.w13"))]
+    assert [size(rows) for rows in gates_and_ups] == [args.experts.hidden_dim] * 2 * args.experts.number
     assert len(matrices[next(name for name in matrices if name.endswith("experts.w2"))]) == args.experts.number
     gated = next(name for name in matrices if name.endswith("wq.weight"))
     assert [size(rows) for rows in matrices[gated]] == [args.n_heads * args.head_dim] * 2
