@@ -544,6 +544,13 @@ RULES = [
     Rule(rf"{BENCHMARK}memory\.py .*", r"\g<0> --only nothing", SLOW),
     Rule(rf"{BENCHMARK}memory_runs\.py .*", r"\g<0> --help", BIG),
     Rule(rf"{BENCHMARK}block_memory\.py .*", r"\g<0>", says="KiB  attention, backward"),
+    Rule(
+        rf"{BENCHMARK}optimizers\.py .*",
+        r"\g<0> --seeds 0 --steps 10 --json optimizers.json "
+        "--arguments '--training.seq_len=64 --training.global_batch_size=4'",
+        why=SLOW,
+        says="after equal time",
+    ),
     Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --json data.json", SLOW),
     Rule(rf"{BENCHMARK}balance\.py .*", r"\g<0> --seq-len 1024 --mean 128 --output balance.json", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
