@@ -82,8 +82,8 @@ LOSS = (
     Mutant(
         "the gradient of the logits is a tensor of its own before it is rounded",
         "trainer/models/chunked_loss.py",
-        "torch.exp(logarithms, out=logits), at",
-        "logarithms.exp().to(logits.dtype), at",
+        "torch.exp(logarithms, out=logits)",
+        "logarithms.exp().to(logits.dtype)",
         f"{_CHUNKS}::test_the_logits_are_read_and_written_as_often_as_docs_performance_says",
     ),
     Mutant(

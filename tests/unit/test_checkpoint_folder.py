@@ -24,6 +24,7 @@ from trainer.stores.folder import (
     model_description,
     read_state,
     state_text,
+    states_of,
     step_to_load,
 )
 from trainer.stores.store import LocalStore
@@ -51,7 +52,8 @@ def save(folder: Path, step: int, config: JobConfig | None = None) -> Path:
         (unfinished / name).write_bytes(content)
     files = {name: len(content) for name, content in contents.items()}
     model = model_description(config, shape_of(config))
-    state = RunState(step, 1000 * step, model, dict.fromkeys(range(64), STREAM), files)
+    streams = dict.fromkeys(range(64), STREAM)
+    state = RunState(step, 1000 * step, model, streams, files, optimizer=states_of(config))
     here.publish(step, state_text(state), here.begin(step))
     return here.step(step)
 

@@ -73,11 +73,13 @@ def chunk_at_once(
     logarithms = logits.to(label_logit.dtype)
     logarithms = torch.log_softmax(logarithms, 1, out=logarithms)  # in place: a row is read whole before it is written
     at_label = logarithms.gather(1, index)
-    shares, less_one = torch.exp(logarithms, out=logits), at_label.expm1()
+    grad_logits = torch.exp(logarithms, out=logits)
     if z_loss:
         of_squares = 1 + 2 * z_loss * (label_logit - at_label)
-        shares, less_one = shares.mul_(of_squares.to(shares.dtype)), at_label.exp() * of_squares - 1
-    grad_logits = shares.scatter_(1, index, less_one.to(logits.dtype))
+        grad_logits.mul_(of_squares.to(logits.dtype))
+        grad_logits.scatter_(1, index, (at_label.exp() * of_squares - 1).to(logits.dtype))
+    else:
+        grad_logits.scatter_(1, index, at_label.expm1().to(logits.dtype))
     if slope is not None:
         grad_logits.mul_(slope)
     return (label_logit - at_label).squeeze(1), label_logit.squeeze(1), grad_logits

@@ -216,8 +216,8 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
         )
     if not state.model_only and "optimizer" not in excluded and state.optimizer not in ("", states_of(config)):
         raise ConfigError(
-            f"optimizer.name = {config.optimizer.name!r} cannot continue from the states of {state.optimizer} in the "
-            f"checkpoint {path}; resume with {state.optimizer}, or start its states again: --checkpoint.load_step "
+            f"optimizer.name = {config.optimizer.name!r} is not the {state.optimizer} of the checkpoint {path}, whose "
+            f"states would be others; resume with {state.optimizer}, or start them again: --checkpoint.load_step "
             f"{state.step} --checkpoint.exclude_from_loading optimizer"
         )
     if "dataloader" in excluded:
