@@ -129,7 +129,8 @@ echo '{"prompt": "Who wrote Faust?", "chosen": "Goethe", "rejected": "Schiller"}
 
 ADAPT = (
     f"{CHAT}; lct train --model.path ./Llama-3.2-1B-Instruct "
-    "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 8 --optimizer.name AdamW --lora.rank 2 "
+    "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 8 --optimizer.name AdamW "
+    "--lora.rank 2 "
     f"--checkpoint.enable {SHORT}"
 )
 
