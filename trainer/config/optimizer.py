@@ -1,6 +1,7 @@
 """Settings of the update rule and of the learning rate over the steps."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -98,13 +99,10 @@ class Optimizer:
 
 def _group_rule(text: str) -> GroupRule:
     pattern, *settings = text.split() or [""]
-    values = dict(setting.partition("=")[::2] for setting in settings)
-    try:
-        numbers = {name: float(value) for name, value in values.items()}
+    with suppress(ValueError, TypeError):  # no number, or another name
+        numbers = {name: float(value) for name, _, value in (setting.partition("=") for setting in settings)}
         if pattern and "=" not in pattern and numbers and all(0 <= x < math.inf for x in numbers.values()):
             return GroupRule(pattern, **numbers)
-    except (ValueError, TypeError):
-        pass
     raise ConfigError(
         f"optimizer.groups has {text!r}, which is no pattern of names followed by lr=FACTOR or weight_decay=VALUE, or "
         "both, at least 0; write it such as 'tok_embeddings.* lr=0.1 weight_decay=0'"

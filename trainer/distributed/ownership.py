@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,44 @@ Round = tuple[Matrix, ...]
 """Matrices of one shape that are exchanged at once."""
 
 
+@dataclass(frozen=True)
+class RankRound:
+    """What one rank does in a round, found once.
+
+    rows, columns: of each matrix; owned: what this rank owns; mine: what it has of all; sources, homes: ranks from
+    which pieces come to owners, with the number of the matrix among `owned`, and from which results come back; gathers,
+    returns: whether some rank of the group sends anything to another one, there and back.
+    """
+
+    rows: int
+    columns: int
+    owned: Sequence[Matrix]
+    mine: Sequence[tuple[Matrix, Piece]]
+    sources: Mapping[int, list[tuple[int, Piece]]]
+    homes: Mapping[int, list[tuple[Matrix, Piece]]]
+    gathers: bool
+    returns: bool
+
+    @classmethod
+    def of(cls, matrices: Round, rank: int, known: dict[int, tuple[Piece, ...]]) -> "RankRound":
+        """known: pieces that layers share, by identity -> those of this rank."""
+        for matrix in matrices:
+            if id(matrix.pieces) not in known:
+                known[id(matrix.pieces)] = tuple(piece for piece in matrix.pieces if rank in piece.ranks)
+        owned = [matrix for matrix in matrices if matrix.owner == rank]
+        mine = [(matrix, piece) for matrix in matrices for piece in known[id(matrix.pieces)]]
+        sources: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
+        for place, matrix in enumerate(owned):
+            for piece in matrix.pieces:
+                sources[matrix.sender(piece)].append((place, piece))
+        homes: dict[int, list[tuple[Matrix, Piece]]] = defaultdict(list)
+        for matrix, piece in mine:
+            homes[matrix.owner].append((matrix, piece))
+        gathers = any(matrix.sender(piece) != matrix.owner for matrix in matrices for piece in matrix.pieces)
+        returns = any(piece.ranks != (matrix.owner,) for matrix in matrices for piece in matrix.pieces)
+        return cls(matrices[0].rows, matrices[0].columns, owned, mine, sources, homes, gathers, returns)
+
+
 class Owners:
     """Sends rows of matrices to their owners, and rows of results back.
 
@@ -95,37 +134,27 @@ class Owners:
         device: torch.device,
     ) -> None:
         self._group, self._rank, self._settings = group, group.rank(), {"dtype": dtype, "device": device}
-        ranks, known = tuple(dist.get_process_group_ranks(group)), {}
-        split = [(_boxes(p, ranks, known), p.shape[-1], rows) for p, rows in parameters.items()]
-        self.rounds = rounds_of(split)
-        """The same on every rank."""
+        ranks, boxes, pieces = tuple(dist.get_process_group_ranks(group)), {}, {}
+        split = [(_boxes(p, ranks, boxes), p.shape[-1], rows) for p, rows in parameters.items()]
+        self.rounds = [RankRound.of(matrices, self._rank, pieces) for matrices in rounds_of(split)]
+        """As many, and with the same matrices, on every rank."""
 
-    def owned(self, matrices: Round) -> list[Matrix]:
-        """Return the matrices that this rank owns."""
-        return [matrix for matrix in matrices if matrix.owner == self._rank]
-
-    def gather(self, matrices: Round, part: Callable[[int, Range], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def gather(self, this: RankRound, part: Callable[[int, Range], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Start sending this rank's pieces of matrices to their owners; a collective.
 
         part: (number of a parameter, rows of its shard) -> their values. Return what waits and returns the matrices
         that this rank owns: (number, rows, columns).
         """
         sent: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for matrix, piece in self._pieces(matrices):
+        for matrix, piece in this.mine:
             if matrix.sender(piece) == self._rank:
                 sent[matrix.owner] += [part(matrix.parameter, rows).flatten() for _, rows in piece.places]
-        arriving: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
-        for place, matrix in enumerate(self.owned(matrices)):
-            for piece in matrix.pieces:
-                arriving[matrix.sender(piece)].append((place, piece))
-        moves = any(matrix.sender(piece) != matrix.owner for matrix in matrices for piece in matrix.pieces)
-        wait_for = self._exchange(sent, {rank: [p for _, p in pieces] for rank, pieces in arriving.items()}, moves)
-        shape = len(self.owned(matrices)), matrices[0].rows, matrices[0].columns
+        wait_for = self._exchange(sent, this.sources, this.gathers)
 
         def wait() -> torch.Tensor:
-            blocks, whole = wait_for(), torch.empty(shape, **self._settings)
-            for rank in sorted(arriving):
-                for place, piece in arriving[rank]:
+            blocks, whole = wait_for(), torch.empty(len(this.owned), this.rows, this.columns, **self._settings)
+            for rank in sorted(this.sources):
+                for place, piece in this.sources[rank]:
                     for (start, stop), _ in piece.places:
                         whole[place, start:stop, slice(*piece.columns)] = next(blocks)
             return whole
@@ -133,7 +162,7 @@ class Owners:
         return wait
 
     def give_back(
-        self, matrices: Round, results: torch.Tensor
+        self, this: RankRound, results: torch.Tensor
     ) -> Callable[[], Iterator[tuple[Matrix, Range, torch.Tensor]]]:
         """Start sending results to the ranks that have the rows, replicas too; a collective.
 
@@ -141,36 +170,24 @@ class Owners:
         part, by blocks: (matrix, rows of its parameter's shard, their values).
         """
         sent: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for result, matrix in zip(results, self.owned(matrices), strict=True):
+        for result, matrix in zip(results, this.owned, strict=True):
             for piece in matrix.pieces:
                 blocks = [result[start:stop, slice(*piece.columns)].flatten() for (start, stop), _ in piece.places]
                 for rank in piece.ranks:
                     sent[rank] += blocks
-        arriving: dict[int, list[tuple[Matrix, Piece]]] = defaultdict(list)
-        for matrix, piece in self._pieces(matrices):
-            arriving[matrix.owner].append((matrix, piece))
-        moves = any(piece.ranks != (matrix.owner,) for matrix in matrices for piece in matrix.pieces)
-        wait_for = self._exchange(sent, {rank: [p for _, p in pieces] for rank, pieces in arriving.items()}, moves)
+        wait_for = self._exchange(sent, this.homes, this.returns)
 
         def wait() -> Iterator[tuple[Matrix, Range, torch.Tensor]]:
             blocks = wait_for()
-            for rank in sorted(arriving):
-                for matrix, piece in arriving[rank]:
+            for rank in sorted(this.homes):
+                for matrix, piece in this.homes[rank]:
                     for _, rows in piece.places:
                         yield matrix, rows, next(blocks)
 
         return wait
 
-    def _pieces(self, matrices: Round) -> Iterator[tuple[Matrix, Piece]]:
-        """Yield what this rank has of matrices."""
-        for matrix in matrices:
-            for piece in matrix.pieces:
-                place = bisect_left(piece.ranks, self._rank)
-                if place < len(piece.ranks) and piece.ranks[place] == self._rank:
-                    yield matrix, piece
-
     def _exchange(
-        self, sent: Mapping[int, list[torch.Tensor]], arriving: Mapping[int, list[Piece]], moves: bool
+        self, sent: Mapping[int, list[torch.Tensor]], arriving: Mapping[int, list[tuple[Any, Piece]]], moves: bool
     ) -> Callable[[], Iterator[torch.Tensor]]:
         """Start the exchange of blocks by rank. Return what waits, and yields those that arrived, by rank.
 
@@ -180,12 +197,12 @@ class Owners:
         received, pending = torch.cat([block.to(**self._settings) for block in blocks or [torch.empty(0)]]), Pending()
         if moves:
             sizes = [sum(block.numel() for block in sent.get(rank, ())) for rank in range(self._group.size())]
-            wanted = [sum(piece.elements for piece in arriving.get(rank, ())) for rank in range(self._group.size())]
+            wanted = [sum(piece.elements for _, piece in arriving.get(rank, ())) for rank in range(self._group.size())]
             received, pending = all_to_all(received, sizes, wanted, self._group, kind="owners")
 
         def wait() -> Iterator[torch.Tensor]:
             pending.wait()
-            shapes = [shape for rank in sorted(arriving) for piece in arriving[rank] for shape in piece.shapes]
+            shapes = [shape for rank in sorted(arriving) for _, piece in arriving[rank] for shape in piece.shapes]
             flat = received.split([rows * columns for rows, columns in shapes])
             return (block.view(shape) for block, shape in zip(flat, shapes, strict=True))
 
@@ -236,7 +253,7 @@ def _boxes(parameter: torch.Tensor, ranks: tuple[int, ...], known: dict[Hashable
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        mesh_shape, grid, placements = (1,) * bool(ranks), [ranks[0]], ()
+        mesh_shape, grid, placements = (1,), [dist.get_rank()], ()
     else:
         mesh_shape, placements = tuple(parameter.device_mesh.shape), parameter.placements
         grid = parameter.device_mesh.mesh.flatten().tolist()
@@ -263,9 +280,6 @@ def _box(
         step = -(-(stop - start) // parts)
         held[placement.dim] = min(start + place * step, stop), min(start + (place + 1) * step, stop)
     *leading, (first, last), columns = held
-    strides = [shape[i + 1 : -1] for i in range(len(leading))]
-    rows = []
-    for places in product(*(range(*part) for part in leading)):
-        before = sum(place * torch.Size(sizes).numel() for place, sizes in zip(places, strides, strict=True))
-        rows.append((before + first, before + last))
-    return Box(union(part for part in rows if part[0] < part[1]), columns)
+    heights = torch.arange(torch.Size(shape[:-2]).numel()).view(shape[:-2])[tuple(slice(*part) for part in leading)]
+    starts = (heights.flatten() * shape[-2]).tolist()
+    return Box(union((start + first, start + last) for start in starts), columns)
