@@ -54,15 +54,17 @@ OF_PAIRS = (
     *("CP all_to_all", "CP hybrid", "PP Interleaved1F1B", "PP InterleavedZeroBubble", "recompute operators", "compile"),
     "tied embeddings",
     "sequences in chunks, offloaded; packed documents",
+    *("Muon", "multi-token prediction", "multi-token prediction of DeepSeek-V3"),
     *("experts divided over ranks", "gpt-oss: experts, windows, sinks, documents"),
     *("Gemma 2: soft-caps, norms around, windows", "GLM-4.5: sigmoid router, shared expert, a dense layer"),
     *("DeepSeek-V3: latent attention, documents", "Kimi Linear: Kimi Delta and latent attention, documents"),
     *("Granite 4: Mamba-2 and experts, documents", "Qwen3-Next: Gated DeltaNet and experts, documents"),
 )
-OF_TRIPLES = ("as it is", "packed documents", "recompute operators")
+OF_TRIPLES = ("as it is", "packed documents", "recompute operators", "Muon", "multi-token prediction")
 # Of the harness's model of two layers: four stages, for schedules with two a rank.
 _FOUR_STAGES = ("--parallelism.pipeline_parallel_module_fqns", "tok_embeddings", "layers.0", "layers.1", "norm,output")
 _DIVIDED = ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2")
+_FURTHER = ("--model.mtp_layers=2", "--training.mtp_loss_weight=0.5", "--training.attention_mask=document")
 _COMPILE = ("--compile.enable", "--compile.backend=aot_eager")
 
 
@@ -199,6 +201,14 @@ FEATURES: dict[str, Feature] = {
     "moments in bfloat16": Feature(("--optimizer.state_dtype=bfloat16",), of_model=True),
     "z-loss, in chunks": Feature(("--training.z_loss=0.1", "--training.loss_chunk_tokens=5"), of_model=True),
     "Muon": Feature(("--optimizer.name=Muon",), of_model=True),
+    "multi-token prediction": Feature(_FURTHER, of_model=True),
+    "multi-token prediction, loss in chunks": Feature((*_FURTHER, "--training.loss_chunk_tokens=5"), of_model=True),
+    "multi-token prediction, sequences in chunks": Feature(
+        (*_FURTHER, "--training.sequence_chunks=3", "--activation_checkpoint.mode=full"), of_model=True
+    ),
+    "multi-token prediction of DeepSeek-V3": Feature(
+        (*_FURTHER, "--model.name=deepseek_v3", "--optimizer.name=Muon"), of_model=True
+    ),
     "fused AdamW": Feature(("--optimizer.implementation=fused",)),
     "Adam, parameter by parameter": Feature(
         ("--optimizer.name=Adam", "--optimizer.implementation=for-loop"), of_model=True

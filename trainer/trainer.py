@@ -25,6 +25,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import LossFunction, Pipeline
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.sharding.tensors import to_device
+from trainer.families.args import mtp_layers_of
 from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.record import ResolvedJob
 from trainer.job.summary import closing
@@ -157,7 +158,8 @@ class Trainer:
     def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline:
         """Return the pipeline, which runs these stages of this rank by its schedule."""
         settings = {"device": self.device, "dtype": self.compute_dtype, "dim": self.job.model.dim}
-        settings["tp"], pp = self.dims.size("tp"), self.dims["pp"]
+        settings |= {"tp": self.dims.size("tp"), "rows": 1 + mtp_layers_of(self.job.model)}
+        pp = self.dims["pp"]
         pipeline = raise_on_all_ranks(lambda: Pipeline(plan, model_parts, pp, **settings), self.dims["world"])
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
         return pipeline

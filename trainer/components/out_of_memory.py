@@ -63,7 +63,7 @@ def memory_savers(job: ResolvedJob) -> list[str]:
     if activations.mode != "full" and not splits_backward:
         savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs')
     if activations.mode != "none" and job.task.name == "tokens":
-        stages = layers_of_stages(job.pipeline, job.model.n_layers)
+        stages = layers_of_stages(job.pipeline, job.model)
         if activations.offload == "none" and least_offloadable(activations, stages) is None:
             savers.append('activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory')
         if not activations.mlp_chunk_tokens and why_no_parts(config, job.compilation) is None:

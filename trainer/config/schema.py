@@ -45,6 +45,12 @@ _DOCUMENTS = Condition(
     general="with training.attention_mask = 'causal'",
 )
 _CHUNKS = Condition(lambda config, _: config.training.sequence_chunks > 1, "without training.sequence_chunks above 1")
+_ONE_LOSS = Condition(
+    lambda config, _: config.lora.rank == 0 and config.training.dataset != "preferences",
+    "with adapters (lora.rank) or preferences (training.dataset), which train no further tokens",
+    "leave it out",
+)
+_FURTHER = Condition(lambda config, _: config.model.mtp_layers > 0, "with model.mtp_layers = 0")
 _SUMMED = unless("training.dataset", "preferences", ", whose loss is no sum over tokens")
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
@@ -143,6 +149,8 @@ class Model:
     """Model family: llama3, qwen3, gpt_oss, gemma3 and others of docs/hugging_face.md, or one of job.imports."""
     flavor: str = "debugmodel"
     """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json: its sizes alone."""
+    mtp_layers: int = key(0, NOT_NEGATIVE, "layers", when=(TOKENS, _ONE_LOSS))
+    """Layers of multi-token prediction behind the others, each for one more token, that only training uses; 0: none."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=TOKENS)
@@ -219,6 +227,8 @@ class Training:
     """Steps that may be skipped one after another; the next one that is not finite ends the run."""
     z_loss: float = key(0.0, NOT_NEGATIVE, when=(TOKENS, _SUMMED))
     """Weight of a loss that keeps logits small, of their squared log-sum-exp; in gradients, not in losses; 0: none."""
+    mtp_loss_weight: float = key(0.1, NOT_NEGATIVE, when=_FURTHER)
+    """Weight of the mean loss of what model.mtp_layers predict; in gradients, not in losses."""
     loss_chunk_tokens: int | None = key(
         None,
         Bounds(NOT_NEGATIVE.test, "at least 0 (0: all logits at once)"),

@@ -28,7 +28,8 @@ class Pipeline:
     """Runs batches through all stages, forward and backward, cut into micro-batches.
 
     model_parts: the stages of this rank, in the order of `plan.stages_of(rank)`; mesh: the 1-D pipeline mesh; dim,
-    dtype: of the hidden states; tp: ranks that shard them along the sequence.
+    dtype: of the hidden states; tp: ranks that shard them along the sequence; rows: of hidden states for each sequence
+    of a step, those of further tokens included.
 
     Raises:
         ConfigError: the schedule of the plan's CSV file cannot run, or this PyTorch cannot run the schedule.
@@ -44,10 +45,11 @@ class Pipeline:
         dim: int,
         dtype: torch.dtype,
         tp: int,
+        rows: int = 1,
     ) -> None:
         self.plan = plan
         self.model_parts = model_parts
-        self._mesh, self._device, self._dim, self._dtype, self._tp = mesh, device, dim, dtype, tp
+        self._mesh, self._device, self._dim, self._dtype, self._tp, self._rows = mesh, device, dim, dtype, tp, rows
         self._numbers = plan.stages_of(mesh.get_local_rank())
         self.has_first, self.has_last = 0 in self._numbers, len(plan.stages) - 1 in self._numbers
         self._shape: tuple[int, int] | None = None
@@ -127,7 +129,7 @@ class Pipeline:
     def _prepare(self, shape: tuple[int, int]) -> None:
         sequences, length = shape[0] // self.plan.micro_batches, shape[1]
         tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(sequences, length // self._tp, self._dim, dtype=self._dtype, device="meta")
+        hidden = torch.empty(sequences * self._rows, length // self._tp, self._dim, dtype=self._dtype, device="meta")
         hidden.requires_grad_()
         self._stages = [
             PipelineStage(

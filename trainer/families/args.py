@@ -154,12 +154,22 @@ def latent_of(args: ModelArgs) -> LatentArgs | None:
     return getattr(args, "latent", None)
 
 
+def all_layers(args: ModelArgs) -> range:
+    """Return the numbers of all layers, with those that predict further tokens behind the others."""
+    return range(args.n_layers + mtp_layers_of(args))
+
+
+def mtp_layers_of(args: ModelArgs) -> int:
+    """Return how many layers predict further tokens."""
+    return getattr(args, "mtp_layers", 0)
+
+
 def expert_layers(args: ModelArgs) -> list[int]:
     """Return the layers that have experts."""
     if experts_of(args) is None:
         return []
     kind = getattr(args, "layer", None)  # a package's model may have no kinds
-    return [layer for layer in range(args.n_layers) if kind is None or kind(layer).experts]
+    return [layer for layer in all_layers(args) if kind is None or kind(layer).experts]
 
 
 def kind_of_layer(args: DecoderArgs, layer: int) -> Any:
@@ -171,7 +181,7 @@ def rotary_tables(args: DecoderArgs) -> int:
     """Return how many rotary tables the layers use."""
     if not hasattr(args, "theta_of_layer"):
         return 1
-    return len({args.theta_of_layer(layer) for layer in range(args.n_layers)} - {0.0})
+    return len({args.theta_of_layer(layer) for layer in all_layers(args)} - {0.0})
 
 
 def has_windows(args: DecoderArgs) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
 from trainer.config.toml import load_toml
-from trainer.families.args import ExpertArgs, LatentArgs, expert_layers
+from trainer.families.args import ExpertArgs, LatentArgs, all_layers, expert_layers
 from trainer.families.layer_kinds import LayerKind, RopeScaling, in_turns
 from trainer.families.linear_args import LinearArgs, linear_args, state_flops
 
@@ -16,9 +16,16 @@ TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
 """Sizes of families, and what their architectures assume."""
 
 
-def decoder_modules(n_layers: int) -> tuple[str, ...]:
-    """Return the modules of a decoder that a pipeline can divide, in the order of the forward."""
-    return ("tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output")
+def decoder_modules(n_layers: int, mtp_layers: int = 0) -> tuple[str, ...]:
+    """Return the modules of a decoder in the order of the forward."""
+    first, further = range(n_layers), range(n_layers, n_layers + mtp_layers)
+    return (
+        "tok_embeddings",
+        *(f"layers.{i}" for i in first),
+        "norm",
+        *(f"layers.{i}" for i in further),
+        "output",
+    )
 
 
 def decoder_linear_shapes(
@@ -58,6 +65,8 @@ class TransformerArgs:
 
     dim: int = 4096
     n_layers: int = 32
+    mtp_layers: int = 0
+    """Layers behind the norm, each of which predicts one more token (DeepSeek-V3); of the kind of the last layer."""
     n_heads: int = 32
     n_kv_heads: int = 8
     ffn_hidden_dim: int = 14336
@@ -172,6 +181,7 @@ class TransformerArgs:
             self,
             vocab_size=vocab_size,
             max_seq_len=max_seq_len,
+            mtp_layers=settings.mtp_layers,
             norm_type=settings.norm_type,
             attention_sinks=self.attention_sinks or settings.attention_sinks,
             short_conv_kernel=settings.short_conv_kernel,
@@ -200,7 +210,7 @@ class TransformerArgs:
         return in_turns([replace(self.layer(layer), window=layer % every == 0) for layer in layers])
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        dense, shared = len(expert_layers(self)) < self.n_layers, self.experts.shared_dim if self.experts else 0
+        dense, shared = len(expert_layers(self)) < len(all_layers(self)), self.experts.shared_dim if self.experts else 0
         return {
             "attention heads": self.n_heads,
             "key/value heads": self.n_kv_heads,
@@ -211,11 +221,11 @@ class TransformerArgs:
         }
 
     def module_names(self) -> tuple[str, ...]:
-        return decoder_modules(self.n_layers)
+        return decoder_modules(self.n_layers, self.mtp_layers)
 
     def layer(self, number: int) -> LayerKind:
         """Return the kind of a layer."""
-        return self.layers[number % len(self.layers)]
+        return self.layers[min(number, self.n_layers - 1) % len(self.layers)]
 
     def window_of_layer(self, layer: int) -> int | None:
         kind = self.layer(layer)
@@ -228,7 +238,7 @@ class TransformerArgs:
 
     def linear_layers(self) -> list[int]:
         """Return the layers that have linear attention."""
-        return [layer for layer in range(self.n_layers) if self.layer(layer).linear]
+        return [layer for layer in all_layers(self) if self.layer(layer).linear]
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
         shapes = decoder_linear_shapes(
@@ -236,10 +246,10 @@ class TransformerArgs:
             query_dim=self.n_heads * self.head_dim // tp,
             kv_dim=self.n_kv_heads * self.head_dim // tp,
             hidden_dim=self.ffn_hidden_dim // tp,
-            n_layers=self.n_layers,
+            n_layers=len(all_layers(self)),
             vocab_size=self.vocab_size // tp,
         )
-        for layer in range(self.n_layers):
+        for layer in all_layers(self):
             name, others = f"layers.{layer}.attention", None
             if self.layer(layer).linear:
                 others = self.linear.linear_shapes(self.dim, tp)
@@ -260,19 +270,20 @@ class TransformerArgs:
                 shapes |= _feed_forward(f"{name}.shared", self.dim, experts.shared_dim // tp)
             if experts.shared_gate:
                 shapes[f"{name}.shared_gate"] = 1, self.dim
-        return shapes
+        further = all_layers(self)[self.n_layers :]
+        return shapes | {f"layers.{layer}.projection": (self.dim, 2 * self.dim) for layer in further}
 
     def n_params(self) -> int:
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
         return (
             sum(map(math.prod, self.linear_shapes().values()))
-            + self.n_layers * (4 if self.norm_place == "around" else 2) * norm
-            + (self.n_layers - len(self.linear_layers())) * self._vectors()
+            + len(all_layers(self)) * (4 if self.norm_place == "around" else 2) * norm
+            + (len(all_layers(self)) - len(self.linear_layers())) * self._vectors()
             + len(self.linear_layers()) * (self.linear.vectors() if self.linear else 0)
             + (len(expert_layers(self)) * self.experts.number * self.experts.biases if self.experts else 0)
             + self._other_weights()
             + self._expert_weights(self.experts.number if self.experts else 0)
-            + norm
+            + (1 + 3 * self.mtp_layers) * norm
             + (0 if self.tie_embeddings else self.vocab_size * self.dim)
         )
 
@@ -284,16 +295,17 @@ class TransformerArgs:
         every key. The second counts visible keys: (seq_len + 1) / 2 per query under a causal mask, fewer with a window.
         The embedding look-up is no product. A weight of a short convolution meets each token once, as one of a matrix
         does. Of the experts those count that a token chooses. Linear attention counts as its recurrence, whatever the
-        length.
+        length. The output counts once for each token that is predicted.
         """
         active = self._other_weights() + self._expert_weights(self.experts.per_token if self.experts else 0)
-        matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + active)
+        further = self.mtp_layers * self.vocab_size * self.dim
+        matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + active + further)
         attention = 6.0 * self.n_heads * (self.head_dim + self.value_dim)
         linear = self.linear_layers()
         if self.linear is not None:
             convolved = sum(self.linear.convolved().values()) * self.linear.kernel
             matrices += len(linear) * (3.0 * state_flops(self.linear) + 6.0 * convolved)
-        keys = [self._keys_per_query(layer, seq_len) for layer in range(self.n_layers) if layer not in linear]
+        keys = [self._keys_per_query(layer, seq_len) for layer in all_layers(self) if layer not in linear]
         return matrices + attention * len(keys) * seq_len, matrices + attention * sum(keys)
 
     def words(self) -> str:
@@ -306,6 +318,8 @@ class TransformerArgs:
             number, keys, values = self.linear.states
             states = f"{number} states of {keys} x {values}"
             words = f"{words}, in {len(self.linear_layers())} layers linear attention with {states}"
+        if self.mtp_layers:
+            words = f"{words}, {self.mtp_layers} for further tokens"
         if (experts := self.experts) is None:
             return words
         chosen = f"{experts.per_token} of {experts.number} experts of width {experts.hidden_dim} a token"
@@ -335,7 +349,7 @@ class TransformerArgs:
 
     def _other_weights(self) -> int:
         """Return the parameters of short convolutions and of what makes keys and values of latents."""
-        layers = self.n_layers - len(self.linear_layers())
+        layers = len(all_layers(self)) - len(self.linear_layers())
         if self.latent is not None:
             return layers * self.latent.up_projection(self.n_heads)
         return layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.short_conv_kernel

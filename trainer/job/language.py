@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.tokenizer import vocab_size_of
-from trainer.families.args import DecoderArgs, experts_of, has_grouped_product, has_windows
+from trainer.families.args import DecoderArgs, experts_of, has_grouped_product, has_windows, mtp_layers_of
 from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import faster_packages, kernel_of, resolve_attention
 from trainer.job.chat import check_chat
@@ -118,7 +118,7 @@ def _offloaded(job: ResolvedJob) -> str:
     if not (size := host_memory(job)):
         return ""
     settings = job.config.activation_checkpoint
-    stages = layers_of_stages(job.pipeline, job.model.n_layers)
+    stages = layers_of_stages(job.pipeline, job.model)
     offloaded, of = (sum(map(len, map(some, stages))) for some in (settings.offloaded, settings.checkpointed))
     number = f"{offloaded} of {of}"
     return f"inputs of {number} checkpointed layers, {size_words(size)} of page-locked host memory a rank"
@@ -194,5 +194,8 @@ def _attention(job: ResolvedJob) -> str:
 
 def _loss(job: ResolvedJob) -> str:
     tokens, reason = job.loss_chunk
-    why = f" ({reason or 'as set'})"
-    return (f"in chunks of {tokens:,} tokens" if tokens else "from all logits of a micro-batch at once") + why
+    how = f"in chunks of {tokens:,} tokens" if tokens else "from all logits of a micro-batch at once"
+    words, further = f"{how} ({reason or 'as set'})", mtp_layers_of(job.model)
+    if not further:
+        return words
+    return f"{words}; beside it {further} further tokens, weight {job.config.training.mtp_loss_weight:g} of their mean"

@@ -122,7 +122,7 @@ def _experts(job: ResolvedJob) -> int:
 
 def host_memory(job: ResolvedJob) -> int:
     """Return the bytes of page-locked host memory that what is offloaded of layers takes on the rank with most."""
-    stages = layers_of_stages(job.pipeline, job.model.n_layers)
+    stages = layers_of_stages(job.pipeline, job.model)
     numbers = [len(job.config.activation_checkpoint.offloaded(layers)) for layers in stages]
     own = [[0]] if job.pipeline is None else map(job.pipeline.stages_of, range(job.degrees.pp))
     most = max(sum(numbers[stage] for stage in of_rank) for of_rank in own)

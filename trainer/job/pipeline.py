@@ -1,8 +1,11 @@
 """Resolve the pipeline's plan, and check it against the model and the other settings."""
 
+from dataclasses import replace
+
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.families.args import ModelArgs
+from trainer.families.args import ModelArgs, mtp_layers_of
+from trainer.families.decoder_args import decoder_modules
 from trainer.job.pipeline_stages import PipelinePlan, pipeline_plan
 
 
@@ -20,9 +23,13 @@ def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None
             f"model.flavor = {config.model.flavor!r} has one matrix for both; use 1, with context, tensor or data "
             f"parallelism in its place"
         )
-    plan = pipeline_plan(config.parallelism, model.module_names(), config.training.local_batch_size)
+    # Layers that predict further tokens follow the norm, in whose stage they are.
+    modules = decoder_modules(model.n_layers) if mtp_layers_of(model) else model.module_names()
+    plan = pipeline_plan(config.parallelism, modules, config.training.local_batch_size)
     if plan is None:
         return None
+    further = [name for name in model.module_names() if name not in modules]
+    plan = replace(plan, stages=tuple((*stage, *further) if "norm" in stage else stage for stage in plan.stages))
     if ("norm",) in plan.stages and not model.norms_have_parameters:
         raise ConfigError(
             f"a pipeline stage of 'norm' alone has no parameters with model.norm_type = {config.model.norm_type!r}; "

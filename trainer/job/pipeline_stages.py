@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import Parallelism
+from trainer.families.args import ModelArgs
 
 _KEY = "parallelism.pipeline_parallel_"
 
@@ -327,6 +328,10 @@ def layers_of(modules: Iterable[str]) -> list[int]:
     return [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
 
 
-def layers_of_stages(pipeline: PipelinePlan | None, n_layers: int) -> list[list[int]]:
-    """Return the numbers of the layers of each stage; without a pipeline the model is one stage."""
-    return [list(range(n_layers))] if pipeline is None else list(map(layers_of, pipeline.stages))
+def layers_of_stages(pipeline: PipelinePlan | None, model: ModelArgs) -> list[list[int]]:
+    """Return the numbers of the layers of each stage; without a pipeline the model is one stage.
+
+    Without those that predict further tokens, which follow the norm, and whose inputs are not those of layers.
+    """
+    stages = [model.module_names()] if pipeline is None else pipeline.stages
+    return [[layer for layer in layers_of(stage) if layer < model.n_layers] for stage in stages]

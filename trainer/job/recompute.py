@@ -29,7 +29,7 @@ def check_activation_checkpoint(
             f"from 1 to {model.n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
         )
     if config.task == "tokens":
-        stages = layers_of_stages(pipeline, model.n_layers)
+        stages = layers_of_stages(pipeline, model)
         if settings.group > 1 and (settings.group > model.n_layers or compilation.splits_backward):
             why = f"and model.flavor = {config.model.flavor!r} has {model.n_layers} layers; use as many or fewer"
             if compilation.splits_backward:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from trainer.distributed.context_parallel.live import of_layer, own_positions
-from trainer.families.args import expert_layers
+from trainer.families.args import all_layers, expert_layers
 from trainer.families.decoder_args import TransformerArgs
 from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
-from trainer.models.initialization import start
+from trainer.models.initialization import draw, start
 from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import LINEAR_LAYERS
 from trainer.models.moe import MoE, routers_of
@@ -129,6 +129,30 @@ class TransformerBlock(nn.Module):
         return x + (out if self.residual_scale == 1 else out * self.residual_scale)
 
 
+class FurtherTokenLayer(TransformerBlock):
+    """Predicts one token more than what it follows: multi-token prediction (DeepSeek-V3, arXiv 2412.19437).
+
+        h'_i = layer(projection [norm(embedding of token i + k) ; norm(h_i)])        for the k-th such layer
+
+    h: what the model, or the layer before, gives to the output, behind its norm, as vLLM and Megatron compute it.
+    """
+
+    def __init__(self, args: TransformerArgs, layer: int) -> None:
+        super().__init__(args, layer)
+        norm = partial(build_norm, args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
+        self.embedding_norm, self.hidden_norm, self.final_norm = norm(), norm(), norm()
+        self.projection = nn.Linear(2 * args.dim, args.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, *args: torch.Tensor | None, **of_adapters: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, 2 dim), embeddings and hidden states; args: as of a layer -> (B, S, dim)."""
+        embedded, hidden = x.chunk(2, -1)
+        x = self.projection(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1))
+        return self.final_norm(super().forward(x, *args, **of_adapters))
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        draw(parameter, generator) if name == "projection.weight" else start(name, parameter)
+
+
 def _own(theta: float) -> str:
     """Return the name of the frequencies of layers that have their own base."""
     return f"frequencies_of_{theta}".replace(".", "_")
@@ -152,13 +176,14 @@ class Transformer(nn.Module):
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # A dictionary keeps the layers' names when a pipeline stage drops some of them.
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(args, i) for i in range(args.n_layers)})
+        kinds = {i: TransformerBlock if i < args.n_layers else FurtherTokenLayer for i in all_layers(args)}
+        self.layers = nn.ModuleDict({str(i): kind(args, i) for i, kind in kinds.items()})
         self.norm = build_norm(args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
         self.output = build_output(args)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         pairs = args.table_dim // 2
-        self.thetas = sorted({theta for i in range(args.n_layers) if (theta := args.theta_of_layer(i))})
+        self.thetas = sorted({theta for i in all_layers(args) if (theta := args.theta_of_layer(i))})
         self.register_buffer("frequencies", torch.empty(pairs), persistent=False)
         for theta in self.thetas:
             self.register_buffer(_own(theta), torch.empty(pairs), persistent=False)
@@ -169,23 +194,43 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         attention_plan: torch.Tensor | None = None,
+        next_tokens: torch.Tensor | None = None,
         **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
         """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S); by default those of this rank in the layout of the
         plan, or 0 to S - 1 without a plan. Padding has the position -1.
 
         attention_plan: handle of the open `context_parallel`. A pipeline stage without the embedding takes hidden
-        states instead of tokens. of_adapters: `token_numbers` (B, S), if adapters have dropout.
+        states instead of tokens. next_tokens: (B, S, K), the K tokens that follow each -> (B (1 + K), S, dim), with
+        the hidden states of the layers that predict further tokens behind the others; between stages, the embeddings
+        of these tokens. of_adapters: `token_numbers` (B, S), if adapters have dropout.
         """
         tables = self._freqs_cis(tokens, positions, attention_plan)
-        x = tokens if self.tok_embeddings is None else self._embedded(tokens)
-        for number, layer in self.layers.items():
-            x = layer(x, tables.get(layer.theta), of_layer(attention_plan, int(number)), positions, **of_adapters)
-        if self.norm is not None:
-            x = self.norm(x)
-            return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
-        # A stage of the output alone: torch 2.11 finds no gradient for an input that is also the result.
-        return x if len(self.layers) or self.tok_embeddings is not None else x.view_as(x)
+        x, embedded = tokens, ()
+        if next_tokens is not None and self.tok_embeddings is not None:
+            x = torch.cat([tokens, *next_tokens.unbind(-1)])
+        x = x if self.tok_embeddings is None else self._embedded(x)
+        if next_tokens is not None:
+            x, *embedded = x.chunk(1 + next_tokens.shape[-1])
+
+        def through(number: str, x: torch.Tensor) -> torch.Tensor:
+            table = tables.get(self.layers[number].theta)
+            return self.layers[number](x, table, of_layer(attention_plan, int(number)), positions, **of_adapters)
+
+        before_norm = [number for number in self.layers if int(number) < self.args.n_layers]
+        for number in before_norm:
+            x = through(number, x)
+        if self.norm is None:
+            # A stage of the output alone: torch 2.11 finds no gradient for an input that is also the result.
+            x = x if len(self.layers) or self.tok_embeddings is not None else x.view_as(x)
+            return torch.cat([x, *embedded]) if embedded else x
+        x = self.norm(x)
+        if embedded:
+            found = [x]
+            for number, of_next in zip(list(self.layers)[len(before_norm) :], embedded, strict=True):
+                found.append(through(number, torch.cat([of_next, found[-1]], -1)))
+            x = torch.cat(found)
+        return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         x, scale = self.tok_embeddings(tokens), self.args.embedding_scale

@@ -44,7 +44,8 @@ class Decoder(Model, Protocol):
         position i; under context parallelism `own_positions(attention_plan, device)`, in which tables are cut.
 
         attention_plan: handle of the open `context_parallel`, for attention that is parallelised. With `lora.dropout`
-        also `token_numbers`, (B, S) int64, which the linear modules of layers take.
+        also `token_numbers`, (B, S) int64, which the linear modules of layers take. With `model.mtp_layers` also
+        `next_tokens`, (B, S, layers) int64, for which hidden states of further tokens follow: (B (1 + layers), S, dim).
         """
 
     def output(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:

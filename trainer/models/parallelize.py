@@ -34,6 +34,7 @@ from trainer.distributed.tensor_parallel import (
 )
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
+from trainer.models.decoder import FurtherTokenLayer
 from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import Decay, LinearAttention, Mamba2
 from trainer.models.moe import MoE
@@ -85,7 +86,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     apply_activation_checkpoint(others, config.activation_checkpoint, apart)
     embedding = model.tok_embeddings if dims.size("tp") > 1 else None
     apply_compile(model.layers, job.compilation, embedding=embedding, apart=apart)
-    apply_offload(model.layers, config.activation_checkpoint, job.device_type)
+    before_norm = {number: block for number, block in model.layers.items() if int(number) < model.args.n_layers}
+    apply_offload(before_norm, config.activation_checkpoint, job.device_type)
     # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
@@ -126,6 +128,9 @@ def _block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {
         norm: SequenceParallel(use_local_output=True) for norm in norms if getattr(block, norm, None) is not None
     }
+    if isinstance(block, FurtherTokenLayer):
+        own = "embedding_norm", "hidden_norm", "projection", "final_norm"
+        styles |= {name: SequenceParallel(use_local_output=True) for name in own}
     layer = block.attention
     if isinstance(layer, LatentAttention):
         parts = _latent_styles(layer)

@@ -65,7 +65,7 @@ def _layers(job: ResolvedJob, pp_rank: int) -> list[int]:
     """Return the numbers of the layers of a pipeline rank; none for a model of fields."""
     if job.config.task != "tokens":
         return []
-    stages = layers_of_stages(job.pipeline, job.model.n_layers)
+    stages = layers_of_stages(job.pipeline, job.model)
     own = [0] if job.pipeline is None else job.pipeline.stages_of(pp_rank)
     return [layer for stage in own for layer in stages[stage]]
 

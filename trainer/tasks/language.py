@@ -35,6 +35,7 @@ from trainer.observer import Observer
 from trainer.runtime.agreement import once_a_node, raise_on_all_ranks
 from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step
+from trainer.tasks.multi_token import FurtherTokens
 from trainer.tasks.task import RankInputs
 from trainer.transforms.compile import compiled_loss
 from trainer.transforms.offload import CopyStream, HostInputs
@@ -43,7 +44,7 @@ from trainer.transforms.offload import CopyStream, HostInputs
 class LanguageTask:
     """The task on this rank. A batch is a `TextBatch`."""
 
-    cut = ("token_numbers",)
+    cut = ("token_numbers", "next_tokens", "next_labels")
     """What of a batch is cut as tokens are, beside labels and positions, if it is there."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
@@ -54,6 +55,9 @@ class LanguageTask:
         if job.config.training.z_loss and job.task.sums_losses:
             rows = partial(rows, z_loss=job.config.training.z_loss)
         self.token_losses = partial(token_losses, rows=rows)
+        self.further: FurtherTokens | None = None
+        if job.config.model.mtp_layers:
+            self.further = FurtherTokens(job.config.model.mtp_layers, job.config.training.mtp_loss_weight, dims)
         self.keep_rows: Callable[[torch.Tensor], KeptTensor] = OnDevice
         """Lets keys and values of a sequence in chunks wait."""
         if job.config.training.sequence_chunks_offload:
@@ -112,7 +116,8 @@ class LanguageTask:
         training, names = self.config.training, self.config.mixture.names
         pads = self.job.balances or training.dataset in CONVERSATIONS or training.packing not in (None, "concatenate")
         padding = [Padding(self.job, self.dims)] if pads else []
-        return [*padding, SourceLosses(names, training.seq_len, self.dims)] if names else padding
+        sources = [SourceLosses(names, training.seq_len, self.dims)] if names else []
+        return [*padding, *sources, *([self.further] if self.further else [])]
 
     def batch_hash(self, batch: TextBatch) -> int:
         return batch_hash(batch)
@@ -124,6 +129,10 @@ class LanguageTask:
         return batch["tokens"].numel() - batch.get("padding", 0)
 
     def losses(self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if targets.ndim == 3:  # with further tokens
+            labels = targets.unbind(-1)
+            losses = [self.losses(part, h, y) for h, y in zip(hidden.chunk(len(labels)), labels, strict=True)]
+            return self.further.add(losses[0], losses[1:], labels[1:])
         if self.job.loss_chunk_tokens:
             return part.output(hidden, labels=targets)
         return self.token_losses(part.output(hidden), targets)
@@ -133,14 +142,16 @@ class LanguageTask:
         if self.config.lora.dropout and "numbers" in batch:
             length = batch["tokens"].shape[1]
             batch["token_numbers"] = torch.tensor(batch["numbers"])[:, None] * length + torch.arange(length)
+        if self.further and torch.is_grad_enabled():
+            self.further.add_targets(batch)
         with loss_context(self.dims["tp"], disabled=self.config.parallelism.disable_loss_parallel):
             if self.job.chunks > 1:
                 with self._on_device(batch), self._chunks(batch) as chunks:
                     yield RankInputs(batch["tokens"], {}, batch["labels"], chunks)
                 return
             with self.sequence_context(batch, model_parts) as plan, self._on_device(batch):
-                arguments = {"positions": self._positions(batch), "attention_plan": plan, **of_adapters(batch)}
-                yield RankInputs(batch["tokens"], arguments, batch["labels"])
+                arguments = {"positions": self._positions(batch), "attention_plan": plan, **of_tokens(batch)}
+                yield RankInputs(batch["tokens"], arguments, targets_of(batch))
 
     @contextmanager
     def _on_device(self, batch: TextBatch) -> Iterator[None]:
@@ -164,8 +175,8 @@ class LanguageTask:
         mask, waits = batch["plan"].mask if "plan" in batch else None, {"sequences": rows, "keep": self.keep_rows}
         with sequence_chunks(self.dims["cp"], layout, mask, self.job.attention, **waits) as plans:
             sizes = [stop - start for ((start, stop),) in layout.ranges]
-            per_token = {"positions": positions, **of_adapters(batch)}
-            columns = (x.split(sizes, 1) for x in (batch["tokens"], batch["labels"], *per_token.values()))
+            per_token = {"positions": positions, **of_tokens(batch)}
+            columns = (x.split(sizes, 1) for x in (batch["tokens"], targets_of(batch), *per_token.values()))
             yield tuple(
                 RankInputs(tokens, dict(zip(per_token, rows, strict=True)) | {"attention_plan": plan}, labels)
                 for plan, tokens, labels, *rows in zip(plans, *columns, strict=True)
@@ -210,9 +221,15 @@ class LanguageTask:
         return batch["positions"] if used else None
 
 
-def of_adapters(batch: TextBatch) -> dict[str, torch.Tensor]:
-    """Return the arguments of the model that its adapters need: the tokens' numbers, (B, S), if they have dropout."""
-    return {name: batch[name] for name in ("token_numbers",) if name in batch}
+def of_tokens(batch: TextBatch) -> dict[str, torch.Tensor]:
+    """Return the arguments of the model that dropout of adapters or layers for further tokens need."""
+    return {name: batch[name] for name in ("token_numbers", "next_tokens") if name in batch}
+
+
+def targets_of(batch: TextBatch) -> torch.Tensor:
+    """Return labels, (B, S), or with those of further tokens behind them (B, S, 1 + K)."""
+    labels = batch["labels"]
+    return torch.cat([labels[..., None], batch["next_labels"]], -1) if "next_labels" in batch else labels
 
 
 class Padding(Observer):
