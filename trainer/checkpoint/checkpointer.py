@@ -33,6 +33,7 @@ from trainer.config.writable import nearest_existing
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.hugging_face.reader import HFReader
 from trainer.job.lora import adapter_sizes, whole_sizes
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import ITEMSIZE
@@ -155,6 +156,10 @@ class Checkpointer:
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
         base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
         raise_on_all_ranks(lambda: load_weights([base], model_parts, adapters=False), world)
+        if isinstance(base, HFReader) and base.lacks_further:
+            logger.info(
+                f"the layers of model.mtp_layers = {self._model.mtp_layers} are not there: they start at random"
+            )
 
     def _once(self, read: Callable[[], bytes]) -> bytes:
         """Return on every rank what rank 0 reads: files are not opened by a thousand ranks at once."""

@@ -32,8 +32,8 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def write_hf(
     output: Path, config: JobConfig, args: DecoderArgs, dtype: torch.dtype, most_bytes: int = MOST_BYTES
-) -> None:
-    """Write the weights of a run as a Hugging Face folder; what had its name before is replaced.
+) -> str:
+    """Write the weights of a run as a Hugging Face folder; what had its name before is replaced. Say what is left out.
 
     output: the folder; dtype: data type of the files; most_bytes: of the tensors of one file. As many bytes of tensors
     as the largest has are in memory, twice.
@@ -51,6 +51,8 @@ def write_hf(
                 folder.put(there, part)
             del whole, part  # before the next ones are read
         folder.finish({CONFIG_FILE: content, **_of_generation(config)}, _tokenizer_folder(config))
+    unnamed = model.has_further and not model.further
+    return f", without the layers of model.mtp_layers, which no {config.model.name} has there" * unnamed
 
 
 def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:

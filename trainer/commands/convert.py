@@ -20,8 +20,8 @@ from trainer.stores.folder import step_to_load
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: int) -> None:
-    """Write the weights of a run as a Hugging Face folder.
+def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: int) -> str:
+    """Write the weights of a run as a Hugging Face folder; say what is left out.
 
     dtype: of the files; None: as they are saved.
 
@@ -36,7 +36,7 @@ def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: 
     from trainer.checkpoint.export import write_hf
 
     check_output(output)
-    write_hf(output, config, args, getattr(torch, dtype or config.training.dtype), most_bytes)
+    return write_hf(output, config, args, getattr(torch, dtype or config.training.dtype), most_bytes)
 
 
 def to_peft(run: Path, output: Path, *, step: int) -> None:
@@ -111,8 +111,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if args.way == "to-hf":
-            to_hf(args.folder, args.output, step=args.step, dtype=args.dtype, most_bytes=args.max_shard_size)
-            print(f"{args.output} holds the weights; transformers loads it with from_pretrained")
+            how = {"step": args.step, "dtype": args.dtype, "most_bytes": args.max_shard_size}
+            left_out = to_hf(args.folder, args.output, **how)
+            print(f"{args.output} holds the weights{left_out}; transformers loads it with from_pretrained")
         elif args.way == "add-tokens":
             print(add_tokens(args.folder, args.output, args.tokens))
         else:

@@ -164,6 +164,12 @@ def mtp_layers_of(args: ModelArgs) -> int:
     return getattr(args, "mtp_layers", 0)
 
 
+def is_further(args: ModelArgs, name: str) -> bool:
+    """Return whether a parameter is of a layer that predicts further tokens."""
+    table, number, *_ = name.split(".")
+    return table in ("layers", "mtp_norms") and int(number) >= args.n_layers
+
+
 def expert_layers(args: ModelArgs) -> list[int]:
     """Return the layers that have experts."""
     if experts_of(args) is None:

@@ -66,7 +66,7 @@ class TransformerArgs:
     dim: int = 4096
     n_layers: int = 32
     mtp_layers: int = 0
-    """Layers behind the norm, each of which predicts one more token (DeepSeek-V3); of the kind of the last layer."""
+    """Layers behind the norm, each of which predicts one more token (DeepSeek-V3)."""
     n_heads: int = 32
     n_kv_heads: int = 8
     ffn_hidden_dim: int = 14336
@@ -224,8 +224,11 @@ class TransformerArgs:
         return decoder_modules(self.n_layers, self.mtp_layers)
 
     def layer(self, number: int) -> LayerKind:
-        """Return the kind of a layer."""
-        return self.layers[min(number, self.n_layers - 1) % len(self.layers)]
+        """Return the kind of a layer; one for further tokens is as the last one that has attention."""
+        if number >= self.n_layers:
+            last = self.n_layers - 1
+            number = next((i for i in range(last, -1, -1) if not self.layer(i).linear), last)
+        return self.layers[number % len(self.layers)]
 
     def window_of_layer(self, layer: int) -> int | None:
         kind = self.layer(layer)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import ExpertArgs
+from trainer.families.args import ExpertArgs, is_further
 from trainer.families.decoder_args import TABLES, TransformerArgs
 from trainer.families.decoder_tensors import hf_tensor
 from trainer.families.layer_kinds import LayerKind, RopeScaling, in_turns
@@ -40,9 +40,9 @@ class HFDecoder:
     """Whether the entry `partial_rotary_factor` counts."""
     quantised: tuple[str, ...] = ()
     """The values of `quant_method` with which published weights can be read."""
-    further: str | None = None
-    """How the names of published tensors begin that predict further tokens, {} for the number of layers: they are not
-    read."""
+    further: Mapping[str, str] = field(default_factory=dict)
+    """Modules of a layer that predicts further tokens -> their names there, "" -> how the names of its others begin; {}
+    stands for its number, behind the other layers. transformers does not read them. Empty: there are none."""
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -54,11 +54,29 @@ class HFDecoder:
 
     def tensor(self, args: TransformerArgs, name: str) -> HFTensor | None:
         """Return Hugging Face's tensor for a parameter, see `hf_tensor`."""
-        return hf_tensor(args, name, self.names)
+        if not is_further(args, name):
+            return hf_tensor(args, name, self.names)
+        table, layer, own = name.split(".", 2)
+        module, _, kind = (own if table == "layers" else f"{table}.{own}").rpartition(".")
+        if not self._has_further(args):
+            return None
+        if module in self.further:
+            return HFTensor(f"{self.further[module].format(layer)}.{kind}")
+        return hf_tensor(args, name, self.names, self.further[""])
 
-    def unread(self, args: TransformerArgs) -> str | None:
-        """Return how the names of tensors begin that are not read; None: all are."""
-        return None if self.further is None else self.further.format(args.n_layers)
+    def _has_further(self, args: TransformerArgs) -> bool:
+        several = "{}" in self.further.get("", "")
+        return bool(self.further) and (several or args.mtp_layers == 1)
+
+    def unread(self, args: TransformerArgs) -> tuple[str, ...]:
+        """Return how the names of tensors begin that are not read: layers for further tokens, or what they share."""
+        if not self.further:
+            return ()
+        first, read = args.n_layers, args.mtp_layers if self._has_further(args) else 0
+        if "{}" not in self.further[""]:
+            return () if read else ("mtp.",)
+        shared = [f"model.layers.{first + i}.{x}." for i in range(read) for x in ("embed_tokens", "shared_head.head")]
+        return (*shared, f"model.layers.{first + read}.")
 
     def check_features(self, args: TransformerArgs) -> None:
         """Check that the architecture can compute what the model computes: what is written must be read as it was.
@@ -392,7 +410,7 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
     ]
     fields = asdict(args) | {"sliding_window": [args.window_of_layer(i) for i in layers], "layers": kinds}
     fields["attention_scale"] = args.score_scale
-    others = ["max_seq_len", "router_aux_loss_coef", "router_aux_loss_load"]
+    others = ["mtp_layers", "max_seq_len", "router_aux_loss_coef", "router_aux_loss_load"]
     if args.experts is not None and args.experts.sigmoid:
         others.append("router_bias_update_rate")  # the bias is one of the weights there
     return {name: value for name, value in fields.items() if name not in others}

@@ -64,21 +64,31 @@ _FUSED = (
     ("feed_forward.shared.w1", "feed_forward.shared.w3"),
 )
 SELECTION_BIAS = "feed_forward.router.selection_bias"
+FURTHER_AS_LAYERS: Mapping[str, str] = {
+    "": "model.layers.{}.",
+    "embedding_norm": "model.layers.{}.enorm",
+    "hidden_norm": "model.layers.{}.hnorm",
+    "projection": "model.layers.{}.eh_proj",
+    "mtp_norms": "model.layers.{}.shared_head.norm",
+}
+"""`HFDecoder.further` of DeepSeek-V3 and of others after it."""
 
 
-def hf_tensor(args: TransformerArgs, name: str, names: Mapping[str, str | None] | None = None) -> HFTensor | None:
+def hf_tensor(
+    args: TransformerArgs, name: str, names: Mapping[str, str | None] | None = None, layers: str = "model.layers.{}."
+) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter; None: a buffer of routers, which it does not have.
 
     names: modules of a layer, or their parameters -> their names there, in the place of the usual ones; {} stands for
     the number of an expert, whose rows several names divide; without it, one tensor has all experts. `linear.wo` is
-    the output of linear attention. Modules of one name have parts of one tensor. The two rows of a rotary pair are
-    adjacent here, and half of the rotated share of a head apart there.
+    the output of linear attention. layers: how the names of a layer begin. Modules of one name have parts of one
+    tensor. The two rows of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
     """
     module, kind = name.rsplit(".", 1)
     if module in _MODULES:
         return HFTensor(f"{_MODULES[module]}.{kind}")
     _, layer, part = name.split(".", 2)
-    prefix, table = f"model.layers.{layer}.", {**_OF_LAYER, **_NORMS[args.norm_place], **(names or {})}
+    prefix, table = layers.format(layer), {**_OF_LAYER, **_NORMS[args.norm_place], **(names or {})}
     if part in ("feed_forward.router.load", SELECTION_BIAS):
         there = table.get(part)
         return None if there is None else HFTensor(prefix + there)

@@ -6,6 +6,7 @@ from trainer.config.errors import ConfigError
 from trainer.families.args import LatentArgs
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import HFDecoder, layer_kinds
+from trainer.families.decoder_tensors import FURTHER_AS_LAYERS
 from trainer.families.sigmoid_experts import NAMES, read_sigmoid_experts, write_sigmoid_experts
 from trainer.hugging_face.config_json import Entries
 
@@ -71,7 +72,7 @@ def _read(config: Entries) -> dict[str, Any]:
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
     entries = write_latent(args, HF.architecture) | write_sigmoid_experts(args, HF.architecture)
-    return entries | {"rope_interleave": True, "num_nextn_predict_layers": 0}
+    return entries | {"rope_interleave": True, "num_nextn_predict_layers": args.mtp_layers}
 
 
 HF = HFDecoder(
@@ -80,5 +81,5 @@ HF = HFDecoder(
     _read,
     _write,
     names=NAMES | LATENT_NAMES,
-    further="model.layers.{}.",
+    further=FURTHER_AS_LAYERS,
 )

@@ -4,6 +4,7 @@ from typing import Any
 
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import HFDecoder, layer_kinds
+from trainer.families.decoder_tensors import FURTHER_AS_LAYERS
 from trainer.families.sigmoid_experts import NAMES, read_sigmoid_experts, write_sigmoid_experts
 from trainer.hugging_face.config_json import Entries
 
@@ -26,7 +27,7 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
         **write_sigmoid_experts(args, HF.architecture),
         "use_qk_norm": args.qk_norm,
         "attention_bias": args.attention_bias,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": args.mtp_layers,
     }
 
 
@@ -37,5 +38,5 @@ HF = HFDecoder(
     _write,
     names=NAMES,
     rotates_a_share=True,
-    further="model.layers.{}.",
+    further=FURTHER_AS_LAYERS,
 )

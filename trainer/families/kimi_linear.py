@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs, sizes
 from trainer.families.decoder_config_json import FULL, HFDecoder, layer_kinds, read_layer_types
+from trainer.families.decoder_tensors import FURTHER_AS_LAYERS
 from trainer.families.deepseek_v3 import LATENT_NAMES, read_latent, write_latent
 from trainer.families.linear_args import KimiDeltaArgs
 from trainer.families.sigmoid_experts import NAMES, read_sigmoid_experts, write_sigmoid_experts
@@ -138,5 +139,5 @@ HF = _KimiLinear(
         "feed_forward.experts.w13": f"{_EXPERT}.w1 {_EXPERT}.w3",
         "feed_forward.experts.w2": f"{_EXPERT}.w2",
     },
-    further="model.layers.{}.",
+    further=FURTHER_AS_LAYERS,
 )

@@ -54,6 +54,16 @@ def _read(config: Entries) -> dict[str, Any]:
     }
 
 
+_FURTHER = {
+    "": "mtp.layers.0.",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "projection": "mtp.fc",
+    "mtp_norms": "mtp.norm",
+}
+"""Of its only layer for further tokens."""
+
+
 def _write(args: TransformerArgs) -> dict[str, Any]:
     entries = write_experts(args, HF.architecture, *_EXPERTS)
     if (linear := args.linear) is None:
@@ -74,4 +84,4 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
-HF = HFDecoder("qwen3_next", "Qwen3NextForCausalLM", _read, _write, rotates_a_share=True, further="mtp.")
+HF = HFDecoder("qwen3_next", "Qwen3NextForCausalLM", _read, _write, rotates_a_share=True, further=_FURTHER)

@@ -48,7 +48,7 @@ class Family:
     """None: transformers does not have the family."""
     tensor: Callable[[Any, str], HFTensor | None] | None = None
     """The `ModelSpec.state_dict_adapter` of a family that shares its module with others."""
-    unread: Callable[[Any], str | None] = lambda args: None
+    unread: Callable[[Any], tuple[str, ...]] = lambda args: ()
     """The `ModelSpec.hf_unread` of such a family."""
 
 

@@ -36,8 +36,12 @@ class HFReader(FileSystemReader):
     def __init__(self, folder: Path, model: HFModel, headers: bytes | None = None) -> None:
         """headers: what the attribute of a reader of another rank holds, which has read and checked the files."""
         super().__init__(folder)
-        self.pairs = model.pairs
         self._stored = read_folder(folder) if headers is None else stored_of(folder, headers)
+        there = (name for ours in model.further for name in model.pairs[ours][1].names)
+        self.lacks_further = model.has_further and not any(name in self._stored for name in there)
+        """Whether the model's layers for further tokens are not there."""
+        model = model.without_further() if self.lacks_further else model
+        self.pairs = model.pairs
         if headers is None:
             self._check(model)
 
@@ -48,8 +52,7 @@ class HFReader(FileSystemReader):
 
     def _check(self, model: HFModel) -> None:
         second_names = {name: first for name, first in model.second_names.items() if {name, first} <= {*self._stored}}
-        unread = () if model.unread is None else model.unread
-        others = {name for name in self._stored if name.startswith(unread)} | {*second_names}
+        others = {name for name in self._stored if name.startswith(model.unread)} | {*second_names}
         found = {name: shape for name, shape in shapes_of(self._stored).items() if name not in others}
         try:
             for name in found:

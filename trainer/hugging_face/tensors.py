@@ -1,7 +1,7 @@
 """The tensors of a model beside those of Hugging Face's that have their values. Torch-free."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainer.config.errors import ConfigError
@@ -65,8 +65,17 @@ class HFModel:
     one tensor there come one after another."""
     second_names: Mapping[str, str]
     """Names of shared parameters there, which files need not have -> the first names."""
-    unread: str | None = None
-    """Beginning of the names of tensors there that the model does not have, and files may."""
+    unread: tuple[str, ...] = ()
+    """Beginnings of the names of tensors there that the model does not have, and files may."""
+    further: frozenset[str] = frozenset()
+    """Our names of tensors for further tokens, which files may lack, all of them."""
+    has_further: bool = False
+    """Whether the model has layers for further tokens, which need not have a name there."""
+
+    def without_further(self) -> "HFModel":
+        """Return the model without its tensors for further tokens."""
+        pairs = {name: pair for name, pair in self.pairs.items() if name not in self.further}
+        return replace(self, pairs=pairs, further=frozenset())
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the tensors there, by name, in our order."""

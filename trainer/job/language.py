@@ -41,6 +41,11 @@ class Language(TaskSpec):
         A Hugging Face folder brings its own vocabulary, which must have room for the tokenizer's.
         """
         args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
+        if (further := config.model.mtp_layers) != mtp_layers_of(args):
+            raise ConfigError(
+                f"model.mtp_layers = {further}: model.name = {config.model.name!r} has no layers for further tokens; "
+                "leave it out"
+            )
         if config.model.tokenizer_path == "":
             raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
         try:

@@ -4,6 +4,7 @@ Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06
 2503.19786, OLMo 2 2501.00656, GLM-4.5 2508.06471, DeepSeek-V3 2412.19437.
 """
 
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -132,22 +133,24 @@ class TransformerBlock(nn.Module):
 class FurtherTokenLayer(TransformerBlock):
     """Predicts one token more than what it follows: multi-token prediction (DeepSeek-V3, arXiv 2412.19437).
 
-        h'_i = layer(projection [norm(embedding of token i + k) ; norm(h_i)])        for the k-th such layer
+        h'_i = norm(layer(projection [norm(embedding of token i + k) ; norm(h_i)]))        for the k-th such layer
 
-    h: what the model, or the layer before, gives to the output, behind its norm, as vLLM and Megatron compute it.
+    h: what the model, or the layer before, gives to the output, behind its norm, as vLLM and Megatron compute it. The
+    outer norm is one of the model's `mtp_norms`: behind experts that FSDP shards by themselves, a norm in the layer
+    would begin its recomputation before their backward, and FSDP would gather for a forward.
     """
 
     def __init__(self, args: TransformerArgs, layer: int) -> None:
         super().__init__(args, layer)
         norm = partial(build_norm, args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
-        self.embedding_norm, self.hidden_norm, self.final_norm = norm(), norm(), norm()
+        self.embedding_norm, self.hidden_norm = norm(), norm()
         self.projection = nn.Linear(2 * args.dim, args.dim, bias=False)
 
     def forward(self, x: torch.Tensor, *args: torch.Tensor | None, **of_adapters: torch.Tensor) -> torch.Tensor:
         """x: (B, S, 2 dim), embeddings and hidden states; args: as of a layer -> (B, S, dim)."""
         embedded, hidden = x.chunk(2, -1)
         x = self.projection(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1))
-        return self.final_norm(super().forward(x, *args, **of_adapters))
+        return super().forward(x, *args, **of_adapters)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         draw(parameter, generator) if name == "projection.weight" else start(name, parameter)
@@ -179,6 +182,8 @@ class Transformer(nn.Module):
         kinds = {i: TransformerBlock if i < args.n_layers else FurtherTokenLayer for i in all_layers(args)}
         self.layers = nn.ModuleDict({str(i): kind(args, i) for i, kind in kinds.items()})
         self.norm = build_norm(args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
+        further = all_layers(args)[args.n_layers :]
+        self.mtp_norms = nn.ModuleDict({str(i): deepcopy(self.norm) for i in further})
         self.output = build_output(args)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
@@ -228,7 +233,7 @@ class Transformer(nn.Module):
         if embedded:
             found = [x]
             for number, of_next in zip(list(self.layers)[len(before_norm) :], embedded, strict=True):
-                found.append(through(number, torch.cat([of_next, found[-1]], -1)))
+                found.append(self.mtp_norms[number](through(number, torch.cat([of_next, found[-1]], -1))))
             x = torch.cat(found)
         return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
 

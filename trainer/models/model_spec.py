@@ -9,6 +9,7 @@ import torch
 
 from trainer.config.errors import ConfigError
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.families.args import is_further, mtp_layers_of
 from trainer.families.registry import MODELS
 from trainer.hugging_face.tensors import HFModel, HFTensor
 from trainer.job.record import ResolvedJob
@@ -72,8 +73,8 @@ class ModelSpec:
     state_dict_adapter: Callable[[Any, str], HFTensor | None] | None = None
     """(model arguments, name of a parameter or persistent buffer) -> its tensor at Hugging Face. None: a buffer that
     has none there; it then starts with its first value."""
-    hf_unread: Callable[[Any], str | None] = lambda args: None
-    """Model arguments -> beginning of the names of tensors of Hugging Face's folders that are not read."""
+    hf_unread: Callable[[Any], tuple[str, ...]] = lambda args: ()
+    """Model arguments -> beginnings of the names of tensors of Hugging Face's folders that are not read."""
     observer: Callable[[Sequence[Model], ParallelDims], Observer] = lambda model_parts, dims: Observer()
     """(model parts of this rank, meshes) -> what prepares, updates and reports state without gradients in each step.
 
@@ -109,4 +110,5 @@ def hf_model(spec: ModelSpec, args: Any) -> HFModel:
             second_names |= {spec.state_dict_adapter(args, other).name: there.name for other in others}
     places = {hf.names[0]: number for number, (_, hf) in reversed([*enumerate(pairs.values())])}
     in_order = sorted(pairs.items(), key=lambda item: (places[item[1][1].names[0]], item[1][1].first_row))
-    return HFModel(dict(in_order), second_names, spec.hf_unread(args))
+    further = frozenset(name for name in pairs if is_further(args, name))
+    return HFModel(dict(in_order), second_names, spec.hf_unread(args), further, mtp_layers_of(args) > 0)

@@ -117,6 +117,8 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
         else ColwiseParallel(input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()),
     }
     styles = {name: style for name, style in styles.items() if getattr(model, name) is not None}
+    of_further = getattr(model, "mtp_norms", ())
+    styles |= {f"mtp_norms.{number}": SequenceParallel(use_local_output=True) for number in of_further}
     for name, block in model.layers.items():
         styles |= {f"layers.{name}.{part}": style for part, style in _block_styles(block).items()}
     apply_tensor_parallel(model, dims["tp"], styles)
@@ -129,7 +131,7 @@ def _block_styles(block: nn.Module) -> dict[str, ParallelStyle]:
         norm: SequenceParallel(use_local_output=True) for norm in norms if getattr(block, norm, None) is not None
     }
     if isinstance(block, FurtherTokenLayer):
-        own = "embedding_norm", "hidden_norm", "projection", "final_norm"
+        own = "embedding_norm", "hidden_norm", "projection"
         styles |= {name: SequenceParallel(use_local_output=True) for name in own}
     layer = block.attention
     if isinstance(layer, LatentAttention):
@@ -205,3 +207,5 @@ def keep_stage(model: nn.Module, modules: Collection[str]) -> None:
     for layer in list(model.layers):
         if f"layers.{layer}" not in modules:
             del model.layers[layer]
+            if layer in getattr(model, "mtp_norms", ()):
+                del model.mtp_norms[layer]
