@@ -201,6 +201,7 @@ EFFECTS: dict[str, str | Seen] = {
     "model.router_bias_update_rate": (
         "tests/distributed/test_expert_balance.py::test_the_losses_and_the_biases_change_what_is_learnt"
     ),
+    "model.mtp_layers": Seen("--model.mtp_layers=1", _more("parameters", "mtp_norms.2.weight")),
     "model.rope_scaling": Seen("--model.rope_scaling=8", _other("final")),
     "model.rope_scaling_type": Seen(
         "--model.rope_scaling=8 --model.rope_scaling_type=linear", _other("losses"), "--model.rope_scaling=8"
@@ -303,6 +304,11 @@ EFFECTS: dict[str, str | Seen] = {
     "training.sequence_chunks_offload": f"{_CHUNKS}::test_rows_wait_on_the_host_if_asked",
     "training.z_loss": Seen(
         "--training.z_loss=0.1", lambda off, on: off.losses[0] == on.losses[0] and off.losses[1] != on.losses[1]
+    ),
+    "training.mtp_loss_weight": Seen(
+        "--model.mtp_layers=1 --training.mtp_loss_weight=1",
+        lambda off, on: off.losses[0] == on.losses[0] and off.losses[1] != on.losses[1],
+        "--model.mtp_layers=1",
     ),
     "training.loss_chunk_tokens": Seen("--training.loss_chunk_tokens=7", _becomes("logits", "4352", "")),
     "training.steps": Seen("--training.steps=4", _becomes("logged", [1, 2, 3], [1, 2, 3, 4])),

@@ -94,6 +94,7 @@ TOLD = [
     ("lr_scheduler.min_lr_factor", ["0.1"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
     ("optimizer.rounding", ["nearest"], 1, ["--optimizer.state_dtype=bfloat16"], "where nothing is stored in bfloat16"),
     *((f"muon.{key}", value, 1, MUON, "with optimizer.name = 'AdamW'") for key, value in OF_MUON.items()),
+    ("training.mtp_loss_weight", ["0.2"], 1, ["--model.mtp_layers=1"], "with model.mtp_layers = 0"),
     ("training.balance", ["step"], 1, 2, "on one data-parallel rank"),
     ("training.mixed_precision_reduce", ["bfloat16"], 1, 2, "where gradients are not reduced"),
     (f"{CP[2:]}method", ["all_gather"], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
@@ -302,6 +303,7 @@ REFUSED = [
         ["in a pipeline (parallelism.pipeline_parallel_degree = 2)", "leave it out"],
     ),
     (["--model.rope_scaling_type=yarn"], 1, ["rope_scaling_type = 'yarn' has no effect without", "rope_scaling = 4.0"]),
+    (["--model.mtp_layers=1", "--lora.rank=4"], 1, ["mtp_layers = 1 has no effect with adapters", "leave it out"]),
     (["--model.sliding_window_every=2"], 1, ["sliding_window_every = 2 has no effect without", "such as 4096"]),
     (
         ["--checkpoint.enable", "--checkpoint.exclude_from_loading", "optimizer"],

@@ -28,7 +28,7 @@ from trainer.models.chunked_loss import Chunks, chunked_token_losses
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import hf_model, model_spec
-from trainer.tasks.multi_token import FurtherTokens
+from trainer.tasks.multi_token import FirstLosses, FurtherTokens
 
 ARGS = TransformerArgs(
     dim=32, n_layers=2, mtp_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=40, max_seq_len=12
@@ -118,28 +118,29 @@ def test_a_layer_sees_the_next_token_and_the_hidden_states_before_it() -> None:
     assert torch.equal(made(given["tokens"]), found[0])
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_gradients_are_those_of_the_sum_and_the_loss_is_the_models(chunked: bool) -> None:
+@pytest.mark.parametrize(("chunked", "in_forward"), [(False, False), (True, True), (True, False)])
+def test_gradients_are_those_of_the_sum_and_the_loss_is_the_models(chunked: bool, in_forward: bool) -> None:
     made, given = model(), batch(2, 12, 3, seed=2)
     add = further_tokens(weight=0.5)
     add.add_targets(given)
     labels = [given["labels"], *given["next_labels"].unbind(-1)]
 
-    def losses_of(hidden: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if chunked:
-            return chunked_token_losses(hidden, made.output.weight, y, Chunks(5, in_forward=True))
-        return token_losses(made.output(hidden), y)
-
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad(loss, list(made.parameters())))
 
-    hidden = made(given["tokens"], next_tokens=given["next_tokens"]).chunk(3)
+    hidden = made(given["tokens"], next_tokens=given["next_tokens"])
     with mock.patch.object(torch, "mm", wraps=torch.mm) as products:
-        parts = [losses_of(h, y) for h, y in zip(hidden, labels, strict=True)]
-        losses = add.add(parts[0], parts[1:], labels[1:])
+        if chunked:
+            chunks = Chunks(5, in_forward=in_forward, factors=add.factors)
+            every = chunked_token_losses(hidden, made.output.weight, torch.cat(labels), chunks)
+        else:
+            every = token_losses(made.output(hidden), torch.cat(labels))
+        every = every.unflatten(0, (3, 2))
+        add.count(every, torch.stack(labels))
+        losses = FirstLosses.apply(every, (1.0,) * 3 if chunked else add.factors)
         before = products.call_count
         found = gradients(losses.sum() / 7)
-        assert products.call_count == before  # at once: no logits are computed again
+        assert products.call_count == before or (chunked and not in_forward)  # no logits are computed again
     main = token_losses(made.output(made(given["tokens"])), labels[0])
     assert torch.allclose(losses, main, rtol=1e-13)
     theirs = by_hand(made, given["tokens"], given["next_tokens"])

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from trainer.config.schema import JobConfig
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.families.args import ModelArgs
+from trainer.families.args import ModelArgs, mtp_layers_of
 from trainer.job.attention import batch_chooser
 from trainer.job.compilation import CompileOptions
 from trainer.job.degrees import Degrees
@@ -93,7 +93,8 @@ class ResolvedJob:
     @property
     def loss_chunk(self) -> tuple[int, str]:
         """Tokens of a chunk of the loss, 0 for all logits at once, and the reason of `auto`."""
-        return loss_chunk(self.config, self.model, self.degrees, self.tokens_of_a_pass)
+        tokens = self.tokens_of_a_pass * (1 + mtp_layers_of(self.model))
+        return loss_chunk(self.config, self.model, self.degrees, tokens)
 
     @property
     def loss_chunk_tokens(self) -> int:

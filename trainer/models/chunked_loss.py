@@ -142,14 +142,24 @@ class Chunks:
     """Of logits, see `CappedOutput`; 0: none."""
     z_loss: float = 0.0
     """Gradients are those of loss + z_loss x (log-sum-exp)^2, which keeps logits small (PaLM, arXiv 2204.02311, 5)."""
+    factors: tuple[float, ...] = (1.0,)
+    """Of the gradients of as many equal parts of the tokens, one after another."""
 
     def of(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """Return the rows of each chunk of these tensors, which have a row for each token."""
-        number = max(-(-len(tensors[0]) // self.tokens), 1)
-        chunks = list(zip(*(x.tensor_split(number) for x in tensors), strict=True))
+        """Return the rows of each chunk of these tensors, which have a row for each token. A part has whole chunks."""
+        parts = len(self.factors)
+        number = max(-(-len(tensors[0]) // parts // self.tokens), 1)
+        split = [[rows for part in x.tensor_split(parts) for rows in part.tensor_split(number)] for x in tensors]
+        chunks = list(zip(*split, strict=True))
         if self.functions.compiled:
             rows_vary(*chain(*chunks))  # their numbers of rows differ by one
         return chunks
+
+    def with_factors(self, *tensors: torch.Tensor) -> list[tuple[float, tuple[torch.Tensor, ...]]]:
+        """Return the same, each with its factor."""
+        chunks = self.of(*tensors)
+        of_part = len(chunks) // len(self.factors)
+        return [(self.factors[number // of_part], rows) for number, rows in enumerate(chunks)]
 
     def first_label(self, weight: torch.Tensor) -> int:
         """Return the first token of the vocabulary that this rank has."""
@@ -160,6 +170,8 @@ def apply_chunked_loss(
     output: nn.Linear, tokens: int, compilation: CompileOptions, *, in_forward: bool = True, z_loss: float = 0.0
 ) -> None:
     """Let the projection to logits also return losses, in place: `output(hidden, labels=labels)` -> (B, S).
+
+    It also takes `factors`, see `Chunks`.
 
     The loop over the chunks is one forward of the module: FSDP gathers the weight once, and reduces its gradient once.
     Without labels the module returns logits as before. Call it before `fully_shard`; with tensor parallelism the module
@@ -172,7 +184,9 @@ def apply_chunked_loss(
         raise ValueError("the loss in chunks has no bias for logits; set training.loss_chunk_tokens = 0 for this model")
     logits, functions = output.forward, ChunkFunctions.of(compilation)
 
-    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        hidden: torch.Tensor, labels: torch.Tensor | None = None, factors: tuple[float, ...] = (1.0,)
+    ) -> torch.Tensor:
         if labels is None:
             return logits(hidden)
         weight, over = output.weight, None
@@ -181,7 +195,7 @@ def apply_chunked_loss(
             # Each rank finds the part of the gradient that comes from its logits.
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
         softcap = getattr(output, "softcap", 0.0)
-        chunks = Chunks(tokens, over, functions, in_forward, softcap, z_loss)
+        chunks = Chunks(tokens, over, functions, in_forward, softcap, z_loss, factors)
         return chunked_token_losses(hidden, weight, labels, chunks)
 
     replace_forward(output, "loss in chunks", forward)
@@ -209,12 +223,15 @@ class _Gradients:
         self.weight = torch.zeros_like(weight, dtype=_precise(weight)) if needed[1] else None
         self.done = 0
 
-    def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, factor: float = 1.0) -> None:
         """Add a chunk, whose hidden states are zero where the gradient of logits does not count for the weight."""
         if self.hidden is not None:
-            torch.mm(grad_logits, weight, out=self.hidden[self.done : self.done + len(hidden)])
+            rows = self.hidden[self.done : self.done + len(hidden)]
+            torch.mm(grad_logits, weight, out=rows)
+            if factor != 1:
+                rows.mul_(factor)
         if self.weight is not None:
-            _add_product(self.weight, grad_logits.T, hidden)
+            _add_product(self.weight, grad_logits.T, hidden, factor)
         self.done += len(hidden)
 
     def scale(self, by: torch.Tensor, missing: torch.Tensor) -> None:
@@ -242,9 +259,9 @@ class _TokenLosses(torch.autograd.Function):
         ctx.chunks, ctx.gradients = chunks, None
         if at_once:
             ctx.gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
-            for h, y, out in chunks.of(hidden, labels, missing):
+            for factor, (h, y, out) in chunks.with_factors(hidden, labels, missing):
                 *statistics, grad_logits = chunks.functions.at_once(h, weight, y, chunks.softcap, chunks.z_loss)
-                ctx.gradients.add(grad_logits, h.masked_fill(out[:, None], 0), weight)
+                ctx.gradients.add(grad_logits, h.masked_fill(out[:, None], 0), weight, factor)
                 del grad_logits  # before those of the next chunk are made
                 pieces.append(statistics)
         else:
@@ -273,16 +290,16 @@ class _TokenLosses(torch.autograd.Function):
         place = chunks.softcap, chunks.first_label(weight), chunks.over is None
         grad = grad.masked_fill(missing, 0)
         gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
-        for h, *rows in chunks.of(hidden, labels, lse, grad):
-            gradients.add(chunks.functions.gradient(h, weight, *rows, *place, chunks.z_loss), h, weight)
+        for factor, (h, *rows) in chunks.with_factors(hidden, labels, lse, grad):
+            gradients.add(chunks.functions.gradient(h, weight, *rows, *place, chunks.z_loss), h, weight, factor)
         return gradients.rounded(weight)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a @ b to `total`, in place and in the type of `total`, to which the product is never rounded before."""
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float) -> None:
+    """Add alpha a @ b to `total`, in place and in the type of `total`, to which the product is never rounded before."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, alpha=alpha)
     elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.addmm(total, a, b, alpha=alpha, out_dtype=total.dtype, out=total)
     else:  # only CUDA has products of half precision that are not rounded to it
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=alpha)

@@ -35,7 +35,7 @@ from trainer.observer import Observer
 from trainer.runtime.agreement import once_a_node, raise_on_all_ranks
 from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step
-from trainer.tasks.multi_token import FurtherTokens
+from trainer.tasks.multi_token import FirstLosses, FurtherTokens
 from trainer.tasks.task import RankInputs
 from trainer.transforms.compile import compiled_loss
 from trainer.transforms.offload import CopyStream, HostInputs
@@ -130,12 +130,21 @@ class LanguageTask:
 
     def losses(self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if targets.ndim == 3:  # with further tokens
-            labels = targets.unbind(-1)
-            losses = [self.losses(part, h, y) for h, y in zip(hidden.chunk(len(labels)), labels, strict=True)]
-            return self.further.add(losses[0], losses[1:], labels[1:])
+            return self._losses_of_further(part, hidden, targets.movedim(-1, 0))
         if self.job.loss_chunk_tokens:
             return part.output(hidden, labels=targets)
         return self.token_losses(part.output(hidden), targets)
+
+    def _losses_of_further(self, part: Decoder, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the losses of tokens, with the gradients of those of further ones; labels: (1 + K, B, S)."""
+        factors, in_chunks = self.further.factors, bool(self.job.loss_chunk_tokens)
+        if in_chunks:
+            losses = part.output(hidden, labels=labels.flatten(0, 1), factors=factors)
+        else:
+            losses = self.token_losses(part.output(hidden), labels.flatten(0, 1))
+        losses = losses.unflatten(0, labels.shape[:2])
+        self.further.count(losses, labels)
+        return FirstLosses.apply(losses, (1.0,) * len(factors) if in_chunks else factors)
 
     @contextmanager
     def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:

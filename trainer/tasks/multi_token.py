@@ -9,7 +9,7 @@ They are made of whole sequences, before these are cut over ranks, so that targe
 chunks, and never those of documents (DeepSeek-V3, arXiv 2412.19437).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ class FurtherTokens(Observer):
     """Targets and losses of `layers` further tokens, whose mean counts `weight` times in the gradients."""
 
     def __init__(self, layers: int, weight: float, dims: ParallelDims) -> None:
-        self._layers, self._weight, self._dims = layers, weight / layers, dims
+        self._layers, self._dims = layers, dims
+        self.factors = (1.0, *[weight / layers] * layers)
+        """Of the gradients of the losses of tokens, and of those of each layer."""
         self._totals = torch.zeros(2, layers, dtype=torch.float64, device=dims["world"].device_type)  # losses, labels
         self._of_step = torch.zeros_like(self._totals)
 
@@ -40,16 +42,10 @@ class FurtherTokens(Observer):
             next_labels.append(_shifted(labels, distance, IGNORE_INDEX).masked_fill(~shifted, IGNORE_INDEX))
         batch["next_tokens"], batch["next_labels"] = torch.stack(next_tokens, -1), torch.stack(next_labels, -1)
 
-    def add(
-        self, losses: torch.Tensor, further: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the losses of tokens, (B, S), with the gradients of those of further tokens as well.
-
-        further, labels: of each layer its losses and what they are of, (B, S).
-        """
-        sums = torch.stack([of_layer.detach().sum() for of_layer in further]).double()
-        self._of_step += torch.stack([sums, torch.stack([(y != IGNORE_INDEX).sum() for y in labels]).double()])
-        return _WithGradients.apply(losses, self._weight, *further)
+    def count(self, losses: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add up the losses of further tokens, and what they are of: (1 + K, B, S), those of the model first."""
+        number = (labels[1:] != IGNORE_INDEX).flatten(1).sum(1).double()
+        self._of_step += torch.stack([losses[1:].detach().flatten(1).sum(1).double(), number])
 
     def end_step(self, left_out: torch.Tensor) -> None:
         self._totals += torch.where(left_out.bool(), 0, self._of_step)
@@ -70,19 +66,20 @@ def _shifted(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:
     return F.pad(x[:, distance:], (0, min(distance, x.shape[1])), value=fill)
 
 
-class _WithGradients(torch.autograd.Function):
-    """(x, weight, others) -> x, whose gradient times the weight is also that of each of the others.
+class FirstLosses(torch.autograd.Function):
+    """((1 + K, B, S), factors) -> the first ones (B, S), whose gradient times its factor each of the others has, too.
 
     A gradient that is one number in memory stays one, by which the loss in chunks knows that losses are summed.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: float, *others: torch.Tensor) -> torch.Tensor:
-        ctx.weight, ctx.number = weight, len(others)
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+        ctx.factors = factors
+        return x[0].clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        one = not any(gradient.stride())
-        scaled = (gradient[:1, :1] * ctx.weight).expand_as(gradient) if one else gradient * ctx.weight
-        return gradient, None, *[scaled] * ctx.number
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        all_of_them = gradient.expand(len(ctx.factors), *gradient.shape)
+        if set(ctx.factors) != {1.0}:
+            all_of_them = all_of_them * gradient.new_tensor(ctx.factors)[:, None, None]
+        return all_of_them, None

@@ -133,6 +133,7 @@ WITHOUT_TOKENS = {
     "validation.enable": "true",
     "lora.rank": "4",
     "model.tokenizer_path": "some/folder",
+    "model.mtp_layers": "1",
     "model.rope_theta": "1e6",
     "model.sliding_window": "64",
     "model.attention_sinks": "",
