@@ -129,7 +129,7 @@ echo '{"prompt": "Who wrote Faust?", "chosen": "Goethe", "rejected": "Schiller"}
 
 ADAPT = (
     f"{CHAT}; lct train --model.path ./Llama-3.2-1B-Instruct "
-    "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 8 --optimizer.name AdamW "
+    "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 8 "
     "--lora.rank 2 "
     f"--checkpoint.enable {SHORT}"
 )

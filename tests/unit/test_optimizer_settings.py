@@ -5,6 +5,7 @@ import pytest
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
+from trainer.stores.folder import states_of
 
 
 def test_the_z_loss_needs_chunks_where_ranks_divide_the_vocabulary() -> None:
@@ -20,7 +21,6 @@ def test_the_z_loss_needs_chunks_where_ranks_divide_the_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--optimizer.name=Muon", "--lora.rank=4"], "has no matrix to update"),
         (["--optimizer.groups", "wq"], "optimizer.groups has 'wq', which is no pattern of names followed by"),
         (["--optimizer.groups", "wq lr=-1"], "optimizer.groups has 'wq lr=-1'"),
         (["--optimizer.groups", "wq rate=2"], "optimizer.groups has 'wq rate=2'"),
@@ -30,3 +30,15 @@ def test_the_z_loss_needs_chunks_where_ranks_divide_the_vocabulary() -> None:
 def test_settings_of_the_optimizer_that_cannot_be(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(parse_command_line(arguments).config, 1, "cpu", weights_checked=True)
+
+
+def test_adapters_are_updated_by_adamw_which_is_said() -> None:
+    given = ["--optimizer.name=Muon", "--muon.lr=0.02", "--lora.rank=4"]
+    job = resolve(
+        parse_command_line([*given, "--checkpoint.initial_load_path=./base"]).config, 1, "cpu", weights_checked=True
+    )
+    assert job.config.optimizer.name == "AdamW"
+    assert states_of(job.config) == states_of(job.given) == "AdamW"
+    assert any("AdamW updates adapters (lora.rank = 4)" in note for note in job.notes)
+    assert any("muon.lr = 0.02 has no effect" in note for note in job.notes)
+    assert resolve(parse_command_line(given[:2]).config, 1, "cpu").config.optimizer.name == "Muon"

@@ -17,6 +17,7 @@ from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.record import ResolvedJob, TaskDecisions
 from trainer.job.tasks import resolve_model, task_of
 from trainer.job.training import (
+    adapters_by_adamw,
     check_batch,
     check_cpu_offload,
     check_optimizer,
@@ -45,7 +46,7 @@ def resolve(
         ConfigError: all wrong settings, a sentence each: the value, the rule, what would work. A check that counts on
             others, of bounds or of the degrees, comes after them.
     """
-    config = from_path(config)
+    config, of_adapters = adapters_by_adamw(from_path(config))
     problems = Problems(missing)
     check_bounds(config, problems)
     problems.raise_all()
@@ -55,7 +56,7 @@ def resolve(
     model = problems.check(resolve_model, config, missing)
     degrees = problems.check(_degrees, config, world_size, model)
     if model is not None and degrees is not None:
-        notes = problems.check(check_effects, with_windows_of_flavor(config), degrees)
+        notes = of_adapters + problems.check(check_effects, with_windows_of_flavor(config), degrees)
     problems.raise_all()  # what follows counts on them
     task = task_of(config)
     problems.check(check_batch, config, degrees)

@@ -1,6 +1,7 @@
 """Check the learning-rate schedule, the profiler's cycle, the batch against the degrees, and sequences in chunks."""
 
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 
 from trainer.config.errors import ConfigError, MissingFile
@@ -48,17 +49,20 @@ def check_schedule(config: JobConfig) -> None:
 
 
 def check_optimizer(config: JobConfig) -> None:
-    """Check that Muon has matrices to update, and what parameters by name are to have.
+    """Check what parameters by name are to have.
 
     Raises:
-        ConfigError: adapters alone are trained, or an entry of optimizer.groups is wrong.
+        ConfigError: an entry of optimizer.groups is wrong.
     """
     config.optimizer.group_rules()
-    if config.optimizer.name == "Muon" and config.lora.rank:
-        raise ConfigError(
-            f"optimizer.name = 'Muon' with lora.rank = {config.lora.rank} has no matrix to update: adapters are thin, "
-            "and AdamW updates them; use optimizer.name = 'AdamW'"
-        )
+
+
+def adapters_by_adamw(config: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
+    """Return the configuration with AdamW in the place of Muon where adapters alone are trained, and a note of it."""
+    if not (config.optimizer.name == "Muon" and config.lora.rank):
+        return config, ()
+    note = f"optimizer.name = 'Muon' is for whole matrices: AdamW updates adapters (lora.rank = {config.lora.rank})"
+    return replace(config, optimizer=replace(config.optimizer, name="AdamW")), (note,)
 
 
 def check_cpu_offload(config: JobConfig, degrees: Degrees, device_type: str) -> None:
