@@ -105,3 +105,12 @@ def test_a_tied_matrix_an_adapter_and_what_is_frozen_are_none() -> None:
     model = model_of("llama3")
     apply_lora(model, LoRA(rank=2))
     assert found(model) == {}
+
+
+def test_a_shared_parameter_is_a_matrix_everywhere_or_nowhere() -> None:
+    model = nn.ModuleDict({"first": nn.Embedding(6, 4), "second": nn.Linear(4, 6, bias=False)})
+    model["second"].weight = model["first"].weight
+    with pytest.raises(ConfigError, match=r"first\.weight is a matrix in one module and none in another"):
+        matrices_of([model])
+    model["second"].muon_matrices = ()
+    assert matrices_of([model]) == {}

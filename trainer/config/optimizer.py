@@ -4,6 +4,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Literal
 
 from trainer.config.errors import ConfigError
@@ -97,6 +98,7 @@ class Optimizer:
         return "fused" if device_type == "cuda" else "foreach"
 
 
+@cache
 def _group_rule(text: str) -> GroupRule:
     pattern, *settings = text.split() or [""]
     with suppress(ValueError, TypeError):  # no number, or another name

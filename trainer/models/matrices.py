@@ -40,28 +40,35 @@ def matrices_of(model_parts: Iterable[nn.Module], *, per_head: bool = False) -> 
     Rows are those of the parameter with all dimensions but the last made one; each row belongs to one matrix.
 
     Raises:
-        ConfigError: a kind of module that does not say whether its parameter of two and more dimensions is a matrix.
+        ConfigError: a kind of module that does not say whether its parameter of two and more dimensions is a matrix, or
+            two that share one and say different things.
     """
     found: dict[nn.Parameter, tuple[Ranges, ...]] = {}
-    others: set[nn.Parameter] = set()
+    others: dict[nn.Parameter, str] = {}
+    gates: set[nn.Parameter] = set()
     for part in model_parts:
         output, several = getattr(part, "output", None), {}
         for module in part.modules():
             several |= _rows_within(module, per_head)
             if isinstance(module, LinearAttention):
-                others |= {getattr(module, gate).weight for gate in module.args.gates}
+                gates |= {getattr(module, gate).weight for gate in module.args.gates}
         for name, module in part.named_modules():
             names = () if module is output else _names(module)
             for own_name, parameter in module.named_parameters(recurse=False):
-                if not parameter.requires_grad or parameter.ndim < 2:
+                if not parameter.requires_grad or parameter.ndim < 2 or parameter in gates:
                     continue
                 if names is None:
                     raise ConfigError(_unknown(f"{name}.{own_name}", module))
                 if own_name in names:
                     found[parameter] = several.get(parameter) or _whole(parameter)
                 else:
-                    others.add(parameter)
-    return {parameter: rows for parameter, rows in found.items() if parameter not in others}
+                    others[parameter] = f"{name}.{own_name}"
+    if twice := [name for parameter, name in others.items() if parameter in found]:
+        raise ConfigError(
+            f"optimizer.name = 'Muon': {twice[0]} is a matrix in one module and none in another that shares it; give "
+            "both the same muon_matrices"
+        )
+    return found
 
 
 def _names(module: nn.Module) -> Sequence[str] | None:
