@@ -231,6 +231,7 @@ EFFECTS: dict[str, str | Seen] = {
         "--optimizer.state_dtype=bfloat16",
     ),
     "optimizer.implementation": Seen(_MANY, _becomes("optimizer", (True, False), (False, True))),
+    "optimizer.qk_clip": "tests/distributed/test_qk_clip.py::test_no_logit_stays_above_the_bound",
     "optimizer.groups": "tests/distributed/test_muon.py::test_rates_and_decays_by_name",
     # ---- muon
     "muon.lr": Seen("--optimizer.name=Muon --muon.lr=0.1", _other("final"), "--optimizer.name=Muon"),

@@ -15,6 +15,7 @@ from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
 from trainer.components.metrics import MetricsLogger, StepRecord
 from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
+from trainer.components.qk_clip import QKClip
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
 from trainer.components.update_norms import UpdateNorms
@@ -93,6 +94,10 @@ class Trainer:
         self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = self.build_optimizer()
+        if config.optimizer.qk_clip is not None:
+            clip = QKClip(self.model_parts, self.optimizer, self.dims, config.optimizer.qk_clip)
+            self.observers.append(clip)
+            self.task.see_scores = clip.see
         if config.metrics.log_update_norms:
             self.observers.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
         self.updates_masked = can_mask_update(self.optimizer, device)

@@ -26,6 +26,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.LOSS,
     *step.GRADIENTS,
     *optimizers.MUON,
+    *optimizers.FURTHER,
+    *optimizers.QK_CLIP,
     *attention.PLANS,
     *attention.EXECUTION,
     *attention.EMPTY_GROUPS,

@@ -7,6 +7,11 @@ _LAYOUTS = f"{_MUON}::test_every_layout_updates_as_one_process"
 _TORCH = f"{_MUON}::test_one_process_updates_as_pytorchs_muon"
 _COUNTS = f"{_MUON}::test_each_product_runs_once_and_sends_what_it_must"
 _Z_LOSS = "tests/unit/test_chunked_loss.py::test_gradients_of_the_z_loss_are_those_of_autograd"
+_FURTHER = "tests/unit/test_multi_token.py"
+_SEES = f"{_FURTHER}::test_a_layer_sees_the_next_token_and_the_hidden_states_before_it"
+_SUMS = f"{_FURTHER}::test_gradients_are_those_of_the_sum_and_the_loss_is_the_models"
+_CLIP = "tests/distributed/test_qk_clip.py"
+_CLIPPED = f"{_CLIP}::test_no_logit_stays_above_the_bound"
 _KINDS = f"{_MATRICES}::test_each_parameter_of_a_family_is_in_one_group"
 
 MUON = (
@@ -156,5 +161,95 @@ MUON = (
         "max(step - start, 0)",
         "step",
         f"{_MUON}::test_a_finished_run_goes_on_in_a_new_schedule",
+    ),
+)
+
+FURTHER = (
+    Mutant(
+        "targets of further tokens cross the borders of documents",
+        "trainer/tasks/multi_token.py",
+        ".masked_fill(~shifted, IGNORE_INDEX)",
+        "",
+        f"{_FURTHER}::test_targets_are_further_labels_of_the_same_document",
+    ),
+    Mutant(
+        "layers for further tokens see the token again",
+        "trainer/tasks/multi_token.py",
+        "_shifted(tokens, distance, 0)",
+        "tokens",
+        f"{_FURTHER}::test_targets_are_further_labels_of_the_same_document",
+    ),
+    Mutant(
+        "hidden states come before embeddings",
+        "trainer/models/decoder.py",
+        "torch.cat([of_next, found[-1]], -1)",
+        "torch.cat([found[-1], of_next], -1)",
+        _SEES,
+    ),
+    Mutant(
+        "each layer for further tokens follows the model",
+        "trainer/models/decoder.py",
+        "torch.cat([of_next, found[-1]], -1)",
+        "torch.cat([of_next, found[0]], -1)",
+        _SEES,
+    ),
+    Mutant(
+        "further tokens count as much as the next ones",
+        "trainer/tasks/multi_token.py",
+        "if set(ctx.factors) != {1.0}:",
+        "if False:",
+        _SUMS,
+    ),
+    Mutant(
+        "further tokens count whole in the gradient of the output",
+        "trainer/models/chunked_loss.py",
+        "_add_product(self.weight, grad_logits.T, hidden, factor)",
+        "_add_product(self.weight, grad_logits.T, hidden, 1.0)",
+        _SUMS,
+    ),
+    Mutant(
+        "further tokens count whole in the gradients of hidden states",
+        "trainer/models/chunked_loss.py",
+        "rows.mul_(factor)",
+        "rows.mul_(1.0)",
+        _SUMS,
+    ),
+)
+
+QK_CLIP = (
+    Mutant(
+        "rotated queries get the root of the factor",
+        "trainer/components/qk_clip.py",
+        "(args.rope_dim, factors)",
+        "(args.rope_dim, root)",
+        _CLIPPED,
+    ),
+    Mutant(
+        "queries do not make up for the keys of their group",
+        "trainer/components/qk_clip.py",
+        "(groups / of_keys[:, None]).flatten()",
+        "groups.sqrt().flatten()",
+        _CLIPPED,
+    ),
+    Mutant(
+        "ranks clip by what they have seen themselves",
+        "trainer/components/qk_clip.py",
+        'all_reduce(self._seen.clone(), self._dims["dp_cp"], "max")',
+        "self._seen.clone()",
+        f"{_CLIP}::test_a_layout_clips_as_one_process",
+    ),
+    Mutant(
+        "a step that is left out clips",
+        "trainer/components/qk_clip.py",
+        "clips & (left_out == 0)",
+        "clips",
+        f"{_CLIP}::test_a_step_that_is_left_out_clips_nothing",
+    ),
+    Mutant(
+        "a step remembers the logits of the one before",
+        "trainer/components/qk_clip.py",
+        "self._seen.fill_(-torch.inf)",
+        "self._seen",
+        f"{_CLIP}::test_logits_are_those_of_the_step",
     ),
 )

@@ -47,7 +47,7 @@ LOSS = (
     Mutant(
         "each chunk's part of the gradient of the weight is rounded",
         "trainer/models/chunked_loss.py",
-        "total.addmm_(a.to(total.dtype), b.to(total.dtype))",
+        "total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=alpha)",
         "total.add_(a @ b)",
         f"{_CHUNKS}::test_the_gradient_of_the_weight_is_rounded_once",
     ),
@@ -110,7 +110,7 @@ LOSS = (
     Mutant(
         "every chunk of logits is one: all of them exist",
         "trainer/models/chunked_loss.py",
-        "max(-(-len(tensors[0]) // self.tokens), 1)",
+        "max(-(-len(tensors[0]) // parts // self.tokens), 1)",
         "1",
         f"{_CHUNKS}::test_no_tensor_grows_with_the_sequence_but_hidden_states",
     ),

@@ -303,6 +303,7 @@ REFUSED = [
         ["in a pipeline (parallelism.pipeline_parallel_degree = 2)", "leave it out"],
     ),
     (["--model.rope_scaling_type=yarn"], 1, ["rope_scaling_type = 'yarn' has no effect without", "rope_scaling = 4.0"]),
+    (["--optimizer.qk_clip=100", "--lora.rank=4"], 1, ["qk_clip = 100.0 has no effect with adapters", "leave it out"]),
     (["--model.mtp_layers=1", "--lora.rank=4"], 1, ["mtp_layers = 1 has no effect with adapters", "leave it out"]),
     (["--model.sliding_window_every=2"], 1, ["sliding_window_every = 2 has no effect without", "such as 4096"]),
     (

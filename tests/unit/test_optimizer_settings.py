@@ -24,6 +24,8 @@ def test_the_z_loss_needs_chunks_where_ranks_divide_the_vocabulary() -> None:
         (["--optimizer.groups", "wq"], "optimizer.groups has 'wq', which is no pattern of names followed by"),
         (["--optimizer.groups", "wq lr=-1"], "optimizer.groups has 'wq lr=-1'"),
         (["--optimizer.groups", "wq rate=2"], "optimizer.groups has 'wq rate=2'"),
+        (["--optimizer.qk_clip=100", "--model.name=qwen3"], "qk_clip = 100 scales queries and keys before the norm"),
+        (["--optimizer.qk_clip=100", "--model.name=gemma2"], "is for logits without a soft-cap, and these are at most"),
         (["--training.steps=10", "--lr_scheduler.restart_step=10"], "restart_step = 10 leaves the schedule no step"),
     ],
 )

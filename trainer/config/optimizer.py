@@ -14,6 +14,7 @@ from trainer.config.keys import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
+    TOKENS,
     Condition,
     key,
     needs_value,
@@ -38,6 +39,11 @@ _NOT_FLOAT64 = unless("training.dtype", "float64", ", in which they are computed
 _HALF = Condition(
     lambda config, _: "bfloat16" in (config.training.dtype, config.state_dtype),
     "where nothing is stored in bfloat16 (training.dtype, optimizer.state_dtype)",
+)
+_WHOLE = Condition(
+    lambda config, _: config.lora.rank == 0 and config.training.dataset != "preferences",
+    "with adapters (lora.rank), which it would not scale, or preferences (training.dataset)",
+    "leave it out",
 )
 OPTIMIZERS_HERE = ("AdamW", "Adam", "Muon")
 
@@ -78,6 +84,9 @@ class Optimizer:
     """Data type in which both moments are stored; the update is computed in float32. None: training.dtype."""
     rounding: Literal["stochastic", "nearest"] = key("stochastic", when=(_ADAM, _HALF))
     """How updated values are rounded to bfloat16; nearest: an update below half a unit in the last place is lost."""
+
+    qk_clip: float | None = key(None, POSITIVE, example=100.0, when=(TOKENS, _WHOLE))
+    """Bound of attention logits: after a step, heads that passed it are scaled down (QK-clip, Kimi K2); None: none."""
 
     def group_rules(self) -> tuple[GroupRule, ...]:
         """Return what `groups` says, in its order.

@@ -338,4 +338,4 @@ class JobConfig:
         """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
         masked = self.masks_documents or self.model.sliding_window is not None
         divided = self.parallelism.context_parallel_degree > 1 or self.training.sequence_chunks > 1
-        return divided or masked or self.model.attention_sinks
+        return divided or masked or self.model.attention_sinks or self.optimizer.qk_clip is not None

@@ -269,6 +269,14 @@ def _boxes(parameter: torch.Tensor, ranks: tuple[int, ...], known: dict[Hashable
     return known[key]
 
 
+def rows_here(parameter: torch.Tensor) -> Ranges:
+    """Return the rows of a parameter of one or two dimensions that this rank has, in order."""
+    if not isinstance(parameter, DTensor):
+        return ((0, parameter.shape[0]),)
+    mesh, shape = parameter.device_mesh, (parameter.shape[0], 1)
+    return _box(shape, tuple(mesh.shape), mesh.get_coordinate(), parameter.placements).rows
+
+
 def _box(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> Box:

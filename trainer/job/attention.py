@@ -79,6 +79,27 @@ def resolve_attention(
     return replace(options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries), reason
 
 
+def check_qk_clip(config: JobConfig, model: ModelArgs) -> None:
+    """Check that scaling queries and keys changes attention's logits, and that these are not bounded anyhow.
+
+    Raises:
+        ConfigError: they are, or it does not.
+    """
+    if (largest := config.optimizer.qk_clip) is None:
+        return
+    why = ""
+    if not hasattr(model, "attention_softcap"):
+        why = "knows the attention of this program's families alone"
+    elif model.qk_norm:
+        why = "scales queries and keys before the norm of each head, which undoes it and bounds logits by itself"
+    elif model.attention_softcap is not None:
+        why = f"is for logits without a soft-cap, and these are at most {model.attention_softcap:g}"
+    if why:
+        raise ConfigError(
+            f"optimizer.qk_clip = {largest:g} {why}; leave it out with model.name = {config.model.name!r}"
+        )
+
+
 def _needs(config: JobConfig, model: ModelArgs) -> dict[str, bool]:
     """Return what attention's kernel must be able to do."""
     softcap = getattr(model, "attention_softcap", None) is not None

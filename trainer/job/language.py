@@ -10,7 +10,7 @@ from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.families.args import DecoderArgs, experts_of, has_grouped_product, has_windows, mtp_layers_of
 from trainer.families.registry import is_folder, model_args
-from trainer.job.attention import faster_packages, kernel_of, resolve_attention
+from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, resolve_attention
 from trainer.job.chat import check_chat
 from trainer.job.degrees import Degrees
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
@@ -81,6 +81,7 @@ class Language(TaskSpec):
         check_float8(config, model, degrees)
         check_balance(config, model)
         check_chunks(config, model, degrees)
+        check_qk_clip(config, model)
         check_mixture(config)
         return check_validation(config, degrees)
 

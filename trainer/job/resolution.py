@@ -56,7 +56,7 @@ def resolve(
     model = problems.check(resolve_model, config, missing)
     degrees = problems.check(_degrees, config, world_size, model)
     if model is not None and degrees is not None:
-        notes = of_adapters + problems.check(check_effects, with_windows_of_flavor(config), degrees)
+        notes = of_adapters + (problems.check(check_effects, with_windows_of_flavor(config), degrees) or ())
     problems.raise_all()  # what follows counts on them
     task = task_of(config)
     problems.check(check_batch, config, degrees)

@@ -60,6 +60,8 @@ class LanguageTask:
             self.further = FurtherTokens(job.config.model.mtp_layers, job.config.training.mtp_loss_weight, dims)
         self.keep_rows: Callable[[torch.Tensor], KeptTensor] = OnDevice
         """Lets keys and values of a sequence in chunks wait."""
+        self.see_scores: Callable[[int, torch.Tensor], None] | None = None
+        """Takes the log-sum-exp of attention's scores, see `LivePlan.see`."""
         if job.config.training.sequence_chunks_offload:
             inputs = HostInputs(CopyStream(job.device_type, "training.sequence_chunks_offload = true"))
             self.keep_rows = partial(inputs.keep, is_first=True, to_host=True)
@@ -181,8 +183,8 @@ class LanguageTask:
         if positions is None:
             positions = torch.arange(seq_len, device=batch["tokens"].device).expand(rows, -1)
         layout = contiguous(seq_len, min(self.job.chunks, seq_len // tp), multiple_of=tp)
-        mask, waits = batch["plan"].mask if "plan" in batch else None, {"sequences": rows, "keep": self.keep_rows}
-        with sequence_chunks(self.dims["cp"], layout, mask, self.job.attention, **waits) as plans:
+        mask, how = batch["plan"].mask if "plan" in batch else None, {"sequences": rows, "keep": self.keep_rows}
+        with sequence_chunks(self.dims["cp"], layout, mask, self.job.attention, **how, see=self.see_scores) as plans:
             sizes = [stop - start for ((start, stop),) in layout.ranges]
             per_token = {"positions": positions, **of_tokens(batch)}
             columns = (x.split(sizes, 1) for x in (batch["tokens"], targets_of(batch), *per_token.values()))
@@ -219,6 +221,7 @@ class LanguageTask:
             sequences=batch["tokens"].shape[0],
             check_consistency=self.config.comm.check_consistency,
         ) as cp:
+            cp.live.see = self.see_scores
             yield cp.attention_plan
 
     def _positions(self, batch: TextBatch) -> torch.Tensor | None:

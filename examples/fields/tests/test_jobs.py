@@ -134,6 +134,7 @@ WITHOUT_TOKENS = {
     "lora.rank": "4",
     "model.tokenizer_path": "some/folder",
     "model.mtp_layers": "1",
+    "optimizer.qk_clip": "100",
     "model.rope_theta": "1e6",
     "model.sliding_window": "64",
     "model.attention_sinks": "",

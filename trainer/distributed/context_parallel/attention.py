@@ -76,14 +76,18 @@ def context_parallel_attention(
     live, sequences = resolve(plan)
     run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
     live.calls += 1
-    if not keep_exchanged:
-        return *run.forward(q, k, v, scale, sinks, up), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))
-    if not isinstance(run, HeadExchange):
+    if keep_exchanged and not isinstance(run, HeadExchange):
         raise ContextParallelError(
             "attention is asked to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
             "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
         )
-    return run.forward(q, k, v, scale, sinks, up, keep=True)
+    if keep_exchanged:
+        results = run.forward(q, k, v, scale, sinks, up, keep=True)
+    else:
+        results = (*run.forward(q, k, v, scale, sinks, up), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2)))
+    if live.see is not None:
+        live.see(layer_of(plan), results[1])
+    return results
 
 
 @torch.library.custom_op("trainer::context_parallel_attention_backward", mutates_args=())

@@ -6,7 +6,7 @@ sequence in chunks it also names the layer, whose keys and values are kept.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from weakref import WeakSet
@@ -41,7 +41,8 @@ class LivePlan:
 
     mesh: 1-D. kv_layout: the layout of the keys, if they are not as many as the queries. groups: the group over which
     K/V are sent in stages, and the group that exchanges heads; by default the mesh's. chunk: the number of a chunk of
-    the sequence, and what waits between chunks; the layout is then that of all chunks, and the mesh has one rank.
+    the sequence, and what waits between chunks; the layout is then that of all chunks, and the mesh has one rank. see:
+    takes the layer, -1 if none is named, and the log-sum-exp of the scores of each call, (B, H, S).
     """
 
     mesh: DeviceMesh
@@ -51,6 +52,7 @@ class LivePlan:
     kv_layout: AxisLayout | None = None
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     chunk: tuple[int, ChunkRows] | None = None
+    see: Callable[[int, torch.Tensor], None] | None = None
     calls: int = 0
     _executions: dict[tuple, Execution] = field(default_factory=dict)
 

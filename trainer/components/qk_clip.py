@@ -1,0 +1,116 @@
+"""QK-clip: no attention logit stays above a bound (Kimi K2, arXiv 2507.20534).
+
+After each update, a head of which some query had a log-sum-exp S of its logits above `largest` in the step has its
+queries and keys scaled so that each logit times largest / S is the new one. S is what kernels keep for the backward: it
+is the largest logit or more, by the logarithm of the number of keys at most.
+
+    attention           keys x sqrt(f), f of the head of the group with the least one; queries x what is left of f
+    latent attention    keys and queries that are not rotated x sqrt(f), rotated queries x f: a head's own parts
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from trainer.distributed.ownership import rows_here
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
+from trainer.distributed.sharding.tensors import local_part
+from trainer.models.attention import Attention
+from trainer.models.latent_attention import LatentAttention
+from trainer.observer import Observer
+
+
+class QKClip(Observer):
+    """Scales the heads of these model parts after each step of the optimizer, by what `see` was told in it.
+
+    Heads of a tensor-parallel rank are its own; all other ranks see other tokens of the same heads.
+    """
+
+    def __init__(
+        self, model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, dims: ParallelDims, largest: float
+    ) -> None:
+        self._dims, self._largest = dims, largest
+        layers = [item for part in model_parts for item in part.layers.items()]
+        kinds = Attention, LatentAttention
+        self._layers = {int(n): layer.attention for n, layer in layers if isinstance(layer.attention, kinds)}
+        self._places = {layer: place for place, layer in enumerate(self._layers)}
+        heads = max((_queries(layer)[1] for layer in self._layers.values()), default=0) // dims.size("tp")
+        self._seen = torch.full((len(self._layers), heads), -torch.inf, dtype=torch.float64, device=_device(dims))
+        self._of_step = torch.stack([self._seen, self._seen])  # what was seen in the last step, and its factors
+        optimizer.register_step_post_hook(lambda *_: self._clip(getattr(optimizer, "found_inf", None)))
+
+    def start_step(self) -> None:
+        self._seen.fill_(-torch.inf)
+
+    def see(self, layer: int, lse: torch.Tensor) -> None:
+        """Take the log-sum-exp of the logits of some queries of a layer, (B, H, S)."""
+        if lse.numel() and layer in self._places:
+            place = self._seen[self._places[layer]]
+            torch.maximum(place, lse.amax((0, 2)).to(place.dtype), out=place)
+
+    @torch.no_grad()
+    def _clip(self, left_out: torch.Tensor | None) -> None:
+        """Scale the heads; a collective. left_out: one where the step has changed no weight."""
+        seen = all_reduce(self._seen.clone(), self._dims["dp_cp"], "max")
+        clips = seen > self._largest  # not what is no number
+        if left_out is not None:
+            clips = clips & (left_out == 0)
+        factors = torch.where(clips, self._largest / seen, 1)
+        self._of_step = torch.stack([seen, factors])
+        for attention, of_heads in zip(self._layers.values(), factors, strict=True):
+            for parameter, rows in _row_factors(attention, of_heads):
+                _scale(parameter, rows, self._dims)
+
+    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+        """Return the largest S of the last step, and the number of heads that were clipped. A collective."""
+        (seen, factors), dims = self._of_step, self._dims
+        largest = seen.amax() if seen.numel() else seen.new_tensor(-torch.inf)
+        clipped = all_reduce(all_reduce((factors < 1).sum(), dims["tp"]), dims["pp"])
+        return {"attention_logit": all_reduce(largest, dims["world"], "max").item(), "clipped_heads": clipped.item()}
+
+
+def _device(dims: ParallelDims) -> torch.device:
+    return torch.device(dims["world"].device_type)
+
+
+def _queries(attention: nn.Module) -> tuple[nn.Linear, int]:
+    """Return what makes queries, and the number of its heads over all ranks."""
+    if isinstance(attention, LatentAttention):
+        module = attention.wq if attention.args.query_rank is None else attention.wq_b
+        return module, module.out_features // attention.args.head_dim
+    return attention.wq, attention.wq.out_features // (attention.head_dim * (2 if attention.gate else 1))
+
+
+def _row_factors(attention: nn.Module, factors: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Return the factor of each row that a tensor-parallel rank has of the parameters that make queries and keys.
+
+    factors: of its heads' logits.
+    """
+    if isinstance(attention, LatentAttention):
+        args, root = attention.args, factors.sqrt()
+        queries = _rows((args.nope_dim, root), (args.rope_dim, factors))
+        keys = _rows((args.nope_dim, root), (args.value_dim, torch.ones_like(factors)))
+        return [(_queries(attention)[0].weight, queries), (attention.wkv_b.weight, keys)]
+    queries, keys = attention.wq, attention.wk
+    groups = factors.unflatten(0, (-1, _queries(attention)[1] * attention.head_dim // keys.out_features))
+    of_keys = groups.amin(1).sqrt()
+    of_queries = [(attention.head_dim, (groups / of_keys[:, None]).flatten())]
+    of_queries += [(attention.head_dim, torch.ones_like(factors))] if attention.gate else []
+    rows = {queries: _rows(*of_queries), keys: _rows((attention.head_dim, of_keys))}
+    return [(p, of_rows) for module, of_rows in rows.items() for p in (module.weight, module.bias) if p is not None]
+
+
+def _rows(*parts: tuple[int, torch.Tensor]) -> torch.Tensor:
+    """Return the factor of each row: a head has the rows of all parts, (their number, factor of each head)."""
+    return torch.cat([factors[:, None].expand(-1, number) for number, factors in parts], 1).flatten()
+
+
+def _scale(parameter: nn.Parameter, factors: torch.Tensor, dims: ParallelDims) -> None:
+    """Multiply the rows that this rank has. factors: of all rows of its tensor-parallel rank."""
+    here = rows_here(parameter)
+    index = torch.cat([torch.arange(*part) for part in here] or [torch.arange(0)])
+    own = factors.to(parameter.device)[index.to(parameter.device) - dims.rank("tp") * len(factors)]
+    local = local_part(parameter)
+    local.mul_(own.view(-1, *[1] * (local.ndim - 1)).to(torch.promote_types(local.dtype, torch.float32)))
