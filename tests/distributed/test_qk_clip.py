@@ -82,14 +82,10 @@ def bounded_case(arguments: list[str]) -> list[tuple[float, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama3", *slow("deepseek_v3", "qwen3_next")])
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
 def test_no_logit_stays_above_the_bound(pool: WorkerPool, family: str) -> None:
     given = ["--training.dtype=float64", f"--model.name={family}", "--training.steps=1", "--optimizer.lr=1e-12"]
     given += ["--training.global_batch_size=2", f"--optimizer.qk_clip={BOUND}"]
-    if family == "qwen3_next":
-        with pytest.raises(AssertionError, match=r"qk_clip = 0\.2 scales queries and keys before the norm"):
-            pool.run(1, bounded_case, given)
-        return
     heads = pool.run(1, bounded_case, given)[0]
     assert heads
     clipped = 0
