@@ -66,9 +66,10 @@ class QKClip(Observer):
     def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
         """Return the largest S of the last step, and the number of heads that were clipped. A collective."""
         (seen, factors), dims = self._of_step, self._dims
-        largest = seen.amax() if seen.numel() else seen.new_tensor(-torch.inf)
+        largest = all_reduce(torch.cat([seen.flatten(), seen.new_tensor([-torch.inf])]).amax(), dims["world"], "max")
         clipped = all_reduce(all_reduce((factors < 1).sum(), dims["tp"]), dims["pp"])
-        return {"attention_logit": all_reduce(largest, dims["world"], "max").item(), "clipped_heads": clipped.item()}
+        logit, heads = torch.stack([largest, clipped.to(largest)]).tolist()
+        return {"attention_logit": logit, "clipped_heads": int(heads)}
 
 
 def _device(dims: ParallelDims) -> torch.device:
