@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,7 +33,8 @@ from trainer.planner import shim
 from trainer.planner.profile import Profile, deeper
 
 SHALLOW = 4
-"""Layers of the shallower of two traced models: the first two and the last two differ from those between."""
+"""Layers of the shallower of two traced models: the first two and the last two differ from those between. As many more
+as the model has of another kind at its beginning, at most as many."""
 _OWNERS = 16
 """Ranks over which matrices are dealt evenly in what is traced; of more the first, which is traced, has its share or
 more."""
@@ -117,25 +119,33 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     """Return two numbers of layers from which the model's depth follows; None if it is not much deeper.
 
     They have as many layers of each kind, over a period: kinds of layers, checkpointed and offloaded layers come in
-    turns, but for the first ones. Each stage of a pipeline has as many. A model of fields is traced whole.
+    turns, but for the first ones, and the last two are of the kinds that they are of in the model. Each stage of a
+    pipeline has as many. A model of fields is traced whole.
     """
     if job.config.task != "tokens":
         return None
     settings, model = job.config.activation_checkpoint, job.model
-    kinds = [kind_of_layer(model, layer) for layer in range(SHALLOW, model.n_layers)]
-    turns = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
-    period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1, settings.group)
+    special, turn = min(map(partial(_turn, model), range(SHALLOW + 1)), key=sum)
+    period = math.lcm(turn, settings.whole_layers or 1, settings.group)
     if settings.offload != "none":
         period = math.lcm(period, Fraction(settings.offload_fraction).limit_denominator(8).denominator)
     owners = job.degrees.world_size // job.degrees.pp
     if job.config.optimizer.name == "Muon" and owners <= _OWNERS:  # each is dealt as many matrices of every shape
         period = math.lcm(period, owners)
     stages = 1 if job.pipeline is None else len(job.pipeline.stages)
-    if stages > 1 and (period > 1 or job.pipeline.csv or _stages_are_given(job.config.parallelism)):
+    if stages > 1 and (period > 1 or special or job.pipeline.csv or _stages_are_given(job.config.parallelism)):
         return None
     layers = model.n_layers // stages
-    first = SHALLOW + (layers - SHALLOW) % period
+    least = SHALLOW + special
+    first = least + (layers - least) % period
     return (first * stages, (first + period) * stages) if first + period < layers else None
+
+
+def _turn(model: Any, first: int) -> tuple[int, int]:
+    """Return `first`, and after how many layers the kinds of the layers from there on come again."""
+    kinds = [kind_of_layer(model, layer) for layer in range(first, model.n_layers)]
+    turns = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
+    return first, next(turns, model.n_layers)
 
 
 def _stages_are_given(settings: Parallelism) -> bool:
