@@ -219,6 +219,11 @@ RULES = [
         why="a stand-in of another size may be there",
         says="tokens a second",
     ),
+    # What a preset says in its first lines that it is for.
+    Rule(
+        r"lct estimate (deepseek_v3|granite4_h_small|kimi_linear_48b|qwen3_next_80b|\w+_1m) --world-size \d+",
+        says="it fits",
+    ),
     Rule(r"lct estimate .*", says="tokens a second"),
     Rule(rf"{SHOW}.* --output (\S+).*", r"\g<0> && test -s \1", "the picture is looked for"),
     Rule(rf"{SHOW}.*", says="[Rr]ank", slow=False),
