@@ -94,7 +94,7 @@ class Trainer:
         self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = self.build_optimizer()
-        if config.optimizer.qk_clip is not None:
+        if config.optimizer.qk_clip is not None and config.task == "tokens":
             clip = QKClip(self.model_parts, self.optimizer, self.dims, config.optimizer.qk_clip)
             self.observers.append(clip)
             self.task.see_scores = clip.see

@@ -52,7 +52,7 @@ def write_hf(
             del whole, part  # before the next ones are read
         folder.finish({CONFIG_FILE: content, **_of_generation(config)}, _tokenizer_folder(config))
     unnamed = model.has_further and not model.further
-    return f", without the layers of model.mtp_layers, which no {config.model.name} has there" * unnamed
+    return f", but for the layers of model.mtp_layers, which have no names in {config.model.name}" * unnamed
 
 
 def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
