@@ -65,6 +65,24 @@ def attended(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7)
+
+
+def masked(q, k, v, bias):
+    seen = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(9, 9, dtype=torch.bool).tril(2))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias) + seen
+
+
+def latents(x, queries):
+    return attended(queries, x, x.sin())
+
+
+def with_tokens(x, tokens, other):
+    y = torch.cat([tokens, x, other, x * 2], 2) * 3
+    return torch.cat([y[:, :, 2:10].sin(), y[:, :, :1]], 2) + y[:, :, -9:]
+
+
 def grouped(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
@@ -144,6 +162,8 @@ VIEWS = [
     case("pieces", pieces),
     case("cat", lambda x, y: torch.cat([y, x, y[:, :1]], dim=-3), (3, 2, 8, 7), others=(0, 2, 3)),
     case("cat with a whole tensor", lambda x, y: torch.cat(tensors=(x, y), axis=1), SHAPE),
+    case("cat along a sharded dimension", with_tokens, (3, 4, 1, 7), (3, 4, 8, 7), others=(0, 2, 3), sharded=(0, 2, 3)),
+    case("cat with a class token", with_tokens, (3, 4, 1, 7), (3, 4, 8, 7), sharded=(0, 2, 3)),
     case("stack", lambda x, y: torch.stack([x, y, x], -2), SHAPE, others=(2,)),
     case(
         "narrow and select",
@@ -177,6 +197,12 @@ PRODUCTS = [
     case("attention", attended, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(0, 1, 2)),
     case("attention of other keys", attended, (2, 2, 5, 4), (2, 2, 5, 3), shape=HEADS, sharded=(0, 1, 2)),
     case("attention, keys sharded elsewhere", attended, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(1, 2)),
+    case("causal attention", causal, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(0, 1, 2)),
+    case("causal attention, whole keys", causal, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2)),
+    case("masked attention", masked, HEADS, HEADS, (9, 9), shape=HEADS, sharded=(0, 1, 2)),
+    case("masked heads", masked, HEADS, HEADS, (2, 1, 9), shape=HEADS, sharded=(0, 1, 2)),
+    case("whole queries of sharded keys", latents, (2, 2, 5, 4), shape=HEADS, sharded=(0, 1, 2)),
+    case("wide values", lambda x, y: attended(x, x.sin(), torch.cat([x, y], -1)), HEADS, shape=HEADS, sharded=(2,)),
     case("multi-head attention", multi_head, (7, 3, 6), (18, 6), (18,), (6, 6), shape=(5, 3, 6), sharded=(0, 1)),
     case("multi-head attention without a batch", separate, (7, 5), shape=(9, 6), sharded=(0,)),
     case("an encoder's layer", encoder, shape=(3, 9, 6), sharded=(0, 1)),

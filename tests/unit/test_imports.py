@@ -10,8 +10,8 @@ _CP = "trainer.distributed.context_parallel"
 FLOORS = (
     ("trainer", "trainer.lazy", "trainer.observer", "trainer.installed"),
     ("trainer.config", "trainer.distributed.sharding"),
-    (_CP, "trainer.distributed.domain_parallel", "trainer.hugging_face", "trainer.runtime"),
-    ("trainer.integrations", "trainer.families", "trainer.data"),
+    (_CP, "trainer.hugging_face", "trainer.runtime"),
+    ("trainer.distributed.domain_parallel", "trainer.integrations", "trainer.families", "trainer.data"),
     ("trainer.stores",),
     ("trainer.job",),
     ("trainer.distributed", "trainer.extensions"),
@@ -29,8 +29,8 @@ FLOORS = (
 # What a user of the library needs. A folder imports itself and folders below it; nothing of the program but `lazy`.
 LIBRARY = (
     ("trainer.distributed.sharding",),
-    ("trainer.distributed.context_parallel", "trainer.distributed.domain_parallel"),
-    ("trainer.integrations",),
+    ("trainer.distributed.context_parallel",),
+    ("trainer.distributed.domain_parallel", "trainer.integrations"),
 )
 _LAZY = ("trainer", "trainer.lazy")
 

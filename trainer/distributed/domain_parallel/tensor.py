@@ -1,6 +1,16 @@
 """`DomainTensor` with all its rules; see dispatch.py for what it is."""
 
-from trainer.distributed.domain_parallel import products, reductions, shifts, views, windows
+from trainer.distributed.domain_parallel import attention, products, reductions, shifts, views, windows
 from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, DomainTensor, rule
 
-__all__ = ["DomainOperatorError", "DomainTensor", "products", "reductions", "rule", "shifts", "views", "windows"]
+__all__ = [
+    "DomainOperatorError",
+    "DomainTensor",
+    "attention",
+    "products",
+    "reductions",
+    "rule",
+    "shifts",
+    "views",
+    "windows",
+]

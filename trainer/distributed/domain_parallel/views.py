@@ -11,7 +11,7 @@ from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharde
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.transfer import gather
-from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.ranges import Range, intersection, union
 
 _PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)  # each the stride of one dimension
@@ -107,14 +107,28 @@ def expanded(function: Callable, x: Any, *sizes: Any) -> Any:
 
 @rule("cat", "concat", "concatenate", "stack")
 def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> DomainTensor:
-    """Put tensors together along a dimension that is whole; the others take the layout of the first sharded one."""
+    """Put tensors together; the dimensions beside take the layout of the first sharded one.
+
+    Along a sharded dimension nothing is sent: a rank keeps its rows of each tensor, one after another. Of a tensor that
+    is whole there, such as a class token, the first rank has all rows.
+    """
     is_new, first = function.__name__ == "stack", next(x for x in tensors if isinstance(x, DomainTensor))
     dim %= first.ndim + is_new
-    if not is_new and any(isinstance(x, DomainTensor) and dim in x.domain.axes for x in tensors):
-        raise refused("cat", first, f"dimension {dim} is sharded")
     domain = common_domain(function.__name__, tensors, first.shape, but_for=None if is_new else dim)
-    parts = [own_part(x, domain, first.shape) for x in tensors]
-    return wrapped(function(parts, dim), domain.moved(1, first=dim) if is_new else domain)
+    axis = None if is_new else domain.axes.get(dim)
+    if axis is None:
+        parts = [own_part(x, domain, first.shape) for x in tensors]
+        return wrapped(function(parts, dim), domain.moved(1, first=dim) if is_new else domain)
+    parts, ranges, length = [], [()] * axis.degree, 0
+    for x in tensors:
+        here = x.domain.axes.get(dim) if isinstance(x, DomainTensor) else None
+        here = here or Axis(sized([x.shape[dim] * (rank == 0) for rank in range(axis.degree)]), axis.group)
+        parts.append(own_part(x, Domain(domain.axes | {dim: here}), torch.Size(x.shape)))
+        behind = [[(start + length, stop + length) for start, stop in own] for own in here.layout.ranges]
+        ranges = [union([*before, *own]) for before, own in zip(ranges, behind, strict=True)]
+        length += x.shape[dim]
+    layout = AxisLayout(axis.layout.name, length, tuple(ranges))
+    return wrapped(function(parts, dim), Domain(domain.axes | {dim: Axis(layout, axis.group)}))
 
 
 @rule(*_ALONG, first_only=True)

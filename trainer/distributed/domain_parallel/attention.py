@@ -1,0 +1,159 @@
+"""Rules of attention. Queries stay where they are; keys and values of a sharded sequence travel from rank to rank.
+
+No rank ever has all keys: attention over sharded positions is context-parallel attention, whose layout is that of the
+axis, in any sizes. Where a mask is given, which takes memory for each query and key itself, and where queries and keys
+are sharded over different ranks, keys and values are gathered.
+"""
+
+import math
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trainer.distributed.context_parallel.execution.build import Execution, build_execution
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
+from trainer.distributed.context_parallel.planning.mask import causal, full
+from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refuse_unless, rule
+from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
+from trainer.distributed.domain_parallel.elementwise import common_domain, merged, own_part
+from trainer.distributed.domain_parallel.transfer import gather
+from trainer.distributed.sharding.rows import connected
+
+
+@rule("scaled_dot_product_attention")
+def attention(
+    function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> DomainTensor:
+    """query, key, value: (B, H, S, D). attn_mask: whole, and as large as torch takes it."""
+    q, k, v = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (query, key, value))
+    x = next(filter(is_sharded, (q, k, v)))
+    refuse_unless(not dropout_p, function, x, "dropout")
+    refuse_unless(not is_sharded(attn_mask), function, x, "a mask that is sharded")
+    refuse_unless(k.shape[:-1] == v.shape[:-1] and q.ndim == k.ndim, function, x, "tensors of these sizes")
+    refuse_unless(not any(t.ndim - 1 in t.domain.axes for t in (q, k, v)), function, x, "a sharded last dimension")
+    rows, batch = q.ndim - 2, q.ndim - 2 - enable_gqa  # heads that share keys are no broadcast
+    refuse_unless(not (is_causal and q.shape[rows] != k.shape[rows]), function, x, "causality of other lengths")
+    before = [*torch.broadcast_shapes(q.shape[:batch], k.shape[:batch]), *q.shape[batch:-2]]
+    refuse_unless(not enable_gqa or batch not in q.domain.axes, function, q, "sharded heads that share keys")
+    both = torch.cat([k, v], -1)
+    of_keys = both.domain.axes.get(rows)
+    others = [axis.group for dim, axis in q.domain.axes.items() if dim != rows]
+    travels = attn_mask is None and of_keys is not None and of_keys.group not in others
+    is_whole = travels and rows not in q.domain.axes
+    if is_whole:  # each rank computes some of the queries
+        some = Domain(q.domain.axes | {rows: Axis(balanced(q.shape[rows], of_keys.degree), of_keys.group)})
+        q = DomainTensor(own_part(q, some, q.shape), some)
+    travels = travels and q.domain.axes[rows].group is of_keys.group
+    domain = common_domain(function.__name__, [q], torch.Size([*before, *q.shape[-2:]]))
+    keys = Domain({dim: axis for dim, axis in domain.axes.items() if dim < rows} | ({rows: of_keys} if travels else {}))
+    both = gather(both, [dim for dim in both.domain.axes if dim not in keys.axes])
+    merged(function.__name__, [x], [keys.axes, both.domain.axes])
+    local = own_part(both, keys, torch.Size([*before, *both.shape[-2:]]))
+    parts = local.split([k.shape[-1], v.shape[-1]], -1)
+    if travels:
+        axes = domain.axes[rows], of_keys
+        out = DomainTensor(_over_ranks(q.local, *parts, axes, scale, is_causal=is_causal, shares=enable_gqa), domain)
+        return gather(out, [rows]) if is_whole else out
+    mask = _rows_of_mask(attn_mask, q, is_causal=is_causal)
+    if not q.local.numel():
+        empty = q.local.new_zeros(*q.local.shape[:-1], v.shape[-1])
+        used = parts if mask is None or not mask.is_floating_point() else (*parts, mask)
+        return DomainTensor(connected(empty, q.local, *used), domain)
+    how = {"scale": scale, "enable_gqa": enable_gqa}
+    return DomainTensor(function(q.local, *parts, attn_mask=mask, **how), domain)
+
+
+def _rows_of_mask(mask: torch.Tensor | None, q: DomainTensor, *, is_causal: bool) -> torch.Tensor | None:
+    """Return what a mask says of this rank's queries; causality of whole keys is a mask, too."""
+    mask = mask.local if isinstance(mask, DomainTensor) else mask
+    rows = q.ndim - 2
+    if mask is None and is_causal:
+        mask = torch.ones(q.shape[rows], q.shape[rows], dtype=torch.bool, device=q.device).tril()
+    if mask is None:
+        return None
+    sizes = (1,) * (q.ndim - mask.ndim) + tuple(mask.shape)
+    shape = torch.Size([min(size, q.shape[dim]) for dim, size in enumerate(sizes[:-1])] + [sizes[-1]])
+    axes = {dim: axis for dim, axis in q.domain.axes.items() if sizes[dim] != 1}
+    return own_part(mask.view(sizes), Domain(axes), shape)
+
+
+def _over_ranks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    axes: tuple[Axis, Axis],
+    scale: float | None,
+    *,
+    is_causal: bool,
+    shares: bool,
+) -> torch.Tensor:
+    """Return attention of this rank's rows; a collective. axes: of queries and of keys; shares: heads share keys."""
+    of_queries, of_keys = axes
+    *lead, rows, width = q.shape
+    batch, values = len(lead) - shares, v.shape[-1]
+    size = max(width, values)  # the engine takes one size of heads
+    k, v = (t.expand(*lead[:batch], *t.shape[batch:]) for t in (k, v))
+    q, k, v = (F.pad(t, (0, size - t.shape[-1])) for t in (q, k, v))
+    q, k, v = (t.reshape(math.prod(lead[:batch]), *(t.shape[batch:-2] or (1,)), *t.shape[-2:]) for t in (q, k, v))
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    if q.is_meta:
+        return q.new_empty(*lead, rows, values)
+    lengths = of_queries.layout.length, of_keys.layout.length
+    mask = causal(*lengths) if is_causal else full(*lengths)
+    options = ContextParallelOptions(method="ring")
+    plan = make_plan(of_queries.layout, mask, options.method, of_queries.rank, kv_layout=of_keys.layout)
+    tiles = max(len(stage.tiles) for stage in plan.forward)
+    kernel = choose_kernel(q.device.type, q.dtype, size, calls=tiles, fixed=True)
+    run = build_execution(plan, kernel, (of_queries.group,) * 2, q.device.type, options)
+    out = _Attention.apply(q, k, v, run, width**-0.5 if scale is None else scale)
+    return out[..., :values].reshape(*lead, rows, values)
+
+
+class _Attention(torch.autograd.Function):
+    """Context-parallel attention of (B, H, S, D), whose forward and backward are collectives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Execution, scale: float
+    ) -> torch.Tensor:
+        out, lse = run.forward(q, k, v, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.run, ctx.scale = run, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dq, dk, dv, *_ = ctx.run.backward(BackwardInputs(dout, *ctx.saved_tensors), ctx.scale)
+        return dq, dk, dv, None, None
+
+
+@rule("multi_head_attention_forward")
+def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, None]:
+    """query, key, value: (S, N, E), or (S, E); as nn.MultiheadAttention calls it with need_weights=False."""
+    bound = signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    inputs = given.query, given.key, given.value
+    x = next(filter(is_sharded, inputs), given.query)
+    extras = given.bias_k, given.bias_v, given.key_padding_mask, given.attn_mask, given.static_k, given.static_v
+    plain = all(extra is None for extra in extras) and not given.add_zero_attn and not given.is_causal
+    dropped = given.training and given.dropout_p
+    refuse_unless(plain and not dropped, function, x, "a mask, dropout in training, or a bias of keys")
+    refuse_unless(not given.need_weights, function, x, "the attention weights; pass need_weights=False")
+    weights = given.q_proj_weight, given.k_proj_weight, given.v_proj_weight
+    weights = weights if given.use_separate_proj_weight else given.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
+    projected = []
+    for t, w, b in zip(inputs, weights, biases, strict=True):
+        heads = F.linear(t, w, b).unflatten(-1, (given.num_heads, -1))  # (S, N, H, D), or (S, H, D)
+        projected.append(heads.movedim(0, -2))
+    out = F.scaled_dot_product_attention(*projected).movedim(-2, 0).flatten(-2)
+    return F.linear(out, given.out_proj_weight, given.out_proj_bias), None
