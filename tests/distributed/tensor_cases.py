@@ -78,6 +78,24 @@ def latents(x, queries):
     return attended(queries, x, x.sin())
 
 
+def sums(x, y, z):
+    return x.mT @ y + y.T @ z
+
+
+def vectors(x, y, z):
+    return (y @ x) * (x @ z).sum() + y @ y
+
+
+def by_hand(q, k, v):
+    return (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
+
+
+def equations(x, y, z):
+    mixed = torch.einsum("bchw,bhk,wc->kb", x, y, z)  # sums over ranks, over what both have, and over one alone
+    patches = torch.einsum("...hw, wc", x, z).sum() + torch.einsum("bchw->cbwh", x)
+    return torch.einsum("kb,cbwh->chwk", [mixed, patches])
+
+
 def with_tokens(x, tokens, other):
     y = torch.cat([tokens, x, other, x * 2], 2) * 3
     return torch.cat([y[:, :, 2:10].sin(), y[:, :, :1]], 2) + y[:, :, -9:]
@@ -191,6 +209,29 @@ REDUCTIONS = [
 PRODUCTS = [
     case("linear", lambda x, w, b: F.linear(x, w, b), MATRIX, (5,), sharded=(0, 1, 2)),
     case("matmul", lambda x, w: x @ w, (7, 5), sharded=(0, 1, 2)),
+    case(
+        "sums over ranks",
+        lambda x, w, v: x.mT @ w + w.mT @ v,
+        MATRIX,
+        MATRIX,
+        shape=MATRIX,
+        sharded=(0, 1),
+        others=(0,),
+    ),
+    case("columns of both", lambda x, y: x @ y, (4, 7, 6), shape=(4, 5, 7), sharded=(0, 1, 2), others=(0, 1, 2)),
+    case(
+        "vectors",
+        lambda x, y, z: (y @ x) * (x @ z).sum() + y @ y,
+        (5,),
+        (7,),
+        shape=MATRIX,
+        sharded=(0, 1),
+        others=(0,),
+    ),
+    case("added products", lambda x, y: torch.addmm(x, x, y, beta=0.5, alpha=2), (7, 7), shape=MATRIX, sharded=(0, 1)),
+    case("features over ranks", lambda x, w, b: F.linear(x, w, b), (6, 5), (6,), shape=(4, 7, 5), sharded=(0, 1, 2)),
+    case("attention by hand", by_hand, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(0, 1, 2)),
+    case("equations", equations, (3, 8, 5), (7, 4), others=(0,), sharded=(0, 1, 2, 3)),
     case("product from the left", lambda x, w: w @ x, (4, 6, 8), sharded=(0, 1)),
     case("batched product", lambda x, y: torch.matmul(x, y), (3, 4, 7, 2), others=(0, 1), sharded=(0, 1, 2)),
     case("bmm", lambda x, y: torch.bmm(x, y), (4, 6, 3), shape=(4, 5, 6), sharded=(0, 1), others=(0,)),

@@ -101,10 +101,10 @@ def _over_ranks(
     k, v = (t.expand(*lead[:batch], *t.shape[batch:]) for t in (k, v))
     q, k, v = (F.pad(t, (0, size - t.shape[-1])) for t in (q, k, v))
     q, k, v = (t.reshape(math.prod(lead[:batch]), *(t.shape[batch:-2] or (1,)), *t.shape[-2:]) for t in (q, k, v))
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     if q.is_meta:
         return q.new_empty(*lead, rows, values)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     lengths = of_queries.layout.length, of_keys.layout.length
     mask = causal(*lengths) if is_causal else full(*lengths)
     options = ContextParallelOptions(method="ring")

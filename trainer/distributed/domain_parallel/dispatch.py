@@ -118,6 +118,14 @@ class DomainTensor:
         """Return the number of dimensions."""
         return len(self.shape)
 
+    @property
+    def mT(self) -> "DomainTensor":
+        return self.transpose(-2, -1)
+
+    @property
+    def T(self) -> "DomainTensor":
+        return self.permute(*range(self.ndim - 1, -1, -1))
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -1,18 +1,82 @@
-"""Rules of products: rows stay where they are."""
+"""Rules of products. Rows stay where they are, and a sum over a sharded index is a sum over ranks.
+
+    result[i, k] = sum over j of a[i, j] b[j, k]        i or k sharded: so is the result
+                                                        j sharded: sums of each rank, added up; the result is whole
+
+Of several indices over the same ranks the first one of the result stays sharded, and operands are gathered in others:
+in softmax(q k^T) v, written by hand, queries stay, and keys and values are gathered.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refuse_unless, rule
-from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.elementwise import common_domain, merged, own_part
+from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.elementwise import own_part
+from trainer.distributed.domain_parallel.reductions import wide
+from trainer.distributed.domain_parallel.transfer import gather
+from trainer.distributed.sharding.placement import summed, with_adjoint
+
+Tensors = Sequence[DomainTensor | torch.Tensor]
+_DOTS = "ΑΒΓΔΕΖΗΘΙΚΛΜ"
+"""Names of the dimensions for which an equation has dots."""
+
+
+def contracted(
+    function: Callable,
+    operands: Tensors,
+    indices: Sequence[Sequence[Any]],
+    result: Sequence[Any],
+    compute: Callable[..., torch.Tensor],
+) -> DomainTensor:
+    """Return a sum of products of operands over all indices that the result lacks.
+
+    indices: names of the dimensions of each operand; a dimension of size 1 is broadcast; result: those of the
+    result. compute: the operands' parts of this rank -> their sum of products.
+    """
+    sizes: dict[Any, int] = {}
+    for x, own in zip(operands, indices, strict=True):
+        for index, size in zip(own, x.shape, strict=True):
+            sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]
+    chosen: dict[Any, Axis] = {}
+    for index in dict.fromkeys([*result, *chain(*indices)]):
+        for x, own in zip(operands, indices, strict=True):
+            axis = x.domain.axes.get(own.index(index)) if is_sharded(x) and index in own else None
+            if axis is not None and axis.layout.length != sizes[index]:
+                refuse_unless(False, function, x, "a sharded dimension of size 1 is broadcast")
+            if axis is not None and all(axis.group is not other.group for other in chosen.values()):
+                chosen.setdefault(index, axis)
+    parts = []
+    for x, own in zip(operands, indices, strict=True):
+        if is_sharded(x):
+            kept = {dim for dim, axis in x.domain.axes.items() if _group(chosen.get(own[dim])) is axis.group}
+            x = gather(x, [dim for dim in x.domain.axes if dim not in kept])
+        domain = Domain({dim: chosen[index] for dim, index in enumerate(own) if index in chosen})
+        parts.append(own_part(x, domain, torch.Size([sizes[index] for index in own])))
+    out = compute(*parts)
+    for axis in (axis for index, axis in chosen.items() if index not in result):
+        add_up = partial(summed, group=axis.group)
+        out = with_adjoint(out.to(wide(out.dtype)), add_up, add_up).to(out.dtype)
+    return DomainTensor(out, Domain({dim: chosen[index] for dim, index in enumerate(result) if index in chosen}))
+
+
+def _group(axis: Axis | None) -> Any:
+    return None if axis is None else axis.group
 
 
 @rule("linear", first_only=True)
 def linear(function, x, weight, bias=None) -> DomainTensor:
     """weight: plain, or tensor parallel, cut by outputs (x whole) or by inputs (x this rank's features)."""
-    refuse_unless(x.ndim - 1 not in x.domain.axes, function, x, "sharded features")
+    if x.ndim - 1 in x.domain.axes:
+        refuse_unless(not isinstance(weight, DTensor), function, x, "sharded features")
+        out = matmul(torch.matmul, x, weight.T)
+        return out if bias is None else out + bias
     if not isinstance(weight, DTensor):
         return DomainTensor(F.linear(x.local, weight, bias), x.domain)
     is_part = x.shape[-1] != weight.shape[1]
@@ -24,17 +88,34 @@ def linear(function, x, weight, bias=None) -> DomainTensor:
     return DomainTensor(out.to_local(), x.domain)
 
 
-@rule("matmul", "bmm", "__matmul__", "__rmatmul__", "mm")
+@rule("matmul", "bmm", "__matmul__", "__rmatmul__", "mm", "mv", "dot")
 def matmul(function, a, b) -> DomainTensor:
-    """Rows of a, and what stands before the last two dimensions, may be sharded."""
+    """Any dimension may be sharded. In the result stand those before the last two, rows of a and columns of b."""
     if function.__name__ == "__rmatmul__":
         a, b = b, a
-    x = a if is_sharded(a) else b
-    refuse_unless(min(a.ndim, b.ndim) >= 2, function, x, "vectors")
-    inner = [(t.ndim - 1, t) for t in (a, b)] + [(b.ndim - 2, b)]
-    refuse_unless(not any(is_sharded(t) and dim in t.domain.axes for dim, t in inner), function, x, "sharded columns")
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    shapes = [torch.Size([*batch, *t.shape[-2:]]) for t in (a, b)]
-    result = merged("matmul", [x], [common_domain("matmul", [t], s).axes for t, s in zip((a, b), shapes, strict=True)])
-    shared = Domain({dim: axis for dim, axis in result.axes.items() if dim < len(batch)})
-    return DomainTensor(torch.matmul(own_part(a, result, shapes[0]), own_part(b, shared, shapes[1])), result)
+    before = [[f"batch {dim}" for dim in range(x.ndim - 2, 0, -1)] for x in (a, b)]
+    rows, columns = ["row"] * (a.ndim > 1), ["column"] * (b.ndim > 1)
+    result = [*max(before, key=len), *rows, *columns]
+    indices = [*before[0], *rows, "inner"], [*before[1], "inner", *columns]
+    return contracted(function, [a, b], indices, result, torch.matmul)
+
+
+@rule("addmm", "baddbmm")
+def added_product(function, x, a, b, *, beta=1, alpha=1) -> DomainTensor:
+    return beta * x + alpha * torch.matmul(a, b)
+
+
+@rule("einsum")
+def einsum(function, equation: str, *operands) -> DomainTensor:
+    """Any index may be sharded that an operand has once."""
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    letters = left.split(",")
+    dots = [x.ndim - len(own.replace("...", "")) for own, x in zip(letters, operands, strict=True)]
+    indices = [own.replace("...", _DOTS[len(_DOTS) - number :]) for own, number in zip(letters, dots, strict=True)]
+    x = next(filter(is_sharded, operands))
+    refuse_unless(all(len({*own}) == len(own) for own in indices), function, x, "an index that a tensor has twice")
+    if not arrow:
+        right = "..." + "".join(sorted(c for c in {*left} - {*",."} if left.count(c) == 1))
+    result = right.replace("...", _DOTS[len(_DOTS) - max(dots) :])
+    return contracted(function, operands, indices, result, partial(torch.einsum, equation))
