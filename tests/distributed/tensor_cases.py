@@ -96,6 +96,11 @@ def equations(x, y, z):
     return torch.einsum("kb,cbwh->chwk", [mixed, patches])
 
 
+def numbered(x):
+    y = x[:, :, 0] * x[:, :, -1] + x[:, :, 1::3].sum(2) + x[0, 1:2, 4].cos()
+    return y + x[..., 2::2].sin().sum((-1, -2))[..., None]
+
+
 def with_tokens(x, tokens, other):
     y = torch.cat([tokens, x, other, x * 2], 2) * 3
     return torch.cat([y[:, :, 2:10].sin(), y[:, :, :1]], 2) + y[:, :, -9:]
@@ -180,6 +185,7 @@ VIEWS = [
     case("pieces", pieces),
     case("cat", lambda x, y: torch.cat([y, x, y[:, :1]], dim=-3), (3, 2, 8, 7), others=(0, 2, 3)),
     case("cat with a whole tensor", lambda x, y: torch.cat(tensors=(x, y), axis=1), SHAPE),
+    case("rows by number and step", numbered, shape=(3, 4, 9, 7)),
     case("cat along a sharded dimension", with_tokens, (3, 4, 1, 7), (3, 4, 8, 7), others=(0, 2, 3), sharded=(0, 2, 3)),
     case("cat with a class token", with_tokens, (3, 4, 1, 7), (3, 4, 8, 7), sharded=(0, 2, 3)),
     case("stack", lambda x, y: torch.stack([x, y, x], -2), SHAPE, others=(2,)),

@@ -14,7 +14,16 @@ from diffusers import UNet2DModel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
-from transformers import ConvNextConfig, ConvNextModel, ResNetConfig, ResNetModel
+from transformers import (
+    ConvNextConfig,
+    ConvNextModel,
+    DeiTConfig,
+    DeiTModel,
+    ResNetConfig,
+    ResNetModel,
+    ViTConfig,
+    ViTModel,
+)
 
 from tests.distributed.domain_cases import error, local, meshes
 from tests.distributed.pool import WorkerPool
@@ -55,6 +64,19 @@ def unet() -> nn.Module:
     )
 
 
+_VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": (32, 40), "patch_size": 8}
+
+
+def vit() -> nn.Module:
+    """With a class token, which the pooled output is made of."""
+    return ViTModel(ViTConfig(**_VIT, intermediate_size=24))
+
+
+def deit() -> nn.Module:
+    """With two tokens before the patches."""
+    return DeiTModel(DeiTConfig(**_VIT, intermediate_size=24))
+
+
 class Circular(nn.Module):
     """Convolutions that pad with zeros and circularly, with residual connections."""
 
@@ -69,7 +91,7 @@ class Circular(nn.Module):
         return x
 
 
-MODELS = {f.__name__: f for f in (resnet, bottleneck, convnext, unet, Circular)}
+MODELS = {f.__name__: f for f in (resnet, bottleneck, convnext, unet, Circular, vit, deit)}
 
 
 def run(model: nn.Module, x: torch.Tensor | DomainTensor) -> list:
@@ -164,7 +186,7 @@ def check(results: list[dict[str, dict[str, float]]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["unet", "resnet", "bottleneck", "convnext", "Circular"])
+@pytest.mark.parametrize("name", ["unet", "resnet", "bottleneck", "convnext", "Circular", "vit", "deit"])
 def test_models_equal_one_process_on_two_ranks(pool: WorkerPool, name: str) -> None:
     check(pool.run(2, models, [name], "sizes"))
 

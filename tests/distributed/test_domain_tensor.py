@@ -79,8 +79,6 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "softmax": (lambda x, _: x.softmax(-2), "it works along dimension -2"),
     "argmax of all": (lambda x, _: x.argmax(), "it works along dimension None"),
     "logsumexp of two": (lambda x, _: x.logsumexp((1, 2)), "it works along dimension (1, 2)"),
-    "index of a sharded dimension": (lambda x, _: x[:, :, 0], "dimension 2 is sharded; take a slice of it with step 1"),
-    "step": (lambda x, _: x[:, :, ::2], "dimension 2 is sharded; take a slice"),
     "index by a tensor": (lambda x, _: x[torch.tensor([0])], "an index is neither a slice nor a number"),
     "sharded weight": (lambda x, _: F.conv2d(torch.zeros(1, 4, 9, 9), x), "only its first argument may be sharded"),
     "sharded index": (lambda x, _: x.index_select(1, x[0, 0, :, 0].long()), "only its first argument may be sharded"),
@@ -186,6 +184,26 @@ def test_what_torch_refuses_is_refused_on_every_rank_and_nothing_is_sent(pool: W
 def made(sizes: tuple[int, ...], mesh: DeviceMesh) -> DomainTensor:
     axis = Axis(sized(sizes), mesh.get_group())
     return DomainTensor(torch.ones(2, 4, axis.rows, 5, dtype=torch.float64), Domain({2: axis}))
+
+
+def messages_of_attention() -> tuple[dict[str, int], int]:
+    """Calls of collectives by kind, and bytes of K and V that this rank has sent, in a forward; then a backward."""
+    with meshes() as (mesh, *_):
+        x = made((5, 1, 0, 4), mesh)
+        q = DomainTensor(x.local.requires_grad_(), x.domain)
+        door.calls.clear()
+        door.bytes_sent.clear()
+        out = F.scaled_dot_product_attention(q, q * 2, q.sin())
+        found = dict(door.calls), sum(door.bytes_sent.values())
+        out.local.sum().backward()
+        return found
+
+
+def test_no_rank_has_all_keys_and_values(pool: WorkerPool) -> None:
+    results = pool.run(4, messages_of_attention)
+    assert all(set(kinds) <= {"kv"} for kinds, _ in results)
+    rows, row = 10, 2 * 4 * 5 * 8 * 2  # of keys and values together, in bytes
+    assert sum(sent for _, sent in results) == rows * row * 2  # each comes to the two other ranks that have queries
 
 
 def test_what_is_not_handled_is_refused_on_every_rank_and_nothing_is_sent(pool: WorkerPool) -> None:

@@ -147,23 +147,28 @@ def along(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> Any
 
 @rule("__getitem__", first_only=True)
 def sliced(function: Callable, x: DomainTensor, index: Any) -> DomainTensor:
-    """Index by slices, numbers, None and an ellipsis. Of a sharded dimension a slice with step 1 may be taken."""
+    """Index by slices, numbers, None and an ellipsis. Rows stay where they are; of one row every rank gets a copy."""
     index = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or type(i) in (slice, int)) for i in index):
         raise refused("indexing", x, "an index is neither a slice nor a number")
     rest = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
     place = index.index(Ellipsis) if Ellipsis in index else len(index)
     index = (*index[:place], *[slice(None)] * rest, *index[place + 1 :])
-    local_index, axes, dim, place = [], {}, 0, 0
+    local_index, axes, dim, place, single = [], {}, 0, 0, []
     for i in index:
         if (axis := x.domain.axes.get(dim)) is not None and i is not None:
-            if not isinstance(i, slice) or i.step not in (None, 1):
-                raise refused("indexing", x, f"dimension {dim} is sharded; take a slice of it with step 1")
-            start, stop, _ = i.indices(axis.layout.length)
-            axes[place], i = _cut(axis, (start, max(start, stop)))
+            if isinstance(i, int):
+                single.append(place)
+                i = slice(i % axis.layout.length, i % axis.layout.length + 1)
+            start, stop, step = i.indices(axis.layout.length)
+            axes[place], i = _cut(axis, (start, max(start, stop))) if step == 1 else _every(axis, start, stop, step)
         local_index.append(i)
         dim, place = dim + (i is not None), place + (not isinstance(i, int))
-    return wrapped(x.local[tuple(local_index)], Domain(axes))
+    result = wrapped(x.local[tuple(local_index)], Domain(axes))
+    if not single:
+        return result
+    rows = gather(result, single)
+    return DomainTensor(rows.local.squeeze(single), rows.domain.reduced(single, keepdim=False))
 
 
 def _cut(axis: Axis, part: Range) -> tuple[Axis, slice]:
@@ -173,3 +178,19 @@ def _cut(axis: Axis, part: Range) -> tuple[Axis, slice]:
     before = sum(min(b, start) - min(a, start) for a, b in axis.layout.ranges[axis.rank])
     cut = Axis(AxisLayout(axis.layout.name, stop - start, ranges), axis.group)
     return cut, slice(before, before + cut.rows)
+
+
+def _every(axis: Axis, start: int, stop: int, step: int) -> tuple[Axis, list[int]]:
+    """Return the axis of the rows start, start + step, ... below stop, and which rows of its shard this rank gives."""
+    number = max(-(-(stop - start) // step), 0)
+
+    def places(part: Range) -> Range:
+        first, last = (min(max(-(-(end - start) // step), 0), number) for end in part)
+        return first, last
+
+    ranges = tuple(union(map(places, own)) for own in axis.layout.ranges)
+    rows, before = [], 0
+    for part in axis.layout.ranges[axis.rank]:
+        rows += [before + start + place * step - part[0] for place in range(*places(part))]
+        before += part[1] - part[0]
+    return Axis(AxisLayout(axis.layout.name, number, ranges), axis.group), rows
