@@ -57,9 +57,16 @@ PLANNER = (
     Mutant(
         "shallow models have other shares of checkpointed layers",
         "trainer/planner/worker.py",
-        "period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1, settings.group)",
-        "period = math.lcm(next(turns, model.n_layers), settings.group)",
+        "period = math.lcm(turn, settings.whole_layers or 1, settings.group)",
+        "period = math.lcm(turn, settings.group)",
         f"{_UNIT}::test_depths_have_as_many_layers_of_each_kind",
+    ),
+    Mutant(
+        "the last layers of a shallow model are of the first ones' kind",
+        "trainer/planner/worker.py",
+        "least = SHALLOW + special",
+        "least = SHALLOW",
+        f"{_UNIT}::test_a_deep_model_is_a_straight_line_over_shallow_ones",
     ),
     Mutant(
         "freed neighbours in memory stay two blocks",

@@ -139,7 +139,8 @@ def test_the_test_sees_an_arrow_that_climbs_and_a_circle() -> None:
     arrows = {
         sharding: {domain, "trainer.lazy"},
         domain: {sharding, context},
-        context: {"trainer.config.errors", sharding},
+        context: {"trainer.config.errors", sharding, domain},
     }
-    assert outside_of_library(arrows) == [(sharding, domain), (context, "trainer.config.errors"), (domain, context)]
+    outside = [(sharding, domain), (context, "trainer.config.errors"), (context, domain)]
+    assert sorted(outside_of_library(arrows)) == sorted(outside)
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [("a", "b"), ("a", "c"), ("b", "c")]
