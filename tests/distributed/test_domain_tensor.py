@@ -23,6 +23,7 @@ from tests.distributed.tensor_cases import FAMILIES
 from tests.slow import slow
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
+from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding import exchange as door
 
 TIMES = (1, pytest.param(12, marks=pytest.mark.slow))
@@ -184,6 +185,39 @@ def test_what_torch_refuses_is_refused_on_every_rank_and_nothing_is_sent(pool: W
 def made(sizes: tuple[int, ...], mesh: DeviceMesh) -> DomainTensor:
     axis = Axis(sized(sizes), mesh.get_group())
     return DomainTensor(torch.ones(2, 4, axis.rows, 5, dtype=torch.float64), Domain({2: axis}))
+
+
+ROWS: dict[str, Callable[[Any, Any], Any]] = {
+    "put together": lambda x, y: torch.cat([y[:, :, :1], x, y], 2),
+    "taken again": lambda x, y: torch.cat([y[:, :, :1], x], 2)[:, :, 1:] - y,
+    "a row": lambda x, _: x[:, :, 3] + x[:, :, -1],
+    "every second": lambda x, _: x[:, :, 1::2],
+    "every third of two": lambda x, y: torch.cat([x, y], 2)[:, :, 2:-1:3],
+}
+
+
+def rows_case() -> dict[str, float]:
+    """Largest errors of functions of rows that two ranks have as 3 + 4, and of their gradients."""
+    found = {}
+    with meshes() as (mesh, *_):
+        whole = torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        domain = Domain({2: Axis(sized((3, 4)), mesh.get_group())})
+        for name, function in ROWS.items():
+            x, local_x = whole.clone().requires_grad_(), local(whole, domain).requires_grad_()
+            shards = (DomainTensor(part, domain) for part in (local_x, local_x.sin()))
+            expected, got = function(x, x.sin()), function(*shards)
+            found[name] = (gather(got).local - expected).abs().max().item()
+            (expected * expected.detach().cos()).sum().backward()
+            shares = 1 if got.domain.axes else 2  # what every rank has whole counts once a rank
+            ((got.local * local(expected.detach().cos(), got.domain)).sum() / shares).backward()
+            found[f"gradient of {name}"] = (local_x.grad - local(x.grad, domain)).abs().max().item()
+    return found
+
+
+def test_rows_stay_at_their_owners(pool: WorkerPool) -> None:
+    for found in pool.run(2, rows_case):
+        assert found.keys() >= ROWS.keys()
+        assert max(found.values()) < 1e-14, found
 
 
 def messages_of_attention() -> tuple[dict[str, int], int]:

@@ -14,6 +14,7 @@ _TENSORS = "tests/distributed/test_domain_tensor.py"
 _TENSOR = f"{_TENSORS}::test_functions_equal_those_of_a_whole_tensor"
 _VIEWS_TESTS = "tests/distributed/test_domain_views.py"
 _IN_PLACE = f"{_VIEWS_TESTS}::test_changes_in_place_are_refused_or_reach_what_they_reach_in_the_whole_tensor"
+_TENSOR_FILE = "tests/distributed/test_domain_tensor.py"
 _VIEWS, _ELEMENTWISE, _PRODUCTS = (f"{_TENSOR}[{name}-3-1]" for name in ("views", "elementwise", "products"))
 _INPUTS = "first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before"
 
@@ -171,7 +172,7 @@ DOMAIN = (
         f"{_DOMAIN}/attention.py",
         "travels = attn_mask is None and of_keys is not None and of_keys.group not in others",
         "travels = False",
-        "tests/distributed/test_domain_tensor.py::test_no_rank_has_all_keys_and_values",
+        f"{_TENSOR_FILE}::test_no_rank_has_all_keys_and_values",
     ),
     Mutant(
         "a mask is taken from its first row on every rank",
@@ -199,21 +200,21 @@ DOMAIN = (
         f"{_DOMAIN}/views.py",
         "behind = [[(start + length, stop + length) for",
         "behind = [[(start, stop) for",
-        _VIEWS,
+        f"{_TENSOR_FILE}::test_rows_stay_at_their_owners",
     ),
     Mutant(
         "a row by its number is the first of its rank",
         f"{_DOMAIN}/views.py",
         "i = slice(i % axis.layout.length, i % axis.layout.length + 1)",
         "i = slice(0, 1)",
-        _VIEWS,
+        f"{_TENSOR_FILE}::test_rows_stay_at_their_owners",
     ),
     Mutant(
         "every n-th row is counted from the first of a rank",
         f"{_DOMAIN}/views.py",
         "rows += [before + start + place * step - part[0] for place in range(*places(part))]",
         "rows += [before + index * step for index, place in enumerate(range(*places(part)))]",
-        _VIEWS,
+        f"{_TENSOR_FILE}::test_rows_stay_at_their_owners",
     ),
     Mutant(
         "a model is prepared with its data",

@@ -105,6 +105,8 @@ def test_a_deep_model_is_a_straight_line_over_shallow_ones(arguments: list[str],
     whole, line = of(9), deeper(*map(of, depths), 9)
     assert line.peak == pytest.approx(whole.peak, rel=0.002)
     assert line.peak_place == whole.peak_place
+    for place, purposes in ((place, x) for place, x in whole.live.items() if "last layer" in place):
+        assert sum(line.live[place].values()) == pytest.approx(sum(purposes.values()), rel=0.03), place
     assert sum(w.get("products", 0) for w in line.work.values()) == sum(
         w.get("products", 0) for w in whole.work.values()
     )
