@@ -96,6 +96,22 @@ def equations(x, y, z):
     return torch.einsum("kb,cbwh->chwk", [mixed, patches])
 
 
+def labelled(x, y, reduction):
+    labels = (torch.arange(3 * 8 * 7).view(3, 8, 7) * 5 % 7 - 3).clamp(min=-1)  # 0 to 3, and -1, which is none
+    how = {"weight": torch.tensor([0.5, 1, 2, 0.1], dtype=torch.float64), "reduction": reduction}
+    found = F.cross_entropy(x, labels, ignore_index=-1, label_smoothing=0.1, **how)
+    found = found + F.nll_loss(x.log_softmax(1), labels, ignore_index=-1, **how)
+    return found + F.cross_entropy(x, y.softmax(1), **how)
+
+
+def weighted(x, y, w, reduction):
+    how = {"reduction": reduction}
+    each = F.mse_loss(x, y, weight=w.sigmoid(), **how) + F.huber_loss(x, y, weight=w.sin(), **how)
+    each = each + F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w.detach().cos(), **how)
+    each = each + F.binary_cross_entropy_with_logits(x, y.sigmoid(), w.detach().sin().abs(), **how)
+    return each + F.kl_div(x, y.sigmoid(), **how)
+
+
 def numbered(x):
     y = x[:, :, 0] * x[:, :, -1] + x[:, :, 1::3].sum(2) + x[0, 1:2, 4].cos()
     return y + x[..., 2::2].sin().sum((-1, -2))[..., None]
@@ -254,6 +270,15 @@ PRODUCTS = [
     case("multi-head attention without a batch", separate, (7, 5), shape=(9, 6), sharded=(0,)),
     case("an encoder's layer", encoder, shape=(3, 9, 6), sharded=(0, 1)),
     case("attention of itself", lambda x: attended(x, x * 2, x.sin()), shape=HEADS, sharded=(0, 1, 2)),
+    *[
+        case(f"weighted losses {r}", lambda x, y, w, r=r: weighted(x, y, w, r).reshape(-1), SHAPE, SHAPE, sharded=(0,))
+        for r in ("mean", "sum", "none")
+    ],
+    case("divergence of a batch", lambda x, y: F.kl_div(x, y.sigmoid(), reduction="batchmean"), SHAPE),
+    *[
+        case(f"labels {r}", lambda x, y, r=r: labelled(x, y, r).reshape(-1), SHAPE, others=o, sharded=d)
+        for r, o, d in (("mean", (), (0, 2, 3)), ("sum", (0, 2), (0, 2, 3)), ("none", (), (0,)))
+    ],
     case("grouped attention", grouped, (2, 1, 9, 4), (2, 1, 9, 4), shape=HEADS, sharded=(0, 2), others=(0, 2)),
     *[
         case(

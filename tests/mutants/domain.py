@@ -168,6 +168,20 @@ DOMAIN = (
         _PRODUCTS,
     ),
     Mutant(
+        "labels that count for nothing count in the mean",
+        f"{_DOMAIN}/losses.py",
+        'counts = labels != given.get("ignore_index", -100)',
+        "counts = labels == labels",
+        _PRODUCTS,
+    ),
+    Mutant(
+        "weighted squares are divided by their number",
+        f"{_DOMAIN}/losses.py",
+        'function.__name__ in ("mse_loss", "l1_loss"):',
+        'function.__name__ in ("none",):',
+        _PRODUCTS,
+    ),
+    Mutant(
         "keys and values of a sharded sequence are gathered",
         f"{_DOMAIN}/attention.py",
         "travels = attn_mask is None and of_keys is not None and of_keys.group not in others",

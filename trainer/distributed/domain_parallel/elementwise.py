@@ -85,17 +85,6 @@ def dropout(function: Callable, x: Any, p: float = 0.5, training: bool = True, i
     return x
 
 
-@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
-def loss(
-    function, x, target, *, reduction="mean", size_average=None, reduce=None, weight=None, **kwargs
-) -> DomainTensor:
-    plain = weight is None and size_average is None and reduce is None and reduction in ("none", "mean", "sum")
-    why = "weights, `reduce`, `size_average`, or a reduction that is not none, mean or sum"
-    refuse_unless(plain, function, x if is_sharded(x) else target, why)
-    each = elementwise(function, x, target, reduction="none", **kwargs)
-    return each if reduction == "none" else getattr(each, reduction)()
-
-
 def common_domain(name: str, operands: Sequence, shape: torch.Size, *, but_for: int | None = None) -> Domain:
     """Return the domain of a result of that shape: of each dimension the layout of the first operand sharded there.
 

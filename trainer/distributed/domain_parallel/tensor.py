@@ -1,12 +1,13 @@
 """`DomainTensor` with all its rules; see dispatch.py for what it is."""
 
-from trainer.distributed.domain_parallel import attention, products, reductions, shifts, views, windows
+from trainer.distributed.domain_parallel import attention, losses, products, reductions, shifts, views, windows
 from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, DomainTensor, rule
 
 __all__ = [
     "DomainOperatorError",
     "DomainTensor",
     "attention",
+    "losses",
     "products",
     "reductions",
     "rule",
