@@ -41,7 +41,7 @@ def extreme(function, x, dim=None, keepdim=False) -> Any:
     name = function.__name__
     if isinstance(dim, DomainTensor | torch.Tensor):  # of two tensors
         return elementwise(torch.maximum if name == "max" else torch.minimum, x, dim)
-    if not name.startswith("a") and dim is not None:
+    if name in ("max", "min") and dim is not None:
         is_whole = isinstance(dim, int) and dim % x.ndim not in x.domain.axes
         refuse_unless(is_whole, function, x, "indices along that dimension")
         return wrapped(function(x.local, dim, keepdim), x.domain.reduced([dim % x.ndim], keepdim=keepdim))

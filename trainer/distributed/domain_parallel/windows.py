@@ -247,7 +247,7 @@ def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTenso
         return _on_samples(function, x, output_size)
     is_one = output_size in (1, (1,) * spatial, [1] * spatial)
     refuse_unless(is_one, function, x, "an output size other than 1")
-    reduction = torch.mean if function.__name__.startswith("adaptive_avg") else torch.amax
+    reduction = torch.mean if function.__name__[:12] == "adaptive_avg" else torch.amax
     return reduction(x, [*range(-spatial, 0)], keepdim=True)
 
 
