@@ -94,12 +94,7 @@ class Trainer:
         self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = self.build_optimizer()
-        if config.optimizer.qk_clip is not None and config.task == "tokens":
-            clip = QKClip(self.model_parts, self.optimizer, self.dims, config.optimizer.qk_clip)
-            self.observers.append(clip)
-            self.task.see_scores = clip.see
-        if config.metrics.log_update_norms:
-            self.observers.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
+        self.observers += self.build_observers_of_updates()
         self.updates_masked = can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.unread: Callable[[], None] | None = None
@@ -136,6 +131,17 @@ class Trainer:
         added = [build(self.job, self.dims, self.model_parts) for build in registered_observers()]
         of_model = self.spec.observer(self.model_parts, self.dims)
         return [of_model, *self.task.observers(), self.guard, *added]
+
+    def build_observers_of_updates(self) -> list[Observer]:
+        """Build what takes part in each step of the optimizer."""
+        config = self.config
+        found: list[Observer] = []
+        if config.optimizer.qk_clip is not None and config.task == "tokens":
+            found.append(clip := QKClip(self.model_parts, self.optimizer, self.dims, config.optimizer.qk_clip))
+            self.task.see_scores = clip.see
+        if config.metrics.log_update_norms:
+            found.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
+        return found
 
     def build_validation(self) -> Validation:
         """Build the validation loop."""

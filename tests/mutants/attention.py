@@ -288,8 +288,8 @@ EXECUTION = (
     Mutant(
         "what was exchanged is not kept",
         f"{_CP}/attention.py",
-        "results = run.forward(q, k, v, scale, sinks, up, keep=True)",
-        "results = (*run.forward(q, k, v, scale, sinks, up), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2)))",
+        'kept = {"keep": True} if keep_exchanged else {}',
+        "kept = {}",
         _ATTENTION,
     ),
     Mutant(

@@ -37,7 +37,10 @@ class QKClip(Observer):
         self._layers = {int(n): layer.attention for n, layer in layers if isinstance(layer.attention, kinds)}
         self._places = {layer: place for place, layer in enumerate(self._layers)}
         heads = max((_queries(layer)[1] for layer in self._layers.values()), default=0) // dims.size("tp")
-        self._seen = torch.full((len(self._layers), heads), -torch.inf, dtype=torch.float64, device=_device(dims))
+        shape, device = (len(self._layers), heads), dims["world"].device_type
+        self._seen = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)
+        self._rows: dict[nn.Parameter, torch.Tensor] = {}
+        """Of each parameter the rows that this rank has, counted within its tensor-parallel rank; found once."""
         self._of_step = torch.stack([self._seen, self._seen])  # what was seen in the last step, and its factors
         optimizer.register_step_post_hook(lambda *_: self._clip(getattr(optimizer, "found_inf", None)))
 
@@ -61,7 +64,16 @@ class QKClip(Observer):
         self._of_step = torch.stack([seen, factors])
         for attention, of_heads in zip(self._layers.values(), factors, strict=True):
             for parameter, rows in _row_factors(attention, of_heads):
-                _scale(parameter, rows, self._dims)
+                self._scale(parameter, rows)
+
+    def _scale(self, parameter: nn.Parameter, factors: torch.Tensor) -> None:
+        """Multiply the rows that this rank has. factors: of all rows of its tensor-parallel rank."""
+        if parameter not in self._rows:
+            rows = torch.cat([torch.arange(*part) for part in rows_here(parameter)] or [torch.arange(0)])
+            self._rows[parameter] = (rows - self._dims.rank("tp") * len(factors)).to(factors.device)
+        local = local_part(parameter)
+        own = factors[self._rows[parameter]].view(-1, *[1] * (local.ndim - 1))
+        local.mul_(own.to(local.device, torch.promote_types(local.dtype, torch.float32)))
 
     def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
         """Return the largest S of the last step, and the number of heads that were clipped. A collective."""
@@ -70,10 +82,6 @@ class QKClip(Observer):
         clipped = all_reduce(all_reduce((factors < 1).sum(), dims["tp"]), dims["pp"])
         logit, heads = torch.stack([largest, clipped.to(largest)]).tolist()
         return {"attention_logit": logit, "clipped_heads": int(heads)}
-
-
-def _device(dims: ParallelDims) -> torch.device:
-    return torch.device(dims["world"].device_type)
 
 
 def _queries(attention: nn.Module) -> tuple[nn.Linear, int]:
@@ -106,12 +114,3 @@ def _row_factors(attention: nn.Module, factors: torch.Tensor) -> list[tuple[nn.P
 def _rows(*parts: tuple[int, torch.Tensor]) -> torch.Tensor:
     """Return the factor of each row: a head has the rows of all parts, (their number, factor of each head)."""
     return torch.cat([factors[:, None].expand(-1, number) for number, factors in parts], 1).flatten()
-
-
-def _scale(parameter: nn.Parameter, factors: torch.Tensor, dims: ParallelDims) -> None:
-    """Multiply the rows that this rank has. factors: of all rows of its tensor-parallel rank."""
-    here = rows_here(parameter)
-    index = torch.cat([torch.arange(*part) for part in here] or [torch.arange(0)])
-    own = factors.to(parameter.device)[index.to(parameter.device) - dims.rank("tp") * len(factors)]
-    local = local_part(parameter)
-    local.mul_(own.view(-1, *[1] * (local.ndim - 1)).to(torch.promote_types(local.dtype, torch.float32)))

@@ -165,9 +165,9 @@ def mtp_layers_of(args: ModelArgs) -> int:
 
 
 def is_further(args: ModelArgs, name: str) -> bool:
-    """Return whether a parameter is of a layer that predicts further tokens."""
-    table, number, *_ = name.split(".")
-    return table in ("layers", "mtp_norms") and int(number) >= args.n_layers
+    """Return whether a parameter or module, by its name, is of a layer that predicts further tokens."""
+    table, _, rest = name.partition(".")
+    return table in ("layers", "mtp_norms") and int(rest.partition(".")[0]) >= args.n_layers
 
 
 def expert_layers(args: ModelArgs) -> list[int]:

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.families.args import ModelArgs, mtp_layers_of
-from trainer.families.decoder_args import decoder_modules
+from trainer.families.args import ModelArgs, is_further
 from trainer.job.pipeline_stages import PipelinePlan, pipeline_plan
 
 
@@ -24,7 +23,7 @@ def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None
             f"parallelism in its place"
         )
     # Layers that predict further tokens follow the norm, in whose stage they are.
-    modules = decoder_modules(model.n_layers) if mtp_layers_of(model) else model.module_names()
+    modules = [name for name in model.module_names() if not is_further(model, name)]
     plan = pipeline_plan(config.parallelism, modules, config.training.local_batch_size)
     if plan is None:
         return None

@@ -81,13 +81,11 @@ def context_parallel_attention(
             "attention is asked to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
             "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
         )
-    if keep_exchanged:
-        results = run.forward(q, k, v, scale, sinks, up, keep=True)
-    else:
-        results = (*run.forward(q, k, v, scale, sinks, up), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2)))
+    kept = {"keep": True} if keep_exchanged else {}
+    out, lse, *exchanged = run.forward(q, k, v, scale, sinks, up, **kept)
     if live.see is not None:
-        live.see(layer_of(plan), results[1])
-    return results
+        live.see(layer_of(plan), lse)
+    return out, lse, *(exchanged or (q.new_empty(0, dtype=torch.uint8) for _ in range(2)))
 
 
 @torch.library.custom_op("trainer::context_parallel_attention_backward", mutates_args=())
