@@ -10,7 +10,6 @@ from torch import nn
 from tests.distributed.domain_cases import DomainCase, layout_of, local, on_shards
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.domain_parallel.transfer import gather
 
 Function = Callable[..., object]
 SHAPE = (3, 4, 8, 7)
@@ -55,10 +54,149 @@ def in_place(x, y):
 
 
 def merged_space(x):
-    """Height and width into one dimension; width alone is refused, so here it is gathered before."""
-    if isinstance(x, DomainTensor) and 2 not in x.domain.axes:
-        x = gather(x)
     return (x.flatten(2).transpose(1, 2) * 2).permute(2, 0, 1)
+
+
+def windows(x, size):
+    """As Swin's: windows of rows and columns, and back; shards may end inside a window."""
+    n, c, h, w = x.shape
+    parts = x.permute(0, 2, 3, 1).view(n, h // size, size, w // size, size, c)
+    parts = parts.permute(0, 1, 3, 2, 4, 5).reshape(-1, size * size, c).softmax(1)
+    seen = parts.view(n, -1, size * size, c) * torch.arange(1.0, 1 + h // size * (w // size)).view(-1, 1, 1)
+    parts = seen.view(n, h // size, w // size, size, size, c).permute(0, 1, 3, 2, 4, 5)
+    return parts.reshape(n, h, w, c)
+
+
+def assigned(x, y):
+    z = x * 1
+    z[:, 1:3, 2:-1] = y[:, :2, 2:-1] * 2
+    z[..., -1] = 0.5
+    z[:, :, 3] = y[:, :, 4].sin()
+    z[:, 0, ::3, 1:] = y[0, 0, 1, 1:]
+    whole = torch.zeros(x.shape, dtype=x.dtype)
+    whole[:, :, :4] = (x * y)[:, :, 2:6]
+    made = x.new_zeros(x.shape) + x.new_full((7,), 2.0) * x.new_ones(3, 1, 1, 1)
+    made[:, 2:] = x[:, :2]
+    kept = made * 1
+    kept.copy_(made * x).masked_fill_(x > 1, 0.0)
+    kept[:, 3].clone().fill_(2)
+    return z * whole + kept
+
+
+def frequencies(x):
+    """A layer as of Fourier neural operators: few frequencies are mixed, the others are zero."""
+    seen = torch.fft.rfft2(x, norm="ortho")
+    mixed = torch.zeros(*seen.shape, dtype=torch.complex128)
+    mixed[:, :, :3, :2] = seen[:, :, :3, :2] * (1 + 2j)
+    mixed[:, :, -3:, :2] = torch.einsum("bchw,cd->bdhw", seen[:, :, -3:, :2], torch.eye(4, dtype=seen.dtype) * 2j)
+    return torch.fft.irfft2(mixed, s=x.shape[-2:], norm="ortho") * x
+
+
+def transforms(x):
+    seen = torch.fft.fftn(x, dim=(2, 3)).abs() + torch.fft.ifft(x, dim=2).real + torch.fft.fft2(x, (8, 7)).imag
+    seen = seen + torch.fft.fftshift(torch.fft.fft(x, dim=3).real, dim=(2, 3)) + torch.fft.irfft(x, 8, 2)
+    back = torch.fft.ifft2(torch.fft.fft2(torch.complex(x, x.sin()))).real
+    short = torch.fft.rfft(x, dim=2).abs().sum(2, keepdim=True) + torch.fft.irfftn(x, (6, 4)).mean((2, 3), keepdim=True)
+    return seen * short + torch.view_as_real(torch.fft.rfftn(x)).sum(-1).sum() + back
+
+
+def best(x):
+    values, places = x.topk(3, 2)
+    low = x.topk(2, dim=-1, largest=False, sorted=True).values
+    least, at = x.min(-2)
+    return values.sum(2) + places.sum(2) + x.max(2).values * x.argmax(2) + least * at + low.sum(-1).mean(-1)[..., None]
+
+
+def ordered(x):
+    values, places = x.sort(2)
+    y = values * places + torch.sort(x, descending=True, dim=-1).values + x.argsort(2)
+    y = y + x.cumprod(2) + x.cummax(2).values + torch.logcumsumexp(x, 3)
+    return y + x.median(2).values.unsqueeze(2) + x.kthvalue(2, 2, True).values + x.median(dim=-1, keepdim=True)[0]
+
+
+def along_rows(x):
+    y = x.softmax(2) + F.log_softmax(x, dim=2) + x.logsumexp((2, 3), keepdim=True) + F.softmax(x, -1, dtype=x.dtype)
+    return y + x.logsumexp(2).unsqueeze(2) + F.normalize(x, dim=2) * F.normalize(x, 1.0, -1)
+
+
+def along_all_pieces(x):
+    a, b, c = x.chunk(3, 2)
+    d, e = torch.split(x, [3, 5], dim=2)
+    parts = [x.diff(dim=2), x.narrow(2, 1, 4), F.glu(x, 2), *x.tensor_split(3, 2), a, b, c, d, e]
+    rows = [x.select(2, 3), *x.unbind(2)[2:4], x.diff(2, 3).sum(3).sum(2, keepdim=True)]
+    return sum((n + 1) * part.cos().sum(2) for n, part in enumerate(parts)) + sum(r.sum(-1, keepdim=True) for r in rows)
+
+
+def shuffles(x):
+    y = F.pixel_shuffle(x, 2) * 2  # (3, 1, 16, 14)
+    y = F.pixel_unshuffle(y, 2) * x
+    z = F.channel_shuffle(y, 2) + F.prelu(y, torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=x.dtype))
+    z = (
+        z.repeat(1, 2, 2, 1)[:, 2:6, 3:11]
+        + z.repeat_interleave(3, 2)[:, :, 5:13] * z.repeat_interleave(2, -1)[..., 1:8]
+    )
+    return z + x.unfold(2, 3, 2).sum((2, 4)).unsqueeze(2) + x.unfold(-1, 2, 1).prod(-1).mean(-1, keepdim=True)
+
+
+def heads_with_masks(x, y, *parameters):
+    weight, bias, out, mask = parameters
+    arguments = (6, 2, weight, bias, None, None, False, 0.0, out, None)
+    padded = (torch.arange(7).expand(3, 7) + torch.arange(3).view(3, 1)) % 4 == 1
+    how = {"key_padding_mask": padded, "attn_mask": mask}
+    a, seen = F.multi_head_attention_forward(x, y, y.sin(), *arguments, **how)
+    b, each = F.multi_head_attention_forward(x, y, y, *arguments, average_attn_weights=False, attn_mask=mask > 0.3)
+    c, _ = F.multi_head_attention_forward(x, y, y, *arguments, need_weights=False, **how)
+    return (
+        a
+        + b.nan_to_num()
+        + c
+        + (seen.movedim(1, 0) @ y.movedim(1, 0).cos().sum(0))
+        + each.nan_to_num().sum((1, 3)).mT[..., None]
+    )
+
+
+def causal_encoder(x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, dtype=torch.float64)
+    mask = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)(x, mask, is_causal=True)
+
+
+def edges(x, y, targets):
+    """A layer of a graph: messages of 11 edges, of which each rank has some, or all are whole; targets: (11, 1)."""
+    to = targets.abs().mul(1.7).long().squeeze(-1).clamp(max=8)
+    back = (8 - to).abs()
+    messages = x[to] * y + x[back].sin() + x.index_select(0, back).cos()
+    out = torch.zeros_like(x).index_add(0, to, messages) + x.index_add(0, back, y, alpha=0.5)
+    out = out.scatter_add(0, to.unsqueeze(-1).expand(-1, 4), messages * 2)
+    out = out + F.embedding(to, torch.arange(36.0, dtype=x.dtype).view(9, 4)).sum() + F.one_hot(to, 9).sum()
+    neighbours = torch.stack([to, back, to], 1)  # (11, 3)
+    sums = torch.zeros(9, 4, dtype=x.dtype).index_add_(0, to, x[neighbours].amax(1))
+    return (
+        out * 2
+        + sums * targets.mean()
+        + x[None, :, 1:3, None][:, (torch.arange(9) * 2) % 9 - 9].sum((0, 2, 3))[:, None]
+    )
+
+
+def taken(x, y):
+    order = y.argsort(2)
+    z = torch.gather(x, 2, order) + x.take_along_dim(order, 2) * y
+    return z + x.gather(1, (y > 0).long()) + x[:, [0, 2, 1, 3]][..., torch.tensor([0, 2, 1]), :].sum(2, keepdim=True)
+
+
+def equation(x, w, b):
+    """A loss of a partial differential equation: derivatives of a network's output by its inputs and weights."""
+    u = F.conv2d(F.group_norm(x, 2), w / 8, b, padding=1).tanh() * x.sin().mean(2, True) + x.diff(dim=2).square().mean()
+    u = u + F.avg_pool2d(u, 3, 1, 1) * u.roll(1, 2) + (u @ u.mT).softmax(-1)[..., :7] + x.logsumexp(2, True)
+    (slope,) = torch.autograd.grad(u.sin().mean(), x, create_graph=True)
+    (second, of_weight) = torch.autograd.grad(slope, [x, w], slope.detach().cos(), create_graph=True)
+    return (slope.square() * u).sum() + (1 + second.square().sum()) * (1 + of_weight.square().sum())
+
+
+def sharded_mask(q, k, v, bias):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias * 2)
 
 
 def attended(q, k, v):
@@ -339,7 +477,37 @@ SPATIAL = [
     case("batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), (4,), (4,)),
     case("dropout in evaluation", lambda x: F.dropout(x, 0.3, training=False) + F.dropout2d(x, 0.0)),
 ]
+ALONG = [
+    case("statistics", along_rows, sharded=ALL),
+    case("pieces of rows", along_all_pieces, sharded=ALL),
+    case("best rows", best, sharded=(0, 2, 3)),
+    case("order", ordered, sharded=ALL),
+    case("order of a vector", lambda x: x.sort().values * x.cumprod(0) + x.median(0).values, shape=(9,), sharded=(0,)),
+    case("order of a matrix", lambda x: x.sort(0).values + x.cummin(1).values, shape=(5, 6), sharded=(0, 1)),
+    case("transforms", transforms, sharded=(0, 1, 2, 3)),
+    case("a layer of frequencies", frequencies, sharded=(0, 2, 3)),
+    case("a transform of a vector", lambda x: torch.fft.rfft(x).abs().sum() * x, shape=(9,), sharded=(0,)),
+    case("windows", lambda x: windows(x, 2), shape=(3, 4, 8, 6), sharded=(0, 2, 3)),
+    case("windows of all rows", lambda x: windows(x, 4), shape=(2, 3, 8, 4), sharded=(0, 2, 3)),
+    case("merged behind", lambda x: x.flatten(1, 2).softmax(1).view(3, 8, 4, 7), sharded=ALL),
+    case("all in one", lambda x: x.reshape(-1).view(2, 6, 56).roll(1, 1), sharded=ALL),
+    case("assignments", assigned, SHAPE, others=(0, 2, 3), sharded=ALL),
+    case("assignments of what is whole", assigned, SHAPE, sharded=ALL),
+    case("edges", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0, 1), others=(0,)),
+    case("edges that are whole", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0,)),
+    case("taken along", taken, SHAPE, sharded=ALL, others=(0, 3)),
+    case("derivatives in the loss", equation, (4, 4, 3, 3), (4,), sharded=(0, 2)),
+    case("shuffled pixels", shuffles, sharded=(0, 2, 3)),
+    case("product of all", lambda x: x.prod() + x.prod(2).sum() * x.prod(-1, keepdim=True), sharded=ALL),
+    case(
+        "heads with masks", heads_with_masks, (7, 3, 6), (18, 6), (18,), (6, 6), (5, 7), shape=(5, 3, 6), sharded=(0, 1)
+    ),
+    case("a causal encoder", causal_encoder, shape=(3, 9, 6), sharded=(0, 1)),
+    case("a sharded mask", sharded_mask, HEADS, HEADS, (2, 1, 9, 9), shape=HEADS, sharded=(0, 2), others=(2,)),
+    case("a mask of keys", sharded_mask, HEADS, HEADS, (2, 2, 9, 9), shape=HEADS, sharded=(0, 1, 2), others=(0, 1)),
+]
 FAMILIES = {
+    "along": ALONG,
     "elementwise": ELEMENTWISE,
     "views": VIEWS,
     "reductions": REDUCTIONS,

@@ -372,7 +372,7 @@ GRADIENTS = (
     ),
     Mutant(
         "all parameters start alike",
-        "trainer/transforms/random_bits.py",
+        "trainer/distributed/sharding/random_bits.py",
         'f"{seed}/{name}"',
         'f"{seed}"',
         "tests/unit/test_model.py",
@@ -716,7 +716,7 @@ ROUNDING = (
     ),
     Mutant(
         "random bits repeat the sign",
-        "trainer/transforms/random_bits.py",
+        "trainer/distributed/sharding/random_bits.py",
         "(bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)",
         "bits >> shift",
         f"{_ROUNDING}::test_bits_are_those_of_the_published_generator_and_independent",

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from scripts.benchmarks.activation_checkpointing import Meter
 from trainer.config.schema import Model
+from trainer.distributed.sharding.random_bits import parameter_seed
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import RopeScaling
 from trainer.families.llama3 import FLAVORS
@@ -22,7 +23,6 @@ from trainer.models.rotary import (
     precompute_freqs_cis,
     rope_frequencies,
 )
-from trainer.transforms.random_bits import parameter_seed
 
 ARGS = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.transforms.random_bits import parameter_seed, random_bits
+from trainer.distributed.sharding.random_bits import parameter_seed, random_bits
 
 _STEP = 0x2545F4914F6CDD1D  # odd, so that steps have different keys
 

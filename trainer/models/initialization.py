@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trainer.distributed.sharding.random_bits import parameter_seed
 from trainer.distributed.tensor_parallel import preserve_ties
 from trainer.transforms.lora import init_adapter, is_adapter
-from trainer.transforms.random_bits import parameter_seed
 
 
 def draw(parameter: torch.Tensor, generator: torch.Generator, *, fan_in: int | None = None, branches: int = 1) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from trainer.config.schema import LoRA
 from trainer.distributed.sharding.forward import replace_forward
-from trainer.transforms.random_bits import parameter_seed, random_bits
+from trainer.distributed.sharding.random_bits import parameter_seed, random_bits
 
 A, B = "lora_a", "lora_b"
 

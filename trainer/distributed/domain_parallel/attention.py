@@ -30,17 +30,18 @@ from trainer.distributed.sharding.rows import connected
 def attention(
     function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> DomainTensor:
-    """query, key, value: (B, H, S, D). attn_mask: whole, and as large as torch takes it."""
+    """query, key, value: (B, H, S, D). attn_mask: as large as torch takes it. Dropped weights are computed by hand."""
     q, k, v = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (query, key, value))
     x = next(filter(is_sharded, (q, k, v)))
-    refuse_unless(not dropout_p, function, x, "dropout")
-    refuse_unless(not is_sharded(attn_mask), function, x, "a mask that is sharded")
     refuse_unless(k.shape[:-1] == v.shape[:-1] and q.ndim == k.ndim, function, x, "tensors of these sizes")
     refuse_unless(not any(t.ndim - 1 in t.domain.axes for t in (q, k, v)), function, x, "a sharded last dimension")
     rows, batch = q.ndim - 2, q.ndim - 2 - enable_gqa  # heads that share keys are no broadcast
     refuse_unless(not (is_causal and q.shape[rows] != k.shape[rows]), function, x, "causality of other lengths")
     before = [*torch.broadcast_shapes(q.shape[:batch], k.shape[:batch]), *q.shape[batch:-2]]
     refuse_unless(not enable_gqa or batch not in q.domain.axes, function, q, "sharded heads that share keys")
+    if dropout_p:
+        weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale, shares=enable_gqa)
+        return F.dropout(weights, dropout_p) @ (_repeated(v, q, shares=enable_gqa))
     both = torch.cat([k, v], -1)
     of_keys = both.domain.axes.get(rows)
     others = [axis.group for dim, axis in q.domain.axes.items() if dim != rows]
@@ -69,18 +70,47 @@ def attention(
     return DomainTensor(function(q.local, *parts, attn_mask=mask, **how), domain)
 
 
-def _rows_of_mask(mask: torch.Tensor | None, q: DomainTensor, *, is_causal: bool) -> torch.Tensor | None:
+def _rows_of_mask(mask: Any, q: DomainTensor, *, is_causal: bool) -> torch.Tensor | None:
     """Return what a mask says of this rank's queries; causality of whole keys is a mask, too."""
-    mask = mask.local if isinstance(mask, DomainTensor) else mask
     rows = q.ndim - 2
     if mask is None and is_causal:
         mask = torch.ones(q.shape[rows], q.shape[rows], dtype=torch.bool, device=q.device).tril()
     if mask is None:
         return None
-    sizes = (1,) * (q.ndim - mask.ndim) + tuple(mask.shape)
-    shape = torch.Size([min(size, q.shape[dim]) for dim, size in enumerate(sizes[:-1])] + [sizes[-1]])
-    axes = {dim: axis for dim, axis in q.domain.axes.items() if sizes[dim] != 1}
-    return own_part(mask.view(sizes), Domain(axes), shape)
+    mask = mask if isinstance(mask, DomainTensor) else DomainTensor(mask, Domain({}))
+    before = q.ndim - mask.ndim
+    axes = {dim: axis for dim, axis in q.domain.axes.items() if dim >= before and mask.shape[dim - before] != 1}
+    fits = {dim - before for dim, axis in axes.items() if _group(mask, dim - before) is axis.group}
+    mask = gather(mask, [dim for dim in mask.domain.axes if dim not in fits])
+    shape = torch.Size(
+        [
+            *q.shape[:before],
+            *(size if size == 1 else q.shape[before + d] for d, size in enumerate(mask.shape[:-1])),
+            mask.shape[-1],
+        ]
+    )
+    return own_part(mask, Domain(axes), shape)
+
+
+def _group(x: DomainTensor, dim: int) -> Any:
+    return x.domain.axes[dim].group if dim in x.domain.axes else None
+
+
+def _repeated(keys: DomainTensor, q: DomainTensor, *, shares: bool) -> DomainTensor:
+    """Return keys or values with as many heads as there are queries' heads."""
+    return keys.repeat_interleave(q.shape[-3] // keys.shape[-3], -3) if shares else keys
+
+
+def _weights(
+    q: DomainTensor, k: DomainTensor, mask: Any, *, is_causal: bool, scale: float | None, shares: bool = False
+) -> DomainTensor:
+    """Return the softmax of the masked products of queries and keys: (B, H, S, S of keys)."""
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ _repeated(k, q, shares=shares).mT
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1)
 
 
 def _over_ranks(
@@ -136,18 +166,16 @@ class _Attention(torch.autograd.Function):
 
 
 @rule("multi_head_attention_forward")
-def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, None]:
-    """query, key, value: (S, N, E), or (S, E); as nn.MultiheadAttention calls it with need_weights=False."""
+def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, DomainTensor | None]:
+    """query, key, value: (S, N, E), or (S, E); as nn.MultiheadAttention calls it."""
     bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     inputs = given.query, given.key, given.value
     x = next(filter(is_sharded, inputs), given.query)
-    extras = given.bias_k, given.bias_v, given.key_padding_mask, given.attn_mask, given.static_k, given.static_v
-    plain = all(extra is None for extra in extras) and not given.add_zero_attn and not given.is_causal
-    dropped = given.training and given.dropout_p
-    refuse_unless(plain and not dropped, function, x, "a mask, dropout in training, or a bias of keys")
-    refuse_unless(not given.need_weights, function, x, "the attention weights; pass need_weights=False")
+    extras = given.bias_k, given.bias_v, given.static_k, given.static_v
+    plain = all(extra is None for extra in extras) and not given.add_zero_attn
+    refuse_unless(plain, function, x, "a bias of keys, or keys that are given")
     weights = given.q_proj_weight, given.k_proj_weight, given.v_proj_weight
     weights = weights if given.use_separate_proj_weight else given.in_proj_weight.chunk(3)
     biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
@@ -155,5 +183,34 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, None]
     for t, w, b in zip(inputs, weights, biases, strict=True):
         heads = F.linear(t, w, b).unflatten(-1, (given.num_heads, -1))  # (S, N, H, D), or (S, H, D)
         projected.append(heads.movedim(0, -2))
-    out = F.scaled_dot_product_attention(*projected).movedim(-2, 0).flatten(-2)
-    return F.linear(out, given.out_proj_weight, given.out_proj_bias), None
+    q, k, v = projected
+    mask, share = _both_masks(given, q), given.dropout_p if given.training else 0.0
+    is_causal = given.is_causal and mask is None
+    if given.need_weights:
+        seen = F.dropout(_weights(q, k, mask, is_causal=is_causal, scale=None), share)
+        out = seen @ v
+        seen = seen.mean(-3) if given.average_attn_weights else seen
+    else:
+        seen, out = None, F.scaled_dot_product_attention(q, k, v, mask, share, is_causal)
+    return F.linear(out.movedim(-2, 0).flatten(-2), given.out_proj_weight, given.out_proj_bias), seen
+
+
+def _both_masks(given: SimpleNamespace, q: DomainTensor) -> Any:
+    """Return the masks of positions and of padded keys as one to add to the scores, or None; True: not seen.
+
+    Where `is_causal` says what the mask is, and nothing of the weights is asked, causality takes its place.
+    """
+    mask, padding = given.attn_mask, given.key_padding_mask
+    if given.is_causal and padding is None and not given.need_weights:
+        return None
+    if mask is not None and mask.ndim == 3:  # (N * heads, S, S of keys)
+        mask = mask.unflatten(0, (-1, given.num_heads))
+    if padding is not None:
+        padding = _added(padding.unsqueeze(-2).unsqueeze(-2) if padding.ndim == 2 else padding, q.dtype)
+    mask = None if mask is None else _added(mask, q.dtype)
+    return mask if padding is None else padding if mask is None else mask + padding
+
+
+def _added(mask: Any, dtype: torch.dtype) -> Any:
+    """Return a mask that is added: minus infinity where a mask of truths hides."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask

@@ -31,13 +31,16 @@ Rule = Callable[..., Any]
 """(the function of torch, its arguments) -> result, with sharded arguments."""
 _RULES: dict[str, Rule] = {}
 _BY_ELEMENT: set[str] = set()
+_DRAWS: set[str] = set()
 
 
 class DomainOperatorError(TypeError):
     """A function of torch was called along a sharded axis, and there is no rule for it."""
 
 
-def rule(*names: str, first_only: bool = False, by_element: bool = False) -> Callable[[Rule], Rule]:
+def rule(
+    *names: str, first_only: bool = False, by_element: bool = False, draws: bool = False
+) -> Callable[[Rule], Rule]:
     """Register a rule for the functions and methods of torch of these names; a later rule replaces an earlier one.
 
     The rule is called as rule(function, *args, **kwargs) with at least one sharded `DomainTensor` among its arguments.
@@ -46,6 +49,7 @@ def rule(*names: str, first_only: bool = False, by_element: bool = False) -> Cal
 
     first_only: the first argument is sharded, other tensors are given as plain ones, and refused if they are sharded.
     by_element: the result is new, or shares memory as every shard does; torch is not asked.
+    draws: random numbers; the rule is also for domain tensors that are whole.
     """
 
     def register(function: Rule) -> Rule:
@@ -57,6 +61,7 @@ def rule(*names: str, first_only: bool = False, by_element: bool = False) -> Cal
 
         _RULES.update(dict.fromkeys(names, checked if first_only else function))
         (_BY_ELEMENT.update if by_element else _BY_ELEMENT.difference_update)(names)
+        (_DRAWS.update if draws else _DRAWS.difference_update)(names)
         return function
 
     return register
@@ -119,12 +124,28 @@ class DomainTensor:
         return len(self.shape)
 
     @property
+    def real(self) -> "DomainTensor":
+        return call(torch.real, self)
+
+    @property
+    def imag(self) -> "DomainTensor":
+        return call(torch.imag, self)
+
+    @property
     def mT(self) -> "DomainTensor":
         return self.transpose(-2, -1)
 
     @property
     def T(self) -> "DomainTensor":
         return self.permute(*range(self.ndim - 1, -1, -1))
+
+    def requires_grad_(self, requires_grad: bool = True) -> "DomainTensor":
+        self.local.requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Callable[["DomainTensor"], Any]) -> Any:
+        """Call the hook with the gradient, as a domain tensor, as torch does; it may return another one."""
+        return self.local.register_hook(lambda g: unwrapped(hook(DomainTensor(g, self.domain))))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -148,7 +169,8 @@ ndim dtype device requires_grad is_cuda is_cpu is_meta is_nested is_floating_poi
 """
 _OPERATORS = """
 add sub mul truediv floordiv mod pow matmul and or xor radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul
-iadd isub imul itruediv ifloordiv imod ipow iand ior ixor neg abs invert eq ne lt le gt ge getitem bool float int array
+iadd isub imul itruediv ifloordiv imod ipow iand ior ixor neg abs invert eq ne lt le gt ge getitem setitem bool float
+int array
 """
 for _name in _OPERATORS.split():
     _method = getattr(torch.Tensor, f"__{_name}__")
@@ -195,9 +217,9 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     tensors = [x for x in leaves if isinstance(x, DomainTensor)]
     is_parallel = any(isinstance(x, DTensor) for x in leaves)
     x = next(filter(is_sharded, tensors), tensors[0])
-    if not is_sharded(x) and not is_parallel:
-        return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     name = function.__name__
+    if not (is_sharded(x) or is_parallel or name in _DRAWS):
+        return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     if name not in _RULES or kwargs.pop("out", None) is not None:
         raise refused(name, x, "the argument `out`" if name in _RULES else "it has no rule for sharded axes")
     stale = None

@@ -20,23 +20,25 @@ from trainer.distributed.domain_parallel.dispatch import (
     wrapped,
 )
 from trainer.distributed.domain_parallel.domain import Axis, Domain
-from trainer.distributed.domain_parallel.transfer import reshard
+from trainer.distributed.domain_parallel.transfer import gather, reshard
 from trainer.distributed.sharding.placement import shard
 
 _NAMES = """
-bool int long short
-abs acos add addcdiv addcmul asin atan atan2 bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp
-clamp_max clamp_min clip clone cos cosh deg2rad detach div divide double elu empty_like eq erf erfc exp
-exp2 expm1 float floor floor_divide fmod full_like ge gelu gt half hardsigmoid hardswish hardtanh isfinite isinf isnan
-le leaky_relu lerp log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor lt
-masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative ones_like positive pow reciprocal relu relu6
-remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus softsign sqrt square sub subtract tan tanh
-threshold true_divide trunc where zeros_like
+bool int long short abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bfloat16 bitwise_and
+bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip clone complex conj conj_physical copysign
+cos cosh deg2rad detach digamma div divide double elu empty_like eq erf erfc erfinv exp exp2 expm1 float float_power
+floor floor_divide fmax fmin fmod frac full_like ge gelu gt half hardshrink hardsigmoid hardswish hardtanh heaviside
+hypot imag isclose isfinite isinf isnan isneginf isposinf le leaky_relu lerp lgamma log log10 log1p log2 log_sigmoid
+logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul
+multiply nan_to_num ne neg negative ones_like polar positive pow rad2deg real reciprocal relu relu6 remainder
+resolve_conj resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
+softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc where xlogy zeros_like
 __add__ __sub__ __mul__ __truediv__ __floordiv__ __mod__ __pow__ __and__ __or__ __xor__ __radd__ __rsub__ __rmul__
 __rdiv__ __rfloordiv__ __rmod__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
 _IN_PLACE = frozenset(
     [f"{name}_" for name in _NAMES.split() if hasattr(torch.Tensor, f"{name}_") or hasattr(F, f"{name}_")]
+    + ["copy_", "fill_", "zero_"]
     + [f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
 )
 
@@ -65,6 +67,21 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return x if is_in_place else wrapped(result, domain)
 
 
+@rule("prelu", first_only=True)
+def prelu(function: Callable, x: DomainTensor, weight: torch.Tensor) -> DomainTensor:
+    """weight: one number, or one for each channel, dimension 1, which is whole."""
+    refuse_unless(weight.numel() == 1 or 1 not in x.domain.axes, function, x, "sharded channels")
+    return DomainTensor(function(x.local, weight), x.domain)
+
+
+@rule("view_as_real", "view_as_complex")
+def complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
+    refuse_unless(function.__name__ == "view_as_real" or x.ndim - 1 not in x.domain.axes, function, x, "sharded parts")
+    if function.__name__ == "view_as_real" and not x.local.numel():  # whose backward torch refuses
+        return DomainTensor(torch.stack([x.local.real, x.local.imag], -1), x.domain)
+    return DomainTensor(function(x.local), x.domain)
+
+
 @rule("contiguous")
 def contiguous(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
     return DomainTensor(x.local.contiguous(*args, **kwargs), x.domain)
@@ -78,27 +95,18 @@ def converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     return DomainTensor(function(x.local, *unwrapped(args), **unwrapped(kwargs)), x.domain)
 
 
-@rule("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
-def dropout(function: Callable, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> DomainTensor:
-    why = "ranks would draw masks that no single process draws; use p = 0"
-    refuse_unless(not training or p == 0, function, x, why)
-    return x
-
-
 def common_domain(name: str, operands: Sequence, shape: torch.Size, *, but_for: int | None = None) -> Domain:
     """Return the domain of a result of that shape: of each dimension the layout of the first operand sharded there.
 
     but_for: the dimension in which sizes differ, because operands are put together there.
 
     Raises:
-        DomainOperatorError: operands are sharded over other ranks in one dimension, or one rank's row is broadcast.
+        DomainOperatorError: operands are sharded over other ranks in one dimension, or over the same in several.
     """
     sharded = [x for x in operands if is_sharded(x)]
     domains = [x.domain.moved(len(shape) - x.ndim) for x in sharded]
-    for x, domain in zip(sharded, domains, strict=True):
-        if any(axis.layout.length != shape[dim] and dim != but_for for dim, axis in domain.axes.items()):
-            raise refused(name, x, "a sharded dimension of size 1 is broadcast")
-    return merged(name, sharded, [domain.axes for domain in domains])
+    kept = [{d: a for d, a in of.axes.items() if d == but_for or a.layout.length == shape[d]} for of in domains]
+    return merged(name, sharded, kept)
 
 
 def merged(name: str, operands: Sequence, parts: Sequence[Mapping[int, Axis]]) -> Domain:
@@ -120,11 +128,14 @@ def merged(name: str, operands: Sequence, parts: Sequence[Mapping[int, Axis]]) -
 def own_part(x: DomainTensor | torch.Tensor, domain: Domain, shape: torch.Size) -> torch.Tensor:
     """Return the part of an operand that belongs to this rank's part of a result of that shape and domain.
 
-    Rows of other layouts move to their owners; of a tensor that is whole each rank takes its rows.
+    Rows of other layouts move to their owners; of a tensor that is whole each rank takes its rows. A row of one rank
+    that is broadcast goes to all.
     """
     before = len(shape) - x.ndim
     mine = {dim - before: axis for dim, axis in domain.axes.items() if dim >= before}
     if isinstance(x, DomainTensor):
+        if single := [dim for dim in x.domain.axes if x.shape[dim] == 1 != shape[before + dim]]:
+            x = gather(x, single)
         other = {d: mine[d].layout for d, a in x.domain.axes.items() if a.layout.ranges != mine[d].layout.ranges}
         local, has = reshard(x, other).local, x.domain.axes
     else:

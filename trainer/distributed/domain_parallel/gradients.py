@@ -5,7 +5,10 @@ number of ranks. So the mean over the ranks is the gradient of one process. FSDP
 the ranks of their mesh or group; for ranks that they do not have it is computed here.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +18,45 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, rule, unwrapped
+from trainer.distributed.domain_parallel.elementwise import own_part
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.distributed.sharding.placement import summed, with_adjoint
 from trainer.distributed.sharding.tensors import local_part
 
 _BUCKET = 2**24
 """Elements that are reduced at once."""
+
+
+@rule("grad", by_element=True)
+def grad(function: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    """torch.autograd.grad: the gradients of one process, of sharded and of whole inputs, which can be differentiated.
+
+    One of the outputs or inputs must be sharded; what is whole must be used by every rank of the domain alike.
+    """
+    outputs, inputs = (list(t) if isinstance(t, Sequence) else [t] for t in (outputs, inputs))
+    seeds = list(grad_outputs) if isinstance(grad_outputs, Sequence) else [grad_outputs] * len(outputs)
+    tensors = [t for t in (*outputs, *inputs) if isinstance(t, DomainTensor)]
+    groups = {id(axis.group): axis.group for t in tensors for axis in t.domain.axes.values()}
+
+    def lacking(x: Any) -> list[dist.ProcessGroup]:
+        own = [axis.group for axis in x.domain.axes.values()] if isinstance(x, DomainTensor) else []
+        return [group for group in groups.values() if all(group is not other for other in own)]
+
+    shares = []
+    for y, seed in zip(outputs, seeds, strict=True):
+        seed = torch.ones((), dtype=y.dtype, device=y.device) if seed is None and y.shape.numel() == 1 else seed
+        if seed is None:
+            raise RuntimeError(f"an output of shape {tuple(y.shape)} is no number; give `grad_outputs` for it")
+        seed = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
+        seed = seed.expand(unwrapped(y).shape)
+        shares.append(seed / math.prod(group.size() for group in lacking(y)))  # each rank's share of what all compute
+    found = []
+    for x, part in zip(inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True):
+        for group in lacking(x) if part is not None else ():
+            part = with_adjoint(part, partial(summed, group=group), partial(summed, group=group))
+        found.append(DomainTensor(part, x.domain) if isinstance(x, DomainTensor) and part is not None else part)
+    return tuple(found)
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:

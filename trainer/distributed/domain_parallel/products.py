@@ -48,9 +48,9 @@ def contracted(
     for index in dict.fromkeys([*result, *chain(*indices)]):
         for x, own in zip(operands, indices, strict=True):
             axis = x.domain.axes.get(own.index(index)) if is_sharded(x) and index in own else None
-            if axis is not None and axis.layout.length != sizes[index]:
-                refuse_unless(False, function, x, "a sharded dimension of size 1 is broadcast")
-            if axis is not None and all(axis.group is not other.group for other in chosen.values()):
+            if axis is None or axis.layout.length != sizes[index]:
+                continue
+            if all(axis.group is not other.group for other in chosen.values()):
                 chosen.setdefault(index, axis)
     parts = []
     for x, own in zip(operands, indices, strict=True):

@@ -7,14 +7,11 @@ backward. Statistics are computed in at least float32.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule, wrapped
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule
 from trainer.distributed.domain_parallel.domain import Axis, Domain
-from trainer.distributed.domain_parallel.elementwise import elementwise
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.sharding.placement import summed, with_adjoint
 from trainer.distributed.sharding.tensors import to_device
@@ -35,16 +32,10 @@ def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
     return _reduced(result.to(local.dtype) if local.is_floating_point() else result, x, dims, keepdim)
 
 
-@rule("amax", "amin", "max", "min")
-def extreme(function, x, dim=None, keepdim=False) -> Any:
+@rule("amax", "amin")
+def extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
     """Equal maxima share the gradient evenly, as with torch.amax; a NaN on any rank is the result."""
     name = function.__name__
-    if isinstance(dim, DomainTensor | torch.Tensor):  # of two tensors
-        return elementwise(torch.maximum if name == "max" else torch.minimum, x, dim)
-    if name in ("max", "min") and dim is not None:
-        is_whole = isinstance(dim, int) and dim % x.ndim not in x.domain.axes
-        refuse_unless(is_whole, function, x, "indices along that dimension")
-        return wrapped(function(x.local, dim, keepdim), x.domain.reduced([dim % x.ndim], keepdim=keepdim))
     sign, dims = -1 if name in ("amin", "min") else 1, _dims(x, dim)
     signed = sign * (x.local if x.is_floating_point() else x.local.long())
     top = _Max.apply(signed, dims, [axis.group for axis in _axes(x.domain, dims)])
@@ -70,6 +61,17 @@ def variance(function, x, dim=None, unbiased=None, keepdim=False, *, correction=
     if function.__name__ == "std":  # without a gradient where it is 0
         var = torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
     return _reduced(var.to(x.dtype), x, dims, keepdim)
+
+
+@rule("prod")
+def product(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
+    dims, exact = _dims(x, dim), dtype or (x.dtype if x.is_floating_point() else torch.int64)
+    result = x.local.to(exact)
+    for d in dims:
+        result = result.prod(d, keepdim=True)
+        for axis in _axes(x.domain, [d]):
+            result = gathered(result, axis).prod(0)
+    return _reduced(result, x, dims, keepdim)
 
 
 @rule("norm", "linalg_vector_norm")
@@ -197,10 +199,8 @@ def moments(
     """
     dims = tuple(dims)
     sizes = {dim: x.shape[dim] for dim in dims}
-    if number := math.prod([*sizes.values()]):
-        mean, squares = _Moments.apply(x, dims, number, dtype)
-    else:
-        mean = squares = x.sum(dims, keepdim=True, dtype=dtype)  # zeros that depend on x
+    number = math.prod([*sizes.values()])
+    mean, squares = _Moments.apply(x, dims, max(number, 1), dtype)
     for dim in dims:
         if dim not in domain.axes:
             continue
@@ -227,13 +227,12 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dims, number, dtype):
         ctx.number = number
-        mean = x.mean(dims, keepdim=True, dtype=dtype)
+        mean = x.sum(dims, keepdim=True, dtype=dtype) / number  # of no elements 0
         squares = torch.linalg.vector_norm(x - mean, 2, dims, keepdim=True).square()
         ctx.save_for_backward(x, mean)
         return mean, squares
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, mean_gradient, squares_gradient):
         x, mean = ctx.saved_tensors
         slope = 2 * squares_gradient
@@ -261,12 +260,11 @@ class _Max(torch.autograd.Function):
         return top
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
         x, top = ctx.saved_tensors
         equal = (x == top).to(gradient.dtype)
         ties = equal.sum(ctx.dims, keepdim=True)
         for group in ctx.groups:
-            all_reduce(ties, group)
-            gradient = summed(gradient, group)
+            ties, add_up = summed(ties, group), partial(summed, group=group)
+            gradient = with_adjoint(gradient, add_up, add_up)
         return equal * (gradient / ties), None, None

@@ -1,13 +1,29 @@
 """`DomainTensor` with all its rules; see dispatch.py for what it is."""
 
-from trainer.distributed.domain_parallel import attention, losses, products, reductions, shifts, views, windows
+from trainer.distributed.domain_parallel import (
+    along,
+    attention,
+    gradients,
+    indexing,
+    losses,
+    noise,
+    products,
+    reductions,
+    shifts,
+    views,
+    windows,
+)
 from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, DomainTensor, rule
 
 __all__ = [
     "DomainOperatorError",
     "DomainTensor",
+    "along",
     "attention",
+    "gradients",
+    "indexing",
     "losses",
+    "noise",
     "products",
     "reductions",
     "rule",

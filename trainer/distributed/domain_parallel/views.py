@@ -1,37 +1,32 @@
 """Rules of functions that only arrange elements: shapes, order of dimensions, slices, concatenation."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from trainer.distributed.domain_parallel import whole
-from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, wrapped
+from trainer.distributed.domain_parallel.dispatch import (
+    VIEW,
+    DomainTensor,
+    is_sharded,
+    refuse_unless,
+    refused,
+    rule,
+    wrapped,
+)
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
-from trainer.distributed.domain_parallel.transfer import gather
+from trainer.distributed.domain_parallel.indexing import by_tensor
+from trainer.distributed.domain_parallel.transfer import gather, reshard
 from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.ranges import Range, intersection, union
 
+_MANY = 2**16
+"""Ranges of a rank, at most, where a sharded dimension is merged behind others."""
 _PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)  # each the stride of one dimension
-# name -> place and default of the argument that names the dimension along which the function works
-_ALONG = {
-    "argmax": (1, None),
-    "argmin": (1, None),
-    "chunk": (2, 0),
-    "glu": (1, -1),
-    "index_select": (1, None),
-    "log_softmax": (1, None),
-    "logsumexp": (1, None),
-    "narrow": (1, None),
-    "normalize": (2, 1),
-    "select": (1, None),
-    "softmax": (1, None),
-    "split": (2, 0),
-    "tensor_split": (2, 0),
-    "unbind": (1, 0),
-}
 
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "t")
@@ -65,44 +60,153 @@ def reshaped(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     return _reshaped(function.__name__, x, function(empty[0], *empty[1], **empty[2]).shape)
 
 
-def _reshaped(name: str, x: DomainTensor, sizes: torch.Size) -> DomainTensor:
-    """Merge or split dimensions. A sharded one may be the first of those that are merged, or that come of it.
+def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
+    """Merge or split dimensions. Of what comes of a sharded one, the first that fits the shards is sharded.
 
-    If it is merged behind another sharded one, as width behind height, it is gathered: the result is sharded as the
-    first one alone.
+    A shard that is merged behind whole dimensions has a range for each of their rows, and one behind another sharded
+    dimension, as width behind height, is gathered. Where no new dimension fits the shards, their ends move to the
+    next rows of the first one.
     """
+    if not x.numel():
+        raise refused(name, x, "it has no elements")
     axes: dict[int, Axis] = {}
-    for dim, axis in x.domain.axes.items():
-        after = math.prod(x.shape[dim:])
-        if axes and math.prod(sizes[max(axes) + 1 :]) <= math.prod(x.shape[dim + 1 :]):
-            return _reshaped(name, gather(x, [dim]), sizes)
-        places = [place for place in range(len(sizes)) if math.prod(sizes[place:]) == after]
-        if not places or places[-1] in axes or not x.numel():
-            raise refused(name, x, f"dimension {dim} is not the first of those that are merged")
-        place = places[-1]  # those before it have size 1
-        old, new = after // axis.layout.length, after // sizes[place]  # elements of a row
-        if any(end * old % new for ranges in axis.layout.ranges for part in ranges for end in part):
-            raise refused(name, x, f"the shards {axis.layout.ranges} do not end at rows of {new // old}")
-        ranges = tuple(tuple((a * old // new, b * old // new) for a, b in ranges) for ranges in axis.layout.ranges)
-        axes[place] = Axis(AxisLayout(axis.layout.name, sizes[place], ranges), axis.group)
+    for old, new in _groups(x.shape, sizes):
+        mine = [dim for dim in old if dim in x.domain.axes]
+        if len(mine) > 1:
+            return _reshaped(name, gather(x, mine[1:]), sizes)
+        if not mine:
+            continue
+        (dim,) = mine
+        before, after = math.prod(x.shape[old[0] : dim]), math.prod(x.shape[dim + 1 : old[-1] + 1])
+        axis = x.domain.axes[dim]
+        if before > _MANY:
+            raise refused(name, x, f"dimension {dim} is merged behind {before} rows, more than {_MANY}")
+        found, layout = _refitted(axis.layout, before, after, tuple(sizes[d] for d in new))
+        if found is None:  # `layout` is that of all rows of the group, with ends where it can be cut
+            flat = [*x.shape[: old[0]], layout.length, *x.shape[old[-1] + 1 :]]
+            x = reshard(_reshaped(name, x, flat), {old[0]: layout})
+            return _reshaped(name, x, sizes)
+        axes[new[found]] = Axis(layout, axis.group)
     result = Domain(axes)
     return wrapped(x.local.reshape(result.local_shape(sizes)), result)
 
 
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """Yield the dimensions that become others, as few at a time as can be."""
+    a = b = 0
+    while a < len(old) or b < len(new):
+        i, j, sizes = a, b, [1, 1]
+        while i == a or j == b or sizes[0] != sizes[1] or (i == len(old)) != (j == len(new)):
+            if j == len(new) or (i < len(old) and sizes[0] <= sizes[1]):
+                sizes[0], i = sizes[0] * old[i], i + 1
+            else:
+                sizes[1], j = sizes[1] * new[j], j + 1
+        yield range(a, i), range(b, j)
+        a, b = i, j
+
+
+@lru_cache(maxsize=1024)
+def _refitted(
+    layout: AxisLayout, before: int, after: int, sizes: tuple[int, ...]
+) -> tuple[int, AxisLayout] | tuple[None, AxisLayout]:
+    """Return which of the new dimensions of a group is sharded, and its layout.
+
+    If none fits: None, and the layout of all rows of the group in which the first new dimension would.
+
+    layout: of a dimension with `before` rows before it, and elements of `after` behind each of its rows.
+    """
+    own = layout.repeated(before)
+    rows = [[(a * after, b * after) for a, b in ranges] for ranges in own.ranges]
+    first = None
+    for place, length in enumerate(sizes):
+        blocks, unit = math.prod(sizes[:place]), math.prod(sizes[place + 1 :])
+        if length == 1 and max(sizes) > 1:
+            continue
+        first = unit if first is None else first
+        inside = [intersection(union(ranges), ((0, length * unit),)) for ranges in rows]
+        if any(end % unit for ranges in inside for part in ranges for end in part):
+            continue
+        fitting = AxisLayout(layout.name, length, tuple(tuple((a // unit, b // unit) for a, b in r) for r in inside))
+        repeated = fitting.repeated(blocks).ranges
+        if all(union(r) == union((a * unit, b * unit) for a, b in s) for r, s in zip(rows, repeated, strict=True)):
+            return place, fitting
+    ends = [union((round(a / first) * first, round(b / first) * first) for a, b in ranges) for ranges in rows]
+    return None, AxisLayout(layout.name, layout.length * before * after, tuple(ends))
+
+
 @rule("expand", "expand_as")
 def expanded(function: Callable, x: Any, *sizes: Any) -> Any:
-    """Expand dimensions of size 1 that are whole."""
+    """Expand dimensions of size 1."""
     if function.__name__ == "expand_as":
         sizes = sizes[0].shape
     if not is_sharded(x):
         return x.expand(*sizes)
     sizes = [*(sizes[0] if isinstance(sizes[0], Sequence) else sizes)]
-    result = x.domain.moved(len(sizes) - x.ndim)
+    before = len(sizes) - x.ndim
+    x = gather(x, [dim for dim, axis in x.domain.axes.items() if sizes[before + dim] not in (-1, axis.layout.length)])
+    result = x.domain.moved(before)
     for dim, axis in result.axes.items():
-        if sizes[dim] not in (-1, axis.layout.length):
-            raise refused("expand", x, f"dimension {dim} is sharded")
         sizes[dim] = axis.rows
     return wrapped(x.local.expand(sizes), result)
+
+
+@rule("repeat", "tile")
+def repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
+    sizes = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
+    sizes = [1] * (x.ndim - len(sizes)) + sizes
+    x = x.reshape(*[1] * (len(sizes) - x.ndim), *x.shape)
+    own = [1 if dim in x.domain.axes else times for dim, times in enumerate(sizes)]
+    result = wrapped(x.local.repeat(*own), x.domain)
+    for dim in x.domain.axes:
+        result = result if sizes[dim] == 1 else concatenated(torch.cat, [result] * sizes[dim], dim)
+    return result
+
+
+@rule("repeat_interleave", first_only=True)
+def each_repeated(function: Callable, x: DomainTensor, repeats: int, dim: int | None = None) -> DomainTensor:
+    refuse_unless(isinstance(repeats, int) and dim is not None, function, x, "repeats by a tensor, or of all elements")
+    dim %= x.ndim
+    wide = x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
+    return wide.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+@rule("unfold")
+def unfolded(function: Callable, x: DomainTensor, dimension: int, size: int, step: int) -> DomainTensor:
+    """Windows of a dimension, as Tensor.unfold; F.unfold, of the same name, is another function."""
+    refuse_unless(function is torch.Tensor.unfold, function, x, "columns of an image")
+    dim = dimension % x.ndim
+    starts = x.shape[dim] - size + 1
+    rows = (x[(slice(None),) * dim + (slice(start, start + starts, step),)] for start in range(size))
+    return torch.stack([*rows], -1)
+
+
+@rule("pixel_shuffle", first_only=True)
+def pixel_shuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
+    *before, _, h, w = x.shape
+    x = x.reshape(*before, -1, factor, factor, h, w).movedim((-4, -3), (-3, -1))
+    return x.reshape(*before, -1, h * factor, w * factor)
+
+
+@rule("pixel_unshuffle", first_only=True)
+def pixel_unshuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
+    *before, _, h, w = x.shape
+    x = x.reshape(*before, -1, h // factor, factor, w // factor, factor).movedim((-3, -1), (-4, -3))
+    return x.reshape(*before, -1, h // factor, w // factor)
+
+
+@rule("channel_shuffle", first_only=True)
+def channel_shuffle(function: Callable, x: DomainTensor, groups: int) -> DomainTensor:
+    return x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(x.shape)
+
+
+@rule("new_zeros", "new_ones", "new_empty", "new_full")
+def made(function: Callable, x: DomainTensor, *size: Any, **kwargs: Any) -> DomainTensor:
+    """Sharded as x, if it has the sizes of x there; otherwise whole on every rank."""
+    made = function(torch.empty((), device="meta"), *size, **{**kwargs, "device": "meta"})
+    same = made.ndim == x.ndim and all(made.shape[dim] == x.shape[dim] for dim in x.domain.axes)
+    domain = x.domain if same else Domain({})
+    value = size[1:] if function.__name__ == "new_full" else ()
+    return wrapped(function(x.local, domain.local_shape(made.shape), *value, **kwargs), domain)
 
 
 @rule("cat", "concat", "concatenate", "stack")
@@ -131,28 +235,53 @@ def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> Do
     return wrapped(function(parts, dim), Domain(domain.axes | {dim: Axis(layout, axis.group)}))
 
 
-@rule(*_ALONG, first_only=True)
-def along(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> Any:
-    """Work along one dimension, which must be whole."""
-    name = function.__name__
-    place, default = _ALONG[name]
-    dim = kwargs.get("dim", args[place - 1] if len(args) >= place else default)
-    if not isinstance(dim, int) or dim % x.ndim in x.domain.axes:
-        raise refused(name, x, f"it works along dimension {dim}")
-    keepdim = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
-    drops = name in ("select", "unbind") or (name in ("argmax", "argmin", "logsumexp") and not keepdim)
-    result = x.domain.reduced([dim % x.ndim], keepdim=False) if drops else x.domain
-    return wrapped(function(x.local, *args, **kwargs), result)
+@rule("__getitem__")
+def sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
+    """Index by slices, numbers, None, an ellipsis and one tensor of numbers.
+
+    Rows of slices stay where they are; of one row every rank gets a copy.
+    """
+    index = index if isinstance(index, tuple) else (index,)
+    index = tuple(torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in index)
+    tensors = [place for place, i in enumerate(index) if isinstance(i, DomainTensor | torch.Tensor)]
+    if len(tensors) == 1:
+        return by_tensor(x if isinstance(x, DomainTensor) else DomainTensor(x, Domain({})), index, tensors[0])
+    local_index, domain, single = _own_index(x, index)
+    result = wrapped(x.local[local_index], domain)
+    if not single:
+        return result
+    rows = gather(result, single)
+    return DomainTensor(rows.local.squeeze(single), rows.domain.reduced(single, keepdim=False))
 
 
-@rule("__getitem__", first_only=True)
-def sliced(function: Callable, x: DomainTensor, index: Any) -> DomainTensor:
-    """Index by slices, numbers, None and an ellipsis. Rows stay where they are; of one row every rank gets a copy."""
+@rule("__setitem__")
+def assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
+    """Change rows where they are. A sharded value of a whole tensor is gathered."""
+    if not is_sharded(x):
+        target, value = (x.local if isinstance(x, DomainTensor) else x), gather(value).local
+        target[index] = value
+        return
+    if x.base is not None:
+        raise refused("__setitem__", x, f"{VIEW}; change a `clone` of it")
+    local_index, domain, single = _own_index(x, index)
+    part = wrapped(x.local.detach()[local_index], domain)
+    if isinstance(value, DomainTensor | torch.Tensor):
+        for dim in single:  # a number takes a dimension away
+            value = value.unsqueeze(dim - part.ndim) if value.ndim >= part.ndim - dim else value
+        domain = common_domain("__setitem__", [part, value], part.shape)
+        if domain.axes.keys() != part.domain.axes.keys():
+            value = gather(value, [d for d in value.domain.axes if d + part.ndim - value.ndim not in part.domain.axes])
+        value = own_part(value, part.domain, part.shape)
+    x.local[local_index] = value
+
+
+def _own_index(x: DomainTensor, index: Any) -> tuple[tuple, Domain, list[int]]:
+    """Return the index of the shard, the domain of what it gives, and the dimensions there that a number asks for."""
     index = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or type(i) in (slice, int)) for i in index):
-        raise refused("indexing", x, "an index is neither a slice nor a number")
+        raise refused("indexing", x, "indices beside slices and numbers, but for one tensor of numbers that is read")
     rest = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
-    place = index.index(Ellipsis) if Ellipsis in index else len(index)
+    place = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
     index = (*index[:place], *[slice(None)] * rest, *index[place + 1 :])
     local_index, axes, dim, place, single = [], {}, 0, 0, []
     for i in index:
@@ -164,11 +293,7 @@ def sliced(function: Callable, x: DomainTensor, index: Any) -> DomainTensor:
             axes[place], i = _cut(axis, (start, max(start, stop))) if step == 1 else _every(axis, start, stop, step)
         local_index.append(i)
         dim, place = dim + (i is not None), place + (not isinstance(i, int))
-    result = wrapped(x.local[tuple(local_index)], Domain(axes))
-    if not single:
-        return result
-    rows = gather(result, single)
-    return DomainTensor(rows.local.squeeze(single), rows.domain.reduced(single, keepdim=False))
+    return tuple(local_index), Domain(axes), single
 
 
 def _cut(axis: Axis, part: Range) -> tuple[Axis, slice]:

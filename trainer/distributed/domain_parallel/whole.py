@@ -81,6 +81,10 @@ def _results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, .
             found = [x for x in flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
         except NotImplementedError:  # it depends on data, or on a device
             return None
+        except RuntimeError as error:
+            if "meta tensor" in str(error):  # it depends on data
+                return None
+            raise
     return tuple(Seen(tuple(x.shape), any(torch._C._is_alias_of(x, tensor) for tensor in tensors)) for x in found)
 
 
@@ -94,7 +98,7 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested arguments with the function applied to each leaf."""
-    if type(value) in (tuple, list):
+    """Return nested arguments, or results, with the function applied to each leaf."""
+    if type(value) in (tuple, list) or hasattr(value, "n_sequence_fields"):  # several results that have names
         return type(value)([mapped(function, part) for part in value])
     return {name: mapped(function, part) for name, part in value.items()} if type(value) is dict else function(value)

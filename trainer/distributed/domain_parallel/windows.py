@@ -46,7 +46,7 @@ def _slide(
 ) -> DomainTensor:
     """Return the function of the windows of x, put together from tiles.
 
-    channels: of the result, in the dimension before the first of `ways`; None: as x. parameters: of the function, which
+    channels: of the result, in the dimension before the first of `ways`; None: as x. parameters: weight and bias, which
     must have gradients on every rank. periodic: rows beyond the ends are those of the other end, else zeros.
     """
     local, tiles, layouts, shape = x.local, {}, {}, list(x.local.shape)
@@ -62,7 +62,8 @@ def _slide(
     if channels is not None:
         shape[min(ways) - 1] = channels
     if 0 in shape:
-        result = connected(local.new_zeros(shape), local, *parameters)
+        weight, bias = (*parameters, None, None)[:2]
+        result = connected(connected(local.new_zeros(shape), local, weight), bias)
     else:
         result = _tile_by_tile(local, [*tiles.items()], function, {})
     return DomainTensor(result, x.domain.layouts(layouts))

@@ -15,7 +15,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.sharding.layout import AxisLayout
@@ -270,14 +269,24 @@ class _Exchange(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
-        movement, dtype = ctx.movement, torch.promote_types(gradient.dtype, torch.float32)
-        result = _with_rows(gradient, ctx.rows, ctx.dim, dtype)
+        return _Return.apply(gradient, ctx.movement, ctx.dim, ctx.group, ctx.rows), None, None, None
+
+
+class _Return(torch.autograd.Function):
+    """The adjoint of `_Exchange`: gradients of all copies of a row are added up at its owner."""
+
+    @staticmethod
+    def forward(ctx, gradient, movement, dim, group, rows):
+        ctx.exchange = movement, dim, group
+        result = _with_rows(gradient, rows, dim, torch.promote_types(gradient.dtype, torch.float32))
         # A row may have gone to many ranks.
-        rows, target = gradient.movedim(ctx.dim, 0), result.movedim(ctx.dim, 0)
-        _move(rows, target, movement.received, movement.sent, ctx.group, add=True)
-        return result.to(gradient.dtype), None, None, None
+        _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement.received, movement.sent, group, add=True)
+        return result.to(gradient.dtype)
+
+    @staticmethod
+    def backward(ctx, x):
+        return _Exchange.apply(x, *ctx.exchange), None, None, None, None
 
 
 def _with_rows(x: torch.Tensor, rows: int, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -19,7 +19,6 @@ from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from trainer.distributed.sharding.exchange import all_reduce, exchange
 from trainer.distributed.sharding.layout import AxisLayout
@@ -75,7 +74,7 @@ def with_adjoint(
     function: Callable[[torch.Tensor], torch.Tensor],
     adjoint: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the function of x; its backward applies the adjoint to the gradient."""
+    """Return the function of x, linear; its backward applies the adjoint to the gradient, and can be differentiated."""
     return _WithAdjoint.apply(x, function, adjoint)
 
 
@@ -104,14 +103,14 @@ def _own_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.Process
 
 
 class _WithAdjoint(torch.autograd.Function):
-    """Apply one function in the forward, and another one to the gradient in the backward."""
+    """Apply one function in the forward, and its adjoint to the gradient in the backward."""
 
     @staticmethod
     def forward(ctx, x, function, adjoint):
-        ctx.adjoint = adjoint
+        ctx.both = function, adjoint
         return function(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
-        return ctx.adjoint(gradient), None, None
+        function, adjoint = ctx.both
+        return with_adjoint(gradient, adjoint, function), None, None

@@ -91,8 +91,13 @@ def fetch(x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, perio
 
 
 def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
-    """Return a result without elements that depends on the inputs: every rank joins the exchanges of the backward."""
+    """Return a result without elements that depends on the inputs: every rank joins the exchanges of the backward.
+
+    It is linear in each input, as a convolution is in rows and weights: derivatives depend on the other inputs.
+    """
+    factor = None
     for x in inputs:
         if x is not None:
-            empty = empty + x.reshape(-1)[:0].sum()
-    return empty
+            one = 1 + x.reshape(-1)[:0].sum()
+            factor = one if factor is None else factor * one
+    return empty if factor is None else empty + factor

@@ -1,0 +1,202 @@
+"""Rules of functions that take and add rows by their numbers in the whole tensor, as graphs and meshes do.
+
+    x[numbers], index_select      each rank asks the owners for the rows that it lacks, each row once
+    index_add, scatter_add        the adjoint: what several ranks have for a row is added up at its owner
+
+Numbers that are sharded, such as those of a rank's edges, give rows where they are. Which rows a rank asks for depends
+on data: their numbers are sent first, and on a GPU the host waits for them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refuse_unless, refused, rule
+from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
+from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
+from trainer.distributed.domain_parallel.reductions import wide
+from trainer.distributed.domain_parallel.transfer import gather
+from trainer.distributed.sharding.exchange import all_to_all
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.placement import summed, with_adjoint
+
+Numbers = DomainTensor | torch.Tensor
+
+
+@rule("index_select")
+def index_select(function, x, dim, index) -> DomainTensor:
+    """index: 1-D. Sharded, the result has its rows; whole, the rows of a sharded dimension are dealt evenly."""
+    x = x if isinstance(x, DomainTensor) else DomainTensor(x, Domain({}))
+    dim %= x.ndim
+    of_rows = x.domain.axes.get(dim)
+    own, target = _own_numbers(index, of_rows)
+    rest = {d: axis for d, axis in x.domain.axes.items() if d != dim}
+    if target is not None and (taken := [d for d, axis in rest.items() if axis.group is target.group]):
+        x, rest = gather(x, taken), {d: axis for d, axis in rest.items() if d not in taken}
+    domain = Domain(rest if target is None else rest | {dim: target})
+    if of_rows is None:
+        return DomainTensor(x.local.index_select(dim, own), domain)
+    if x.local.is_meta:
+        return DomainTensor(
+            x.local.new_empty(domain.local_shape([*x.shape[:dim], len(index), *x.shape[dim + 1 :]])), domain
+        )
+    take, give = _rows_by_number(of_rows, own, dim)
+    return DomainTensor(with_adjoint(x.local, take, give), domain)
+
+
+@rule("index_add", "index_add_")
+def index_add(function, x, dim, index, source, *, alpha=1) -> Any:
+    """index: 1-D. x is whole: the ranks' sums are added up; x is sharded: each row's owner gets what is added to it."""
+    dim %= x.ndim
+    mine = x if isinstance(x, DomainTensor) else DomainTensor(x, Domain({}))
+    of_rows, of_source = (t.domain.axes.get(dim) if isinstance(t, DomainTensor) else None for t in (mine, source))
+    if of_source is not None and not is_sharded(index):
+        index = DomainTensor(own_part(index, Domain({0: of_source}), index.shape), Domain({0: of_source}))
+    if isinstance(source, DomainTensor):
+        source = gather(source, [d for d in source.domain.axes if d != dim and d not in mine.domain.axes])
+    own, target = _own_numbers(index, of_rows)
+    domain = Domain(
+        {d: axis for d, axis in mine.domain.axes.items() if d != dim} | ({} if target is None else {dim: target})
+    )
+    source = own_part(source, domain, source.shape) * alpha
+    if of_rows is None:
+        sums = torch.zeros_like(mine.local, dtype=wide(source.dtype)).index_add(dim, own, source.to(wide(source.dtype)))
+        if target is not None:
+            sums = with_adjoint(sums, lambda s: summed(s, target.group), lambda s: summed(s, target.group))
+    elif source.is_meta:
+        sums = torch.zeros_like(mine.local)
+    else:
+        take, give = _rows_by_number(of_rows, own, dim)
+        sums = with_adjoint(source, give, take)
+    result = DomainTensor(sums.to(mine.dtype), mine.domain)
+    return torch.add(x, result) if function.__name__ == "index_add" else x.add_(result)
+
+
+@rule("scatter_add", "scatter_add_")
+def scatter_add(function, x, dim, index, src) -> Any:
+    """index: one number for each row, expanded over the other dimensions, as graph layers have it."""
+    local = index.local if isinstance(index, DomainTensor) else index
+    dim %= x.ndim
+    others = [d for d in range(local.ndim) if d != dim]
+    same = all(local.stride(d) == 0 or local.shape[d] == 1 for d in others)
+    shown = next(t for t in (x, index, src) if is_sharded(t))
+    refuse_unless(
+        same and src.shape == index.shape, function, shown, "numbers that differ beside the dimension; expand them"
+    )
+    for d in reversed(others):
+        index = index.select(d, 0)
+    return getattr(x, function.__name__.replace("scatter", "index"))(dim, index, src)
+
+
+@rule("gather", "take_along_dim")
+def take_along(function, x, index, dim) -> DomainTensor:
+    """The result is sharded as `index`; along the dimension x is gathered."""
+    if isinstance(index, int):  # torch.gather names the dimension first
+        index, dim = dim, index
+    x, index = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (x, index))
+    dim %= x.ndim
+    x = gather(x, [dim]) if dim in x.domain.axes else x
+    shape = torch.Size(index.shape[d] if d == dim else n for d, n in enumerate(x.shape))
+    refuse_unless(shape == index.shape, function, x if is_sharded(x) else index, "numbers of some rows only")
+    domain = common_domain(function.__name__, [index, x], shape, but_for=dim)
+    beside = Domain({d: axis for d, axis in domain.axes.items() if d != dim})
+    rows = own_part(x, beside, torch.Size(x.shape))
+    return DomainTensor(torch.gather(rows, dim, own_part(index, domain, shape)), domain)
+
+
+@rule("embedding", "one_hot", first_only=True)
+def of_numbers(function, x, *args: Any, **kwargs: Any) -> DomainTensor:
+    """x: sharded numbers; the table of an embedding is whole."""
+    known = function.__name__ == "embedding" or (args or [kwargs.get("num_classes", -1)])[0] > 0
+    refuse_unless(known, function, x, "a number of classes that depends on data")
+    return DomainTensor(function(x.local, *args, **kwargs), x.domain)
+
+
+def by_tensor(x: DomainTensor, index: tuple, place: int) -> DomainTensor:
+    """Return x[index], in which one tensor of numbers stands at `place` among slices, numbers and None."""
+    numbers = index[place]
+    if numbers.dtype == torch.bool or numbers.is_floating_point():
+        raise refused("indexing", x, "the number of rows depends on data; multiply by the mask, or use torch.where")
+    y = x[(*index[:place], slice(None), *index[place + 1 :])]
+    before, after = ([i for i in part if not isinstance(i, int)] for part in (index[:place], index[place + 1 :]))
+    dim = y.ndim - 1 - len(after) if Ellipsis in before else len(before)
+    numbers = torch.where(numbers < 0, numbers + y.shape[dim], numbers)
+    rows = torch.index_select(y, dim, numbers.reshape(-1))
+    return rows.reshape(*y.shape[:dim], *numbers.shape, *y.shape[dim + 1 :])
+
+
+def _own_numbers(index: Numbers, of_rows: Axis | None) -> tuple[torch.Tensor, Axis | None]:
+    """Return this rank's numbers, and over which ranks they are dealt."""
+    if is_sharded(index):
+        return index.local, index.domain.axes[0]
+    index = index.local if isinstance(index, DomainTensor) else index
+    if of_rows is None:
+        return index, None
+    axis = Axis(balanced(len(index), of_rows.degree), of_rows.group)
+    return own_part(index, Domain({0: axis}), index.shape), axis
+
+
+# ---- rows from their owners, and back
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What ranks ask of each other. places: in this rank's shard, for one rank after another; sent: how many for each.
+
+    arriving: how many rows of each rank; back: which of those each of the numbers asked for is.
+    """
+
+    places: torch.Tensor
+    sent: list[int]
+    arriving: list[int]
+    back: torch.Tensor
+
+
+@lru_cache(maxsize=16)
+def _positions(layout: AxisLayout, device: torch.device) -> torch.Tensor:
+    """Return the place of each row among the rows of all shards, one after another: (length,) int64."""
+    return torch.from_numpy(layout.order().argsort()).to(device)
+
+
+def _rows_by_number(axis: Axis, numbers: torch.Tensor, dim: int) -> tuple[Callable, Callable]:
+    """Return a function that takes rows of a shard's owners by number, and its adjoint; a collective."""
+    asked, rows = _asked(axis, numbers), axis.rows
+
+    def moved(x: torch.Tensor, sent: list[int], arriving: list[int]) -> torch.Tensor:
+        width = x[0].numel() if len(x) else x.shape[1:].numel()
+        sizes = [[n * width for n in counts] for counts in (sent, arriving)]
+        arrived, pending = all_to_all(x.reshape(-1), *sizes, axis.group, kind="rows by number")
+        pending.wait()
+        return arrived.view(sum(arriving), *x.shape[1:])
+
+    def take(x: torch.Tensor) -> torch.Tensor:
+        arrived = moved(x.movedim(dim, 0).index_select(0, asked.places), asked.sent, asked.arriving)
+        return arrived.index_select(0, asked.back).movedim(0, dim)
+
+    def give(gradient: torch.Tensor) -> torch.Tensor:
+        exact = gradient.movedim(dim, 0).to(wide(gradient.dtype) if gradient.is_floating_point() else gradient.dtype)
+        sums = exact.new_zeros(sum(asked.arriving), *exact.shape[1:]).index_add(0, asked.back, exact)
+        arrived = moved(sums, asked.arriving, asked.sent)
+        result = arrived.new_zeros(rows, *arrived.shape[1:]).index_add(0, asked.places, arrived)
+        return result.movedim(0, dim).to(gradient.dtype)
+
+    return take, give
+
+
+def _asked(axis: Axis, numbers: torch.Tensor) -> _Asked:
+    positions, back = _positions(axis.layout, numbers.device)[numbers].unique(return_inverse=True)
+    ends = [*accumulate(axis.layout.local_length(rank) for rank in range(axis.degree))]
+    firsts = torch.tensor([0, *ends[:-1]], device=numbers.device)
+    owners = torch.searchsorted(torch.tensor(ends, device=numbers.device), positions, right=True)
+    counts = owners.bincount(minlength=axis.degree)
+    one = [1] * axis.degree
+    theirs, pending = all_to_all(counts, one, one, axis.group, kind="rows by number")
+    pending.wait()
+    arriving, sent = counts.tolist(), theirs.tolist()
+    places, pending = all_to_all(positions - firsts[owners], arriving, sent, axis.group, kind="rows by number")
+    pending.wait()
+    return _Asked(places, sent, arriving, back)
