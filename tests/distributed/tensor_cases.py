@@ -135,6 +135,9 @@ def shuffles(x):
         z.repeat(1, 2, 2, 1)[:, 2:6, 3:11]
         + z.repeat_interleave(3, 2)[:, :, 5:13] * z.repeat_interleave(2, -1)[..., 1:8]
     )
+    columns = F.unfold(x, (3, 2), dilation=(1, 2), padding=(1, 0), stride=(2, 1))  # (3, 24, 4 * 5)
+    z = z + columns.unflatten(2, (4, 5)).sum(1, keepdim=True).mean((2, 3), keepdim=True) * x
+    z = z + F.unfold(x, 2, stride=2).sin().sum((1, 2))[:, None, None, None]
     return z + x.unfold(2, 3, 2).sum((2, 4)).unsqueeze(2) + x.unfold(-1, 2, 1).prod(-1).mean(-1, keepdim=True)
 
 
@@ -346,6 +349,20 @@ VIEWS = [
     case(
         "narrow and select",
         lambda x: x.narrow(1, 1, 2).select(1, 0).unsqueeze(1) * x.index_select(1, torch.tensor([3])),
+    ),
+    case(
+        "sharded elsewhere",
+        lambda x: x * x.mT.sin() + torch.cat([x.mT, x], 1)[:, 2:6] + x.movedim(0, 1)[:3].mean() + (x.mT[:, :, :1] + x),
+        shape=(3, 4, 7, 7),
+        sharded=ALL,
+    ),
+    case(
+        "distances",
+        lambda x, y: torch.cdist(x, y).sin() + torch.cdist(y, x, 1.0).mT,
+        (2, 5, 6),
+        shape=(2, 7, 6),
+        sharded=(0, 1),
+        others=(0, 1),
     ),
     case("glu", lambda x: F.glu(x, 1).softmax(1).logsumexp(1, True) + F.log_softmax(x, dim=1)),
     case("normalize", lambda x: F.normalize(x, dim=1) + F.normalize(x, p=1.0)),

@@ -19,27 +19,38 @@ from trainer.distributed.context_parallel.execution.kernels.choose import choose
 from trainer.distributed.context_parallel.planning.mask import causal, full
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refuse_unless, rule
+from trainer.distributed.domain_parallel.dispatch import (
+    DomainTensor,
+    is_sharded,
+    refuse_unless,
+    rule,
+    unwrapped,
+    wrapped,
+)
 from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
-from trainer.distributed.domain_parallel.elementwise import common_domain, merged, own_part
+from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding.rows import connected
 
 
-@rule("scaled_dot_product_attention")
+@rule("scaled_dot_product_attention", draws=True)
 def attention(
     function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> DomainTensor:
     """query, key, value: (B, H, S, D). attn_mask: as large as torch takes it. Dropped weights are computed by hand."""
     q, k, v = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (query, key, value))
-    x = next(filter(is_sharded, (q, k, v)))
+    x = next(filter(is_sharded, (q, k, v, attn_mask)), None)
+    if x is None and not dropout_p:
+        parts = (unwrapped(t) for t in (q, k, v, attn_mask))
+        return DomainTensor(function(*parts, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa), Domain({}))
+    x = q if x is None else x
     refuse_unless(k.shape[:-1] == v.shape[:-1] and q.ndim == k.ndim, function, x, "tensors of these sizes")
     refuse_unless(not any(t.ndim - 1 in t.domain.axes for t in (q, k, v)), function, x, "a sharded last dimension")
     rows, batch = q.ndim - 2, q.ndim - 2 - enable_gqa  # heads that share keys are no broadcast
     refuse_unless(not (is_causal and q.shape[rows] != k.shape[rows]), function, x, "causality of other lengths")
     before = [*torch.broadcast_shapes(q.shape[:batch], k.shape[:batch]), *q.shape[batch:-2]]
     refuse_unless(not enable_gqa or batch not in q.domain.axes, function, q, "sharded heads that share keys")
-    if dropout_p:
+    if dropout_p:  # drawn by place, of whole tensors too
         weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale, shares=enable_gqa)
         return F.dropout(weights, dropout_p) @ (_repeated(v, q, shares=enable_gqa))
     both = torch.cat([k, v], -1)
@@ -51,10 +62,9 @@ def attention(
         some = Domain(q.domain.axes | {rows: Axis(balanced(q.shape[rows], of_keys.degree), of_keys.group)})
         q = DomainTensor(own_part(q, some, q.shape), some)
     travels = travels and q.domain.axes[rows].group is of_keys.group
-    domain = common_domain(function.__name__, [q], torch.Size([*before, *q.shape[-2:]]))
+    domain = common_domain([q], torch.Size([*before, *q.shape[-2:]]))
     keys = Domain({dim: axis for dim, axis in domain.axes.items() if dim < rows} | ({rows: of_keys} if travels else {}))
     both = gather(both, [dim for dim in both.domain.axes if dim not in keys.axes])
-    merged(function.__name__, [x], [keys.axes, both.domain.axes])
     local = own_part(both, keys, torch.Size([*before, *both.shape[-2:]]))
     parts = local.split([k.shape[-1], v.shape[-1]], -1)
     if travels:
@@ -165,14 +175,17 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-@rule("multi_head_attention_forward")
+@rule("multi_head_attention_forward", draws=True)
 def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, DomainTensor | None]:
     """query, key, value: (S, N, E), or (S, E); as nn.MultiheadAttention calls it."""
     bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     inputs = given.query, given.key, given.value
-    x = next(filter(is_sharded, inputs), given.query)
+    x, share = next(filter(is_sharded, inputs), None), given.dropout_p if given.training else 0.0
+    if x is None and not share:
+        return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
+    x = given.query if x is None else x
     extras = given.bias_k, given.bias_v, given.static_k, given.static_v
     plain = all(extra is None for extra in extras) and not given.add_zero_attn
     refuse_unless(plain, function, x, "a bias of keys, or keys that are given")
@@ -184,7 +197,7 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, Domai
         heads = F.linear(t, w, b).unflatten(-1, (given.num_heads, -1))  # (S, N, H, D), or (S, H, D)
         projected.append(heads.movedim(0, -2))
     q, k, v = projected
-    mask, share = _both_masks(given, q), given.dropout_p if given.training else 0.0
+    mask = _both_masks(given, q)
     is_causal = given.is_causal and mask is None
     if given.need_weights:
         seen = F.dropout(_weights(q, k, mask, is_causal=is_causal, scale=None), share)

@@ -3,7 +3,7 @@
 A function that changes its tensor in place (`x += y`, `relu_`, `inplace=True`) changes the shard, and returns x.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from trainer.distributed.domain_parallel.dispatch import (
     wrapped,
 )
 from trainer.distributed.domain_parallel.domain import Axis, Domain
-from trainer.distributed.domain_parallel.transfer import gather, reshard
+from trainer.distributed.domain_parallel.transfer import gather, move, reshard
 from trainer.distributed.sharding.placement import shard
 
 _NAMES = """
@@ -49,7 +49,7 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     name = function.__name__
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, DomainTensor | torch.Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in operands))
-    domain, x = common_domain(name, operands, shape), operands[0]
+    domain, x = common_domain(operands, shape), operands[0]
     is_in_place = name in _IN_PLACE or kwargs.get("inplace", False)
     if is_in_place and not (
         isinstance(x, DomainTensor) and x.shape == shape and x.domain.axes.keys() == domain.axes.keys()
@@ -95,52 +95,47 @@ def converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     return DomainTensor(function(x.local, *unwrapped(args), **unwrapped(kwargs)), x.domain)
 
 
-def common_domain(name: str, operands: Sequence, shape: torch.Size, *, but_for: int | None = None) -> Domain:
+def common_domain(operands: Sequence, shape: torch.Size, *, but_for: int | None = None) -> Domain:
     """Return the domain of a result of that shape: of each dimension the layout of the first operand sharded there.
 
     but_for: the dimension in which sizes differ, because operands are put together there.
-
-    Raises:
-        DomainOperatorError: operands are sharded over other ranks in one dimension, or over the same in several.
     """
-    sharded = [x for x in operands if is_sharded(x)]
-    domains = [x.domain.moved(len(shape) - x.ndim) for x in sharded]
-    kept = [{d: a for d, a in of.axes.items() if d == but_for or a.layout.length == shape[d]} for of in domains]
-    return merged(name, sharded, kept)
+    domains = [x.domain.moved(len(shape) - x.ndim) for x in operands if is_sharded(x)]
+    return merged({d: a for d, a in of.axes.items() if d == but_for or a.layout.length == shape[d]} for of in domains)
 
 
-def merged(name: str, operands: Sequence, parts: Sequence[Mapping[int, Axis]]) -> Domain:
-    """Return the domain with the axes of all parts, the first one of each dimension; operands: for the message.
-
-    Raises:
-        DomainOperatorError: parts are sharded over other ranks in one dimension, or over the same ranks in several.
-    """
+def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
+    """Return the domain with the axes of all parts: of a dimension, and of a group of ranks, the first one."""
     axes: dict[int, Axis] = {}
     for part in parts:
         for dim, axis in part.items():
-            if axes.setdefault(dim, axis).group is not axis.group:
-                raise refused(name, operands[0], f"another operand has dimension {dim} on other ranks")
-    if len({id(axis.group) for axis in axes.values()}) < len(axes):
-        raise refused(name, operands[0], "its operands are sharded in different dimensions over the same ranks")
+            if dim not in axes and all(axis.group is not other.group for other in axes.values()):
+                axes[dim] = axis
     return Domain(axes)
 
 
-def own_part(x: DomainTensor | torch.Tensor, domain: Domain, shape: torch.Size) -> torch.Tensor:
+def own_part(x: DomainTensor | torch.Tensor, domain: Domain, shape: Sequence[int]) -> torch.Tensor:
     """Return the part of an operand that belongs to this rank's part of a result of that shape and domain.
 
-    Rows of other layouts move to their owners; of a tensor that is whole each rank takes its rows. A row of one rank
-    that is broadcast goes to all.
+    Rows of other layouts move to their owners; of a tensor that is whole each rank takes its rows. What is sharded in
+    another dimension over the same ranks moves by one all-to-all, and what fits nowhere is gathered, such as a row of
+    one rank that is broadcast.
     """
     before = len(shape) - x.ndim
-    mine = {dim - before: axis for dim, axis in domain.axes.items() if dim >= before}
+    mine = {
+        dim - before: axis for dim, axis in domain.axes.items() if dim >= before and x.shape[dim - before] == shape[dim]
+    }
     if isinstance(x, DomainTensor):
-        if single := [dim for dim in x.domain.axes if x.shape[dim] == 1 != shape[before + dim]]:
-            x = gather(x, single)
+        for dim, axis in x.domain.axes.items():
+            if dim in mine and mine[dim].group is axis.group:
+                continue
+            there = [d for d, a in mine.items() if a.group is axis.group and d not in x.domain.axes]
+            x = move(x, dim, there[0], mine[there[0]].layout) if there else gather(x, [dim])
         other = {d: mine[d].layout for d, a in x.domain.axes.items() if a.layout.ranges != mine[d].layout.ranges}
         local, has = reshard(x, other).local, x.domain.axes
     else:
         local, has = x, {}
     for dim, axis in mine.items():
-        if dim not in has and x.shape[dim] == shape[before + dim]:  # else it is broadcast
+        if dim not in has:
             local = shard(local, axis.layout, dim, group=axis.group)
     return local

@@ -102,7 +102,7 @@ def take_along(function, x, index, dim) -> DomainTensor:
     x = gather(x, [dim]) if dim in x.domain.axes else x
     shape = torch.Size(index.shape[d] if d == dim else n for d, n in enumerate(x.shape))
     refuse_unless(shape == index.shape, function, x if is_sharded(x) else index, "numbers of some rows only")
-    domain = common_domain(function.__name__, [index, x], shape, but_for=dim)
+    domain = common_domain([index, x], shape, but_for=dim)
     beside = Domain({d: axis for d, axis in domain.axes.items() if d != dim})
     rows = own_part(x, beside, torch.Size(x.shape))
     return DomainTensor(torch.gather(rows, dim, own_part(index, domain, shape)), domain)

@@ -35,7 +35,7 @@ def of_classes(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
     refuse_unless(not is_sharded(weight), function, shown, "weights that are sharded")
     axes = [t.domain if is_sharded(t) else Domain({}) for t in (x, target)]
     axes[1] = axes[1].moved(1, first=classes) if has_labels else axes[1]
-    domain = merged(function.__name__, [shown], [of.axes for of in axes])
+    domain = merged(of.axes for of in axes)
     refuse_unless(classes not in domain.axes, function, shown, "sharded classes")
     result = domain.reduced([classes], keepdim=False)
     labels = own_part(target, result if has_labels else domain, target.shape)

@@ -199,7 +199,7 @@ def neighborhood_attention(
     """
     tensors, shape = [x for x in (q, k, v) if isinstance(x, DomainTensor)], q.shape
     _check_shapes(q, k, v)
-    domain = common_domain("neighborhood attention", tensors, shape)
+    domain = common_domain(tensors, shape)
     dims = range(1, q.ndim - 2)
     if any(dim > dims[-1] for dim in domain.axes):
         raise ValueError(

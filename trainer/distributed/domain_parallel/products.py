@@ -20,7 +20,6 @@ from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharde
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import own_part
 from trainer.distributed.domain_parallel.reductions import wide
-from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding.placement import summed, with_adjoint
 
 Tensors = Sequence[DomainTensor | torch.Tensor]
@@ -54,9 +53,6 @@ def contracted(
                 chosen.setdefault(index, axis)
     parts = []
     for x, own in zip(operands, indices, strict=True):
-        if is_sharded(x):
-            kept = {dim for dim, axis in x.domain.axes.items() if _group(chosen.get(own[dim])) is axis.group}
-            x = gather(x, [dim for dim in x.domain.axes if dim not in kept])
         domain = Domain({dim: chosen[index] for dim, index in enumerate(own) if index in chosen})
         parts.append(own_part(x, domain, torch.Size([sizes[index] for index in own])))
     out = compute(*parts)
@@ -64,10 +60,6 @@ def contracted(
         add_up = partial(summed, group=axis.group)
         out = with_adjoint(out.to(wide(out.dtype)), add_up, add_up).to(out.dtype)
     return DomainTensor(out, Domain({dim: chosen[index] for dim, index in enumerate(result) if index in chosen}))
-
-
-def _group(axis: Axis | None) -> Any:
-    return None if axis is None else axis.group
 
 
 @rule("linear", first_only=True)
@@ -98,6 +90,18 @@ def matmul(function, a, b) -> DomainTensor:
     result = [*max(before, key=len), *rows, *columns]
     indices = [*before[0], *rows, "inner"], [*before[1], "inner", *columns]
     return contracted(function, [a, b], indices, result, torch.matmul)
+
+
+@rule("cdist")
+def distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
+    """a: (B, P, M), b: (B, R, M); rows of a or of b may be sharded, and batches; M is whole."""
+    before = [[f"batch {dim}" for dim in range(x.ndim - 2, 0, -1)] for x in (a, b)]
+    rows = [[*own, name, "inner"] for own, name in zip(before, ("row", "column"), strict=True)]
+    x = a if is_sharded(a) else b
+    inner = any(is_sharded(t) and t.ndim - 1 in t.domain.axes for t in (a, b))
+    refuse_unless(not inner, function, x, "sharded coordinates")
+    result = [*max(before, key=len), "row", "column"]
+    return contracted(function, [a, b], rows, result, lambda *parts: function(*parts, *args, **kwargs))
 
 
 @rule("addmm", "baddbmm")

@@ -170,14 +170,29 @@ def each_repeated(function: Callable, x: DomainTensor, repeats: int, dim: int | 
     return wide.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
 
-@rule("unfold")
-def unfolded(function: Callable, x: DomainTensor, dimension: int, size: int, step: int) -> DomainTensor:
-    """Windows of a dimension, as Tensor.unfold; F.unfold, of the same name, is another function."""
-    refuse_unless(function is torch.Tensor.unfold, function, x, "columns of an image")
+@rule("unfold", first_only=True)
+def unfolded(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+    """Tensor.unfold, the windows of one dimension; and F.unfold, the columns of an image: (N, C * kernel, outputs)."""
+    return (_unfolded if function is torch.Tensor.unfold else _columns)(x, *args, **kwargs)
+
+
+def _unfolded(x: DomainTensor, dimension: int, size: int, step: int, dilation: int = 1) -> DomainTensor:
     dim = dimension % x.ndim
-    starts = x.shape[dim] - size + 1
-    rows = (x[(slice(None),) * dim + (slice(start, start + starts, step),)] for start in range(size))
-    return torch.stack([*rows], -1)
+    starts = x.shape[dim] - (size - 1) * dilation
+    rows = (slice(row * dilation, row * dilation + starts, step) for row in range(size))
+    return torch.stack([x[(*[slice(None)] * dim, each)] for each in rows], -1)
+
+
+def _columns(x: DomainTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> DomainTensor:
+    for dim, *options in zip((-2, -1), *(_pair(v) for v in (kernel_size, stride, dilation, padding)), strict=True):
+        size, step, gap, around = options
+        x = torch.nn.functional.pad(x, (*(0, 0) * (-dim - 1), around, around))
+        x = _unfolded(x, dim, size, step, gap).movedim(-1, -3)
+    return x.flatten(-5, -3).flatten(-2)  # of (N, C, kernel rows, kernel columns, rows, columns)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value)
 
 
 @rule("pixel_shuffle", first_only=True)
@@ -218,7 +233,7 @@ def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> Do
     """
     is_new, first = function.__name__ == "stack", next(x for x in tensors if isinstance(x, DomainTensor))
     dim %= first.ndim + is_new
-    domain = common_domain(function.__name__, tensors, first.shape, but_for=None if is_new else dim)
+    domain = common_domain(tensors, first.shape, but_for=None if is_new else dim)
     axis = None if is_new else domain.axes.get(dim)
     if axis is None:
         parts = [own_part(x, domain, first.shape) for x in tensors]
@@ -268,7 +283,7 @@ def assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
     if isinstance(value, DomainTensor | torch.Tensor):
         for dim in single:  # a number takes a dimension away
             value = value.unsqueeze(dim - part.ndim) if value.ndim >= part.ndim - dim else value
-        domain = common_domain("__setitem__", [part, value], part.shape)
+        domain = common_domain([part, value], part.shape)
         if domain.axes.keys() != part.domain.axes.keys():
             value = gather(value, [d for d in value.domain.axes if d + part.ndim - value.ndim not in part.domain.axes])
         value = own_part(value, part.domain, part.shape)

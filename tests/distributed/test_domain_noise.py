@@ -1,0 +1,124 @@
+"""Law: random numbers of a `DomainTensor` are the same on every layout, and on one process that has it whole."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.domain_cases import error, layout_of, local, meshes
+from tests.distributed.pool import WorkerPool
+from tests.slow import slow
+from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.tensor import DomainTensor
+from trainer.distributed.domain_parallel.transfer import gather
+
+SHAPE = (3, 4, 8, 6)
+
+
+def encoder(x: Any) -> Any:
+    """An encoder that drops attention's weights, and what attention and the feed-forward give."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(6, 2, 8, 0.2, batch_first=True, dtype=torch.float64)
+    return layer(x[:, 0]).unsqueeze(1)
+
+
+def recomputed(x: Any) -> Any:
+    return checkpoint(lambda x: F.dropout(x.sin() * x, 0.5), x, use_reentrant=False)
+
+
+def in_place(x: Any) -> Any:
+    y = x * 1
+    return F.dropout(y, 0.4, inplace=True) + y
+
+
+def grouped(x: Any) -> Any:
+    q = x.unflatten(1, (4, 1)).flatten(1, 2)
+    return F.scaled_dot_product_attention(q, x[:, :2], x[:, 2:], dropout_p=0.3, is_causal=True, enable_gqa=True)
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "dropout": lambda x: F.dropout(x, 0.3) + nn.Dropout(0.1)(x) * 2,
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3) + F.feature_alpha_dropout(x, 0.5),
+    "channels": lambda x: F.dropout2d(x, 0.5) + F.dropout1d(x[:, 0], 0.5).unsqueeze(1),
+    "like": lambda x: x * torch.randn_like(x) + torch.rand_like(x) + torch.randint_like(x, 2, 9),
+    "float32": lambda x: x * torch.randn_like(x, dtype=torch.float32) + torch.rand_like(x.float()),
+    "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()) + torch.zeros_like(x).bernoulli(0.3),
+    "filled": lambda x: torch.zeros_like(x).normal_(1, 2) * x + torch.ones_like(x).uniform_(-1, 3),
+    "everything": lambda x: F.dropout(x, 1.0) + x,
+    "in place": in_place,
+    "recomputed": recomputed,
+    "attention": grouped,
+    "encoder": encoder,
+}
+
+
+def draws() -> dict[str, list[float]]:
+    """Errors of each function's result and gradient, on random layouts, against one tensor that is whole."""
+    found: dict[str, list[float]] = {}
+    rng, x = random.Random(1), torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with meshes() as all_meshes:
+        for number, (name, function) in enumerate(FUNCTIONS.items()):
+            mesh = all_meshes[number % len(all_meshes)]
+            dims = rng.sample([0, 2, 3] if name not in ("encoder", "attention") else [0, 2], mesh.ndim)
+            groups = zip(dims, mesh.get_all_groups(), strict=True)
+            domain = Domain({d: Axis(layout_of(rng, SHAPE[d], group.size()), group) for d, group in groups})
+            leaves = x.clone().requires_grad_(), local(x, domain).requires_grad_()
+            results = []
+            for leaf, of in zip(leaves, (Domain({}), domain), strict=True):
+                torch.manual_seed(5)
+                y = function(DomainTensor(leaf, of))
+                results.append(gather(y).local)
+                (results[-1] * results[0].detach().cos()).sum().backward()
+            copies = mesh.size()  # what every rank has whole counts once a rank
+            found[name] = [
+                error(results[1], results[0]),
+                error(leaves[1].grad / copies, local(leaves[0].grad, domain), leaves[0].grad),
+            ]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [3, *slow(1, 2, 4)])
+def test_every_layout_draws_the_same(pool: WorkerPool, world_size: int) -> None:
+    for found in pool.run(world_size, draws):
+        assert found.keys() == FUNCTIONS.keys()
+        assert {name: errors for name, errors in found.items() if max(errors) > 1e-12} == {}
+
+
+def moments(x: torch.Tensor) -> tuple[float, ...]:
+    x = x.double()
+    return x.mean().item(), x.std().item(), ((x - x.mean()) ** 3).mean().item(), ((x - x.mean()) ** 4).mean().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_numbers_are_distributed_as_their_names_say(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = DomainTensor(torch.ones(1000, 1000, dtype=dtype), Domain({}))
+    normal, uniform = torch.randn_like(x).local, torch.rand_like(x).local
+    assert moments(normal) == pytest.approx((0, 1, 0, 3), abs=0.02)
+    assert moments(uniform) == pytest.approx((1 / 2, 12**-0.5, 0, 1 / 80), abs=0.003)
+    assert (uniform.min() >= 0, uniform.max() <= 1) == (True, True)
+    for numbers in (normal, uniform):  # no neighbour knows another one
+        rows = (numbers.double() - numbers.double().mean())[:-1, :-1]
+        for moved in (numbers[1:, :-1], numbers[:-1, 1:], numbers[1:, 1:]):
+            assert abs((rows * moved.double()).mean().item()) < 0.005
+    dropped = F.dropout(x, 0.3).local
+    assert (dropped == 0).double().mean().item() == pytest.approx(0.3, abs=0.003)
+    assert dropped[dropped > 0].unique().tolist() == pytest.approx([1 / 0.7], rel=0.01)
+    channels = F.dropout2d(x.view(100, 100, 10, 10), 0.4).local.view(10_000, -1)
+    assert (channels.amin(1) == channels.amax(1)).all()
+    assert (channels == 0).double().mean().item() == pytest.approx(0.4, abs=0.02)
+    selu = F.alpha_dropout(torch.randn_like(x), 0.2).local
+    assert moments(selu)[:2] == pytest.approx((0, 1), abs=0.02)
+
+
+def test_two_calls_draw_other_numbers() -> None:
+    torch.manual_seed(0)
+    x = DomainTensor(torch.ones(100, 100), Domain({}))
+    a, b = F.dropout(x, 0.5).local, F.dropout(x, 0.5).local
+    assert 0.4 < (a == b).float().mean().item() < 0.6
