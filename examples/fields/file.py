@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,8 @@ Part = tuple[Range | Ranges, Range | Ranges]
 FORMAT_VERSION = 1
 _MAKE = "python -m examples.fields.make_fields"
 _NAME = "fields"
-_CHUNK = (1, 4, 1 << 30, 32, 32)  # 48 KiB with three channels: one piece of the grid, all channels
+CHUNK = 32
+"""Rows and columns of a chunk, of four times and all channels: 48 KiB with three of them."""
 
 
 def write_fields(
@@ -42,30 +44,63 @@ def write_fields(
     Raises:
         ConfigError: something is at `path`, or zarr is missing.
     """
-    path, zarr = Path(path), _zarr()
-    refuse_existing(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        unfinished = Path(folder, path.name)
-        group = zarr.create_group(unfinished)
-        array = group.create_array(
-            _NAME,
-            shape=shape,
-            dtype="float32",
-            chunks=tuple(map(min, _CHUNK, shape)),
-            compressors=None,  # float32 noise in the low bits: compression saves a tenth, and costs each read
-            fill_value=np.nan,  # what a missing chunk is read as, so that it is seen
-            dimension_names=("trajectory", "time", "channel", "height", "width"),
-        )
-        sums, squares = np.zeros(shape[2]), np.zeros(shape[2])
+    sums, squares = np.zeros(shape[2]), np.zeros(shape[2])
+    with unfinished_file(path) as folder:
+        array = create(folder, shape, attributes)
         for number, frames in enumerate(trajectories):
             array[number] = frames
             sums += frames.mean((0, 2, 3), dtype=np.float64) / shape[0]
             squares += np.square(frames, dtype=np.float64).mean((0, 2, 3)) / shape[0]
-        statistics = {"mean": sums.tolist(), "std": np.sqrt(squares - sums**2).tolist()}
-        group.attrs.update({"format_version": FORMAT_VERSION, **attributes, **statistics})
+        _zarr().open_group(folder).attrs.update({"mean": sums.tolist(), "std": np.sqrt(squares - sums**2).tolist()})
+
+
+@contextmanager
+def unfinished_file(path: str | Path) -> Iterator[Path]:
+    """Enter a context with a name for a file that appears at `path` when the context ends without an error.
+
+    Raises:
+        ConfigError: something is at `path`.
+    """
+    refuse_existing(path := Path(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        yield (unfinished := Path(folder, path.name))
         refuse_existing(path)  # another run may have made it meanwhile
         os.rename(unfinished, path)
+
+
+def create(folder: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) -> Any:
+    """Return the array of a new file, (trajectories, times, channels, height, width), which is not a number yet.
+
+    Several processes may open it and write parts, if each writes whole chunks: pieces of the grid of `CHUNK` cells.
+    """
+    group = _zarr().create_group(folder)
+    group.attrs.update({"format_version": FORMAT_VERSION, **attributes})
+    return group.create_array(
+        _NAME,
+        shape=shape,
+        dtype="float32",
+        chunks=tuple(map(min, (1, 4, 1 << 30, CHUNK, CHUNK), shape)),
+        compressors=None,  # float32 noise in the low bits: compression saves a tenth, and costs each read
+        fill_value=np.nan,  # what a missing chunk is read as, so that it is seen
+        dimension_names=("trajectory", "time", "channel", "height", "width"),
+    )
+
+
+def write_part(folder: Path, frames: np.ndarray, part: Part) -> None:
+    """Write all trajectories and times of a part of the grid: (trajectories, times, channels, rows, columns).
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    array = _zarr().open_group(folder, mode="r+")[_NAME]
+    rows, columns = (_ranges(axis, n) for axis, n in zip(part, array.shape[3:], strict=True))
+    try:
+        for to_rows, from_rows in _placed(rows):
+            for to_columns, from_columns in _placed(columns):
+                array[:, :, :, from_rows, from_columns] = frames[:, :, :, to_rows, to_columns]
+    except OSError as error:
+        raise ConfigError(f"a part of {folder} cannot be written ({error}); all ranks must see this folder") from None
 
 
 def refuse_existing(path: Path) -> None:
@@ -82,7 +117,8 @@ def refuse_existing(path: Path) -> None:
 class FieldSource:
     """An open file of fields.
 
-    array: zarr's, (trajectories, times, channels, height, width); mean, std: (channels, 1, 1) float32.
+    array: zarr's, (trajectories, times, channels, height, width); mean, std: (channels, 1, 1) float32; attributes: all
+    of the file.
     """
 
     path: str
@@ -90,6 +126,7 @@ class FieldSource:
     channels: tuple[str, ...]
     mean: np.ndarray
     std: np.ndarray
+    attributes: Mapping[str, Any]
 
     @classmethod
     def open(cls, path: str | Path) -> FieldSource:
@@ -124,7 +161,7 @@ class FieldSource:
             raise _foreign(
                 path, f"it must have a name, a mean and a positive standard deviation of its {shape[2]} channels"
             )
-        return cls(str(path), array, tuple(channels), mean[:, None, None], std[:, None, None])
+        return cls(str(path), array, tuple(channels), mean[:, None, None], std[:, None, None], attributes)
 
     @property
     def trajectories(self) -> int:

@@ -1,22 +1,26 @@
 """Predict held-out fields with the weights of a run, step after step, and compare them with the truth.
 
 python -m examples.fields.forecast outputs/domain_unet --picture forecast.png
+torchrun --nproc-per-node 2 -m examples.fields.forecast outputs/domain_unet --output predicted.zarr
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from examples.fields.file import FieldSource
+from examples.fields.file import CHUNK, FieldSource, create, refuse_existing, unfinished_file, write_part
 from examples.fields.spec import fields_of
 from trainer.commands.finished_run import configuration, loaded_model
 from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import union
 from trainer.job import ResolvedJob, resolve
 from trainer.job.resolution import on_device
 from trainer.runtime.devices import this_machine
@@ -24,29 +28,37 @@ from trainer.runtime.devices import this_machine
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainer.distributed.domain_parallel.tensor import DomainTensor
     from trainer.distributed.parallel_dims import ParallelDims
+    from trainer.runtime.process_group import Process
 
 
 @dataclass(frozen=True)
 class Forecast:
     """Fields of the held-out trajectories, normalised: (trajectories, steps + 1, channels, height, width).
 
-    The first frame of `predicted` is the true one.
+    Each rank has its part. The first frame of `predicted` is the true one.
     """
 
-    true: np.ndarray
-    predicted: np.ndarray
+    true: "DomainTensor"
+    predicted: "DomainTensor"
 
     def errors(self) -> list[tuple[float, float]]:
-        """Return for each step the mean squared errors of (the model, persistence)."""
-        first = self.true[:, :1]
-        axes = (0, 2, 3, 4)
-        model, persistence = (np.square(self.true - other).mean(axes)[1:] for other in (self.predicted, first))
-        return [*zip(model.tolist(), persistence.tolist(), strict=True)]
+        """Return for each step the mean squared errors of (the model, persistence); a collective."""
+        first, axes = self.true[:, :1], (0, 2, 3, 4)
+        model, persistence = ((self.true - other).square().mean(axes)[1:] for other in (self.predicted, first))
+        return [*zip(model.local.tolist(), persistence.local.tolist(), strict=True)]
+
+    def pictured(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first channel of the first trajectory, of truth and prediction, whole; a collective."""
+        from trainer.distributed.domain_parallel.transfer import gather
+
+        true, predicted = (gather(x[0, :, 0]).local.cpu().numpy() for x in (self.true, self.predicted))
+        return true, predicted
 
 
-def held_out_frames(source: FieldSource, held_out: int, lead: int, steps: int) -> np.ndarray:
-    """Return every `lead`-th frame of the held-out trajectories, from the first on.
+def held_out_numbers(source: FieldSource, held_out: int, lead: int, steps: int) -> range:
+    """Return the numbers of the held-out trajectories.
 
     Raises:
         ConfigError: none is held out, or their frames are too few.
@@ -57,62 +69,89 @@ def held_out_frames(source: FieldSource, held_out: int, lead: int, steps: int) -
         )
     if (most := (source.times - 1) // lead) < steps:
         raise ConfigError(f"--steps {steps} is more than the {most} steps of a trajectory of {source.path}; use fewer")
-    numbers = range(source.trajectories - held_out, source.trajectories)
-    return np.stack([source.read(number, slice(0, steps * lead + 1, lead)) for number in numbers])
+    return range(source.trajectories - held_out, source.trajectories)
 
 
-def forecast(job: ResolvedJob, steps: int) -> Forecast:
-    """Predict `steps` times, each time from the prediction before.
+def forecast(job: ResolvedJob, model: "nn.Module", dims: "ParallelDims", steps: int) -> Forecast:
+    """Predict `steps` times, each time from the prediction before. Each rank reads every `lead`-th frame of its part.
 
     Raises:
-        ConfigError: as `held_out_frames` and `opened_model`.
+        ConfigError: as `held_out_numbers`.
+        SharedConfigError: on every rank, if one cannot read its part.
     """
     import torch
 
-    from trainer.distributed.domain_parallel.domain import Domain
+    from examples.fields.parallelize import field_domain
     from trainer.distributed.domain_parallel.tensor import DomainTensor
+    from trainer.runtime.agreement import raise_on_all_ranks
 
-    fields = job.config.fields
-    true = held_out_frames(fields_of(job.config), fields.held_out, fields.lead, steps)
-    with opened_model(job) as (model, dims, opened), torch.no_grad():
-        dtype = getattr(torch, opened.compute_dtype)
-        state = torch.from_numpy(true[:, 0]).to(dims["world"].device_type, dtype)
-        frames = [state]
+    fields, source, domain = job.config.fields, fields_of(job.config), field_domain(job, dims)
+    numbers = held_out_numbers(source, fields.held_out, fields.lead, steps)
+    part = tuple(domain.ranges(2 + axis, size) for axis, size in enumerate(source.grid))
+    times = slice(0, steps * fields.lead + 1, fields.lead)
+    read = raise_on_all_ranks(lambda: [source.read(number, times, part) for number in numbers], dims["world"])
+    true = torch.from_numpy(np.stack(read)).to(dims["world"].device_type)
+    with torch.no_grad():
+        state = DomainTensor(true[:, 0].to(getattr(torch, job.compute_dtype)), domain)
+        frames = [state.local]
         for _ in range(steps):
-            state = state + model.output(model(DomainTensor(state, Domain({})))).local
-            frames.append(state)
-        predicted = torch.stack(frames, 1).float().cpu().numpy()
-    return Forecast(true, predicted)
+            state = state + model.output(model(state))
+            frames.append(state.local)
+        predicted = torch.stack(frames, 1).float()
+    return Forecast(*(DomainTensor(x, domain.moved(1)) for x in (true, predicted)))
+
+
+def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path, world: object) -> None:
+    """Write the predicted fields, each rank whole chunks of the grid; a collective. folder: seen by all ranks."""
+    from trainer.distributed.domain_parallel.transfer import reshard
+    from trainer.runtime.agreement import raise_on_all_ranks
+
+    x = result.predicted
+    x = reshard(x, {dim: _whole_chunks(axis.layout) for dim, axis in x.domain.axes.items()})
+    frames = x.local.cpu().numpy() * source.std + source.mean
+    part = tuple(x.domain.ranges(dim, x.shape[dim]) for dim in (3, 4))
+    first = world.get_local_rank() == 0
+    raise_on_all_ranks(lambda: create(folder, tuple(x.shape), attributes) if first else None, world)
+    raise_on_all_ranks(lambda: write_part(folder, frames, part), world)
+
+
+def _whole_chunks(layout: AxisLayout) -> AxisLayout:
+    """Return the layout with ends at the nearest chunks' ends."""
+
+    def end(row: int) -> int:
+        return layout.length if row == layout.length else min(round(row / CHUNK) * CHUNK, layout.length)
+
+    return replace(layout, ranges=tuple(union((end(a), end(b)) for a, b in own) for own in layout.ranges))
 
 
 @contextmanager
-def opened_model(job: ResolvedJob) -> "Iterator[tuple[nn.Module, ParallelDims, ResolvedJob]]":
-    """Enter a context with the model and its saved weights, in a process group of one rank.
+def opened_model(job: ResolvedJob, process: "Process") -> "Iterator[tuple[nn.Module, ParallelDims, ResolvedJob]]":
+    """Enter a context with this rank's part of the model and its saved weights, in the process group of all ranks.
 
     Raises:
         ConfigError: the checkpoint is damaged, or of another model.
     """
-    from trainer.runtime.process_group import Process, process_group
+    from trainer.runtime.process_group import process_group
 
-    process = Process(0, 0, 1, job.config.job.device)
     job = on_device(job, process.device.type)
     with process_group(process, job.config.comm):
         yield *loaded_model(job, process.device), job
 
 
-def draw(result: Forecast, channel: str, output: Path) -> None:
-    """Draw the first channel of the first trajectory: truth, prediction and their difference at some steps."""
+def draw(fields: tuple[np.ndarray, np.ndarray], channel: str, output: Path) -> None:
+    """Draw truth, prediction and their difference at some steps; fields: the first two, (steps + 1, rows, columns)."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    steps = result.true.shape[1] - 1
+    truth, prediction = fields
+    steps = len(truth) - 1
     shown = sorted({1, max(steps // 2, 1), steps})
     with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "lct"}):
         figure = Figure(figsize=(2.6 * len(shown), 7.2), layout="constrained")
         axes = figure.subplots(3, len(shown), squeeze=False)
-        limit = np.abs(result.true[0, :, 0]).max()
+        limit = np.abs(truth).max()
         for column, step in enumerate(shown):
-            true, predicted = result.true[0, step, 0], result.predicted[0, step, 0]
+            true, predicted = truth[step], prediction[step]
             rows = {"truth": true, "prediction": predicted, "difference": predicted - true}
             for row, (name, field) in enumerate(rows.items()):
                 image = axes[row, column].imshow(field, cmap="RdBu_r", vmin=-limit, vmax=limit)
@@ -129,27 +168,59 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=8, help="predictions, each from the one before (default: 8)")
     add("--step", type=int, default=-1, help="saved step of the training (default: the latest)")
     add("--picture", type=Path, help="file for a figure of truth and prediction, .png or .svg")
+    add("--output", type=Path, help="new file for the predicted fields, in the format of the data")
+    add("--degrees", type=int, nargs="+", help="ranks along height and width (default: all along the height)")
     return described
 
 
+def _configuration(args: argparse.Namespace, ranks: int) -> JobConfig:
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps} must be at least 1")
+    if args.picture is not None and args.picture.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--picture {args.picture} must end in .png or .svg")
+    if args.output is not None:
+        refuse_existing(args.output)
+    config = configuration(args.folder, args.step, command="forecast", task="fields")
+    degrees = tuple(args.degrees or [ranks] * (ranks > 1))
+    return replace(config, parallelism=replace(config.parallelism, domain_parallel_degrees=degrees))
+
+
+def _predicted(args: argparse.Namespace, job: ResolvedJob, process: "Process") -> None:
+    """Predict on this rank; the first one prints, draws and names the file."""
+    from trainer.runtime.agreement import of_all_ranks
+
+    source, is_first = fields_of(job.config), process.rank == 0
+    with opened_model(job, process) as (model, dims, job):
+        result = forecast(job, model, dims, args.steps)
+        errors, pictured = result.errors(), result.pictured() if args.picture is not None else None
+        if args.output is not None:
+            interval = source.attributes.get("interval", 1) * job.config.fields.lead
+            attributes = {**source.attributes, "interval": interval}
+            with unfinished_file(args.output) if is_first else nullcontext() as folder:
+                write(result, source, attributes, Path(of_all_ranks(str(folder), dims["world"])[0]), dims["world"])
+    if not is_first:
+        return
+    print("step   error of the model   of persistence   ratio")
+    for number, (of_model, persistence) in enumerate(errors, 1):
+        print(f"{number:4}   {of_model:18.4f}   {persistence:14.4f}   {of_model / persistence:5.2f}")
+    if pictured is not None:
+        draw(pictured, source.channels[0], args.picture)
+    for file in filter(None, (args.picture, args.output)):
+        print(file)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Print errors of the model and of persistence, and draw a figure if one is asked for."""
-    args = parser().parse_args(argv)
+    """Print errors of the model and of persistence, and write what is asked for."""
+    from trainer.runtime.process_group import Process
+
+    args, process = parser().parse_args(argv), Process.from_environment()
     try:
-        if args.steps < 1:
-            raise ConfigError(f"--steps {args.steps} must be at least 1")
-        if args.picture is not None and args.picture.suffix not in (".png", ".svg"):
-            raise ConfigError(f"--picture {args.picture} must end in .png or .svg")
-        config = configuration(args.folder, args.step, command="forecast", task="fields")
-        result = forecast(resolve(config, 1, this_machine().device_type(config.job.device)), args.steps)
-        print("step   error of the model   of persistence   ratio")
-        for number, (model, persistence) in enumerate(result.errors(), 1):
-            print(f"{number:4}   {model:18.4f}   {persistence:14.4f}   {model / persistence:5.2f}")
-        if args.picture is not None:
-            draw(result, fields_of(config).channels[0], args.picture)
-            print(args.picture)
+        config = _configuration(args, process.world_size)
+        process = replace(process, wanted_device=config.job.device)
+        _predicted(args, resolve(config, process.world_size, this_machine().device_type(config.job.device)), process)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if process.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

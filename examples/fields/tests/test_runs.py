@@ -1,13 +1,18 @@
 """The real program on fields: every division of a field prints the losses of one rank, resumes, and learns."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import train
+from examples.fields.file import FieldSource
+from examples.fields.forecast import main as predict
 from examples.fields.tests.drifting import write_drifting_fields
 from tests.distributed.pool import WorkerPool
 from trainer.runtime.process_group import Process
@@ -105,6 +110,37 @@ def forecast(folder: Path) -> list[list[str]]:
 @pytest.mark.usefixtures("one_rank")
 def test_a_run_forecasts(folder: Path) -> None:
     assert float(forecast(folder)[0][3]) > 0.5, "after four steps it knows little"
+
+
+def on_ranks(folder: str, output: str, degrees: list[str]) -> tuple[int, str, str]:
+    """Exit code and what is printed, on this rank."""
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        code = predict([folder, "--steps", "4", "--output", output, *degrees])
+    return code, printed.getvalue(), said.getvalue()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_forecast_as_one_process_and_each_writes_its_part(folder: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    outputs = {}
+    for ranks, degrees in ((1, []), (2, []), (4, ["--degrees", "2", "2"])):
+        file = tmp_path / f"{ranks}.zarr"
+        (code, printed, _), *others = pool.run(ranks, on_ranks, str(folder), str(file), degrees)
+        assert code == 0
+        assert all(other == (0, "", "") for other in others)
+        assert printed.splitlines()[-1] == str(file)
+        source = FieldSource.open(file)
+        outputs[ranks] = printed.splitlines()[:-1], source.read(source.trajectories - 1, slice(None))
+    table, fields = outputs[1]
+    assert len(table) == 5
+    assert fields.shape[0] == 5
+    for lines, other in outputs.values():
+        assert lines == table
+        np.testing.assert_allclose(other, fields, rtol=1e-4, atol=1e-5)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["1.zarr", "2.zarr", "4.zarr"]
+    for code, _, said in pool.run(2, on_ranks, str(folder), str(tmp_path / "2.zarr"), []):
+        assert code == 2
+        assert said.count("\n") <= 1
 
 
 @pytest.mark.slow

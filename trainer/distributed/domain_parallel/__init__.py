@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "gradients": "average_gradients",
         "modules": "NeighborhoodAttention parallelize",
         "neighborhood": "neighborhood_attention",
+        "points": "nearest within",
         "tensor": "DomainOperatorError DomainTensor rule",
         "transfer": "gather move read reshard scatter",
     },

@@ -1,0 +1,168 @@
+"""Law: neighbours of sharded points are those of all points, however they are divided; features get all gradients."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.distributed.domain_cases import error, layout_of, local, meshes
+from tests.distributed.pool import WorkerPool
+from tests.slow import slow
+from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
+from trainer.distributed.domain_parallel.gradients import average_gradients
+from trainer.distributed.domain_parallel.modules import parallelize
+from trainer.distributed.domain_parallel.points import nearest, within
+from trainer.distributed.domain_parallel.tensor import DomainTensor
+from trainer.distributed.domain_parallel.transfer import gather
+from trainer.distributed.sharding import exchange as door
+
+RADIUS = 0.4
+
+
+def cloud(kind: str, number: int, seed: int) -> torch.Tensor:
+    """Points at random, on a grid, where many distances are equal, or in two clusters far apart."""
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.rand(number, 3, dtype=torch.float64, generator=generator)
+    if kind == "grid":
+        return (points * 4).floor() / 4
+    return points + 10 * (torch.arange(number) % 2)[:, None] if kind == "clusters" else points
+
+
+def by_hand(queries: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All distances in order, with the numbers of the points."""
+    return (queries[:, None] - points).norm(dim=-1).sort(dim=1, stable=True)
+
+
+def neighbours(seed: int) -> list[str]:
+    """What differs from all distances computed by hand."""
+    wrong, rng = [], random.Random(seed)
+    with meshes() as (mesh, *_):
+        group = mesh.get_all_groups()[0]
+        for kind in ("random", "grid", "clusters"):
+            queries, points = cloud(kind, 17, seed), cloud(kind, 40, seed + 1)
+            for divided in ("both", "queries", "none"):
+                mine = [Domain({}), Domain({})]
+                if divided != "none":
+                    mine[0] = Domain({0: Axis(layout_of(rng, 17, group.size()), group)})
+                if divided == "both":
+                    mine[1] = Domain({0: Axis(layout_of(rng, 40, group.size()), group)})
+                given = [DomainTensor(local(x, d), d) for x, d in zip((queries, points), mine, strict=True)]
+                distances, order = by_hand(queries, points)
+                got, numbers = (gather(part).local for part in nearest(*given, 5))
+                same = torch.allclose(got, distances[:, :5], rtol=1e-12) and torch.equal(numbers, order[:, :5])
+                wrong += [f"nearest {kind} {divided}"] * (not same)
+                numbers, found = (gather(part).local for part in within(*given, RADIUS, at_most=6))
+                expected = distances[:, :6] <= RADIUS
+                same = torch.equal(found, expected) and torch.equal(numbers, order[:, :6] * expected)
+                wrong += [f"within {kind} {divided}"] * (not same)
+                far, there = (gather(part).local for part in within(*given, 100.0, at_most=50))
+                same = torch.equal(there.sum(1), torch.full((17,), 40)) and torch.equal(far[:, :40], order)
+                wrong += [f"all within {kind} {divided}"] * (not same)
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [3, *slow(1, 2, 4)])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
+def test_neighbours_are_those_of_all_points(pool: WorkerPool, world_size: int, seed: int) -> None:
+    assert pool.run(world_size, neighbours, seed) == [[]] * world_size
+
+
+def sent_by_regions() -> tuple[int, int]:
+    """Points that this rank sends where ranks have regions, and where they have points of everywhere."""
+    sent = []
+    with meshes() as (mesh, *_):
+        domain = Domain({0: Axis(balanced(400, mesh.size()), mesh.get_all_groups()[0])})
+        points = cloud("random", 400, 3)
+        for order in (points[:, 0].argsort(), torch.arange(400)):
+            x = DomainTensor(local(points[order], domain), domain)
+            door.bytes_sent.clear()
+            within(x, x, 0.05, at_most=4)
+            sent.append(
+                (door.bytes_sent["points"] - 8 * (mesh.size() - 1)) // (4 * 8)
+            )  # three coordinates and a number
+    return sent[0], sent[1]
+
+
+def test_ranks_with_regions_send_only_points_near_their_borders(pool: WorkerPool) -> None:
+    for regions, everywhere in pool.run(2, sent_by_regions):
+        assert 0 < regions < 40  # of 200, of which a twentieth of the cube's width is a tenth
+        assert everywhere > 150
+
+
+class Cloud(nn.Module):
+    """Features of surface points from a ball of neighbours and the k nearest, and of all points from attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far, self.out = nn.Linear(6, 8), nn.Linear(7, 8), nn.Linear(8, 2)
+        self.query, self.pair = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, points: Any, features: Any, surface: Any) -> Any:
+        numbers, found = within(surface, points, RADIUS, at_most=6)
+        offsets = points[numbers] - surface[:, None]
+        seen = self.near(torch.cat([offsets, features[numbers]], -1)).masked_fill(~found[..., None], -1e3)
+        distances, order = nearest(surface, points, 3)
+        weights = ((points[order] - surface[:, None]).square().sum(-1) * -4).softmax(-1)
+        close = torch.cat([features[order], points[order], distances[..., None]], -1)
+        y = F.gelu(self.far((close * weights[..., None]).sum(1)) + seen.amax(1).clamp(min=-10))
+        k, v = self.pair(y).chunk(2, -1)
+        return self.out(y + F.scaled_dot_product_attention(self.query(y)[None], k[None], v[None])[0])
+
+
+def trained() -> dict[str, float]:
+    """Errors of output and gradients of a model of point clouds, after `parallelize`."""
+    with meshes() as (mesh, *_):
+        rng, group = random.Random(4), mesh.get_all_groups()[0]
+        torch.manual_seed(0)
+        ours, theirs = Cloud().double(), Cloud().double()
+        theirs.load_state_dict(ours.state_dict())
+        wholes = [cloud("random", 40, 1), torch.randn(40, 3, dtype=torch.float64), cloud("random", 17, 2)]
+        domains = [Domain({0: Axis(layout_of(rng, n, group.size()), group)}) for n in (40, 17)]
+        domains.insert(1, domains[0])
+        shards = [local(x, d).requires_grad_() for x, d in zip(wholes, domains, strict=True)]
+        leaves = [x.clone().requires_grad_() for x in wholes]
+        given = [DomainTensor(x, d) for x, d in zip(shards, domains, strict=True)]
+        told, got = parallelize(ours, *given), ours(*given)
+        expected = theirs(*(DomainTensor(leaf, Domain({})) for leaf in leaves)).local
+        found = {"told": float(told.domain != got.domain), "output": error(gather(got).local, expected)}
+        got.sin().mean().backward()
+        expected.sin().mean().backward()
+        average_gradients(ours, mesh)
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            found[name] = error(p.grad, q.grad)
+        for name, a, b, d in zip(("points", "features", "surface"), shards, leaves, domains, strict=True):
+            found[name] = error(a.grad / group.size(), local(b.grad, d), b.grad)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [3, *slow(2, 4)])
+def test_a_model_of_point_clouds_equals_one_process(pool: WorkerPool, world_size: int) -> None:
+    for found in pool.run(world_size, trained):
+        assert len(found) == 15
+        assert max(found.values()) <= 1e-12, found
+
+
+def wrong_uses() -> list[str]:
+    said = []
+    with meshes() as (mesh, *_):
+        domain = Domain({0: Axis(balanced(6, mesh.size()), mesh.get_all_groups()[0])})
+        x, whole = DomainTensor(torch.zeros(3, 2), domain), DomainTensor(torch.zeros(6, 2), Domain({}))
+        for use in (
+            lambda: nearest(x, x, 7),
+            lambda: nearest(whole, x, 2),
+            lambda: nearest(x, x[:, :1], 2),
+            lambda: within(x, x, 0.0, at_most=2),
+        ):
+            with pytest.raises(ValueError) as raised:
+                use()
+            said.append(str(raised.value))
+    return said
+
+
+def test_wrong_uses_get_a_sentence(pool: WorkerPool) -> None:
+    expected = ["k = 7 must be from 1 to the 6 points", "shard both over the same", "whole coordinates", "be positive"]
+    for said in pool.run(2, wrong_uses):
+        assert all(part in text for part, text in zip(expected, said, strict=True)), said
