@@ -107,7 +107,7 @@ def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path,
     from trainer.runtime.agreement import raise_on_all_ranks
 
     x = result.predicted
-    x = reshard(x, {dim: _whole_chunks(axis.layout) for dim, axis in x.domain.axes.items()})
+    x = reshard(x, {dim: whole_chunks(axis.layout) for dim, axis in x.domain.axes.items()})
     frames = x.local.cpu().numpy() * source.std + source.mean
     part = tuple(x.domain.ranges(dim, x.shape[dim]) for dim in (3, 4))
     first = world.get_local_rank() == 0
@@ -115,7 +115,7 @@ def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path,
     raise_on_all_ranks(lambda: write_part(folder, frames, part), world)
 
 
-def _whole_chunks(layout: AxisLayout) -> AxisLayout:
+def whole_chunks(layout: AxisLayout) -> AxisLayout:
     """Return the layout with ends at the nearest chunks' ends."""
 
     def end(row: int) -> int:

@@ -177,6 +177,9 @@ def preparations() -> dict[str, Any]:
         found["refused"] = str(error.value)
         found["statistics"] = int(refused.blocks[0].num_batches_tracked)
         found["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in refused.modules())
+        with pytest.raises(DomainOperatorError) as error:
+            parallelize(MODELS["latents"].make(), x)
+        found["value"] = str(error.value)
         model = Circular()
         parameters = [*model.named_parameters()]
         y = parallelize(model, x)
@@ -197,10 +200,12 @@ def test_what_parallelize_says_before_any_data(pool: WorkerPool) -> None:
             "module blocks.1.1: local_response_norm of a tensor of shape (2, 4, 32, 40), sharded in dimension 2, is "
             "not handled: it has no rule for sharded axes; call it on `gather`ed tensors, or give it a rule"
         )
+        assert found["value"].startswith("module model: the forward reads the value of a tensor (Tensor.item()")
+        assert "run the model without `parallelize`" in found["value"]
         assert found["classes"] == ["Conv2d", "DomainConv2d", "DomainConv2d", "Conv2d"]
         assert found["parameters"]
         assert found["output"] == (True, SHAPE, (((0, 11),), ((11, 32),)))
-        assert (found["calls"], found["statistics"], found["hooks"]) == (2, 0, 0)  # a hash of each call
+        assert (found["calls"], found["statistics"], found["hooks"]) == (3, 0, 0)  # a hash of each call
         assert found["layout"]
         assert found["whole"]
 

@@ -13,6 +13,9 @@ _MOVE = "tests/distributed/test_domain_move.py"
 _TENSORS = "tests/distributed/test_domain_tensor.py"
 _TENSOR = f"{_TENSORS}::test_functions_equal_those_of_a_whole_tensor"
 _VIEWS_TESTS = "tests/distributed/test_domain_views.py"
+_ALONG = f"{_TENSOR}[along-3-1]"
+_NOISE = "tests/distributed/test_domain_noise.py"
+_POINTS = "tests/distributed/test_domain_points.py"
 _IN_PLACE = f"{_VIEWS_TESTS}::test_changes_in_place_are_refused_or_reach_what_they_reach_in_the_whole_tensor"
 _TENSOR_FILE = "tests/distributed/test_domain_tensor.py"
 _VIEWS, _ELEMENTWISE, _PRODUCTS = (f"{_TENSOR}[{name}-3-1]" for name in ("views", "elementwise", "products"))
@@ -142,9 +145,9 @@ DOMAIN = (
     Mutant(
         "rows that end inside a merged row are not noticed",
         f"{_DOMAIN}/views.py",
-        "if any(end * old % new for",
-        "if any(end * old % new < 0 for",
-        "tests/distributed/test_domain_tensor.py::test_what_is_not_handled_is_refused_on_every_rank_and_nothing_is_sent",
+        "if any(end % unit for",
+        "if any(end % unit < 0 for",
+        _ALONG,
     ),
     Mutant(
         "of a whole operand each rank takes the first rows",
@@ -191,8 +194,8 @@ DOMAIN = (
     Mutant(
         "a mask is taken from its first row on every rank",
         f"{_DOMAIN}/attention.py",
-        "axes = {dim: axis for dim, axis in q.domain.axes.items() if sizes[dim] != 1}",
-        "axes = {}; mask = mask[..., : q.local.shape[-2], :]",
+        "if dim >= before and shape[dim] == q.shape[dim]}",
+        "if dim < 0}; mask = mask[..., : q.local.shape[-2], :]",
         _PRODUCTS,
     ),
     Mutant(
@@ -203,10 +206,10 @@ DOMAIN = (
         _PRODUCTS,
     ),
     Mutant(
-        "an operand stays sharded in an index that the result has on the same ranks",
-        f"{_DOMAIN}/products.py",
-        "x = gather(x, [dim for dim in x.domain.axes if dim not in kept])",
-        "x = gather(x, [])",
+        "what is sharded in another dimension over the same ranks is taken for whole",
+        f"{_DOMAIN}/elementwise.py",
+        "layout) if there else gather(x, [dim])",
+        "layout) if there else DomainTensor(x.local, x.domain.reduced([dim], keepdim=True))",
         _PRODUCTS,
     ),
     Mutant(
@@ -366,8 +369,120 @@ DOMAIN = (
     Mutant(
         "of a batch of one, whole beside a sharded one, every rank takes a sample",
         f"{_DOMAIN}/elementwise.py",
-        "x.shape[dim] == shape[before + dim]:",
-        "x.shape[dim] != 1:",
+        "x.shape[dim - before] == shape[dim]",
+        "x.shape[dim - before] != 1",
         f"{_MODELS}::test_neighborhood_attention_is_a_module",
+    ),
+    Mutant(
+        "a softmax sums over the rows of a rank",
+        f"{_DOMAIN}/along.py",
+        "total = exact.exp().sum(dim, keepdim=True)",
+        "total = DomainTensor(exact.local, x.domain).exp().sum(dim, keepdim=True) * 0 + exact.local.exp().sum()",
+        _ALONG,
+    ),
+    Mutant(
+        "the best rows have numbers of the shard",
+        f"{_DOMAIN}/along.py",
+        "rows = rows_on(axis.layout, axis.rank, x.device)[places]",
+        "rows = places",
+        _ALONG,
+    ),
+    Mutant(
+        "the transform of real numbers comes last",
+        f"{_DOMAIN}/along.py",
+        'in reversed(steps) if one == "rfft" else steps',
+        "in steps",
+        _ALONG,
+    ),
+    Mutant(
+        "a merged shard has one range",
+        f"{_DOMAIN}/views.py",
+        "own = layout.repeated(before)",
+        "own = layout if before == 1 else sized([layout.local_length(r) * before for r in range(layout.degree)])",
+        _ALONG,
+    ),
+    Mutant(
+        "a dimension that fits in its first block is taken for one that fits in all",
+        f"{_DOMAIN}/views.py",
+        "if all(union(r) == union(",
+        "if place >= 0 or all(union(r) == union(",
+        _ALONG,
+    ),
+    Mutant(
+        "a value that is assigned to whole rows is that of one rank",
+        f"{_DOMAIN}/views.py",
+        "gather(value).local\n        target[index] = value",
+        "gather(value).local\n        target[index] = value * 0",
+        _ALONG,
+    ),
+    Mutant(
+        "a row that two ranks ask for gets one gradient",
+        f"{_DOMAIN}/indexing.py",
+        "result = arrived.new_zeros(rows, *arrived.shape[1:]).index_add(0, asked.places, arrived)",
+        "result = arrived.new_zeros(rows, *arrived.shape[1:]).index_copy(0, asked.places, arrived)",
+        _ALONG,
+    ),
+    Mutant(
+        "rows come in the order of their owners",
+        f"{_DOMAIN}/indexing.py",
+        "return arrived.index_select(0, asked.back).movedim(0, dim)",
+        "return arrived.index_select(0, asked.back.sort().values).movedim(0, dim)",
+        _ALONG,
+    ),
+    Mutant(
+        "a derivative in the loss is that of every rank's copy",
+        f"{_DOMAIN}/gradients.py",
+        "shares.append(seed / math.prod(group.size() for group in lacking(y)))",
+        "shares.append(seed / 1)",
+        _ALONG,
+    ),
+    Mutant(
+        "the derivative of an exchange's adjoint is lost",
+        f"{_SHARDING}/exchange.py",
+        "return _Exchange.apply(x, *ctx.exchange), None, None, None, None",
+        "return _Exchange.apply(x * 0, *ctx.exchange), None, None, None, None",
+        _ALONG,
+    ),
+    Mutant(
+        "a mask of dropout is that of the shard",
+        f"{_DOMAIN}/noise.py",
+        "before = (before.unsqueeze(-1) * size + own).reshape(-1)",
+        "before = (before.unsqueeze(-1) * size + own - own[:1]).reshape(-1)",
+        _NOISE,
+    ),
+    Mutant(
+        "all calls draw the same",
+        f"{_DOMAIN}/noise.py",
+        'key = to_device(torch.randint(2**62, (), device="cpu"), x.device)',
+        "key = torch.tensor(7, device=x.device)",
+        _NOISE,
+    ),
+    Mutant(
+        "dropped attention of a whole tensor draws as torch does",
+        f"{_DOMAIN}/attention.py",
+        "if x is None and not dropout_p:",
+        "if x is None:",
+        _NOISE,
+    ),
+    Mutant(
+        "halos of points are not widened",
+        f"{_DOMAIN}/points.py",
+        "amin(0) - reach",
+        "amin(0)",
+        _POINTS,
+    ),
+    Mutant(
+        "points at equal distances come in any order",
+        f"{_DOMAIN}/points.py",
+        "numbers, order = torch.cat([numbers, names]).sort()",
+        "numbers, order = torch.cat([numbers, names]).sort(descending=True)",
+        _POINTS,
+    ),
+    Mutant(
+        "ranks write parts of the same chunks",
+        "examples/fields/forecast.py",
+        "min(round(row / CHUNK) * CHUNK, layout.length)",
+        "row",
+        "examples/fields/tests/test_runs.py::test_parts_are_whole_chunks",
     ),
 )

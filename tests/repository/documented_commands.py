@@ -143,11 +143,11 @@ RULES = [
         says="training done: 2 steps",
     ),
     Rule(
-        r"python -m examples\.fields\.forecast outputs/domain_(\w+) .*",
+        r"(?:python|torchrun --nproc-per-node 2) -m examples\.fields\.forecast outputs/domain_(\w+) .*",
         rf"{SMALL_FIELDS}; lct train examples/fields/\1.toml --training.steps=2 --training.data_streams=4; "
         r"\g<0> --steps 2",
         why=LONG,
-        says=r"error of the model(?s:.*)forecast\.png",
+        says=r"error of the model(?s:.*)(forecast\.png|predicted\.zarr)",
     ),
     # ---- README: from a clone to a run
     Rule(

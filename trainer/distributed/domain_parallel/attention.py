@@ -87,23 +87,10 @@ def _rows_of_mask(mask: Any, q: DomainTensor, *, is_causal: bool) -> torch.Tenso
         mask = torch.ones(q.shape[rows], q.shape[rows], dtype=torch.bool, device=q.device).tril()
     if mask is None:
         return None
-    mask = mask if isinstance(mask, DomainTensor) else DomainTensor(mask, Domain({}))
     before = q.ndim - mask.ndim
-    axes = {dim: axis for dim, axis in q.domain.axes.items() if dim >= before and mask.shape[dim - before] != 1}
-    fits = {dim - before for dim, axis in axes.items() if _group(mask, dim - before) is axis.group}
-    mask = gather(mask, [dim for dim in mask.domain.axes if dim not in fits])
-    shape = torch.Size(
-        [
-            *q.shape[:before],
-            *(size if size == 1 else q.shape[before + d] for d, size in enumerate(mask.shape[:-1])),
-            mask.shape[-1],
-        ]
-    )
+    shape = torch.Size([*q.shape[:before], *mask.shape])
+    axes = {dim: axis for dim, axis in q.domain.axes.items() if dim >= before and shape[dim] == q.shape[dim]}
     return own_part(mask, Domain(axes), shape)
-
-
-def _group(x: DomainTensor, dim: int) -> Any:
-    return x.domain.axes[dim].group if dim in x.domain.axes else None
 
 
 def _repeated(keys: DomainTensor, q: DomainTensor, *, shares: bool) -> DomainTensor:

@@ -128,6 +128,12 @@ def _names_in_errors(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
     try:
         yield reached
     except (TypeError, ValueError, RuntimeError) as error:
+        if "meta tensor" in str(error):
+            where = f"module {running[-1]}: " if running and running[-1] else ""
+            raise DomainOperatorError(
+                f"{where}the forward reads the value of a tensor ({error}), which a check without data does not have; "
+                "run the model without `parallelize`: what is not handled is refused when it is called"
+            ) from None
         if running and running[-1]:
             error.args = (f"module {running[-1]}: {error}", *error.args[1:])
         raise

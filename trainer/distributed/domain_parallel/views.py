@@ -106,9 +106,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ran
 
 
 @lru_cache(maxsize=1024)
-def _refitted(
-    layout: AxisLayout, before: int, after: int, sizes: tuple[int, ...]
-) -> tuple[int, AxisLayout] | tuple[None, AxisLayout]:
+def _refitted(layout: AxisLayout, before: int, after: int, sizes: tuple[int, ...]) -> tuple[int | None, AxisLayout]:
     """Return which of the new dimensions of a group is sharded, and its layout.
 
     If none fits: None, and the layout of all rows of the group in which the first new dimension would.
