@@ -429,6 +429,22 @@ PRODUCTS = [
         case(f"weighted losses {r}", lambda x, y, w, r=r: weighted(x, y, w, r).reshape(-1), SHAPE, SHAPE, sharded=(0,))
         for r in ("mean", "sum", "none")
     ],
+    *[
+        case(
+            f"losses of distributions {r}",
+            lambda x, y, v, r=r: (
+                F.gaussian_nll_loss(x, y, v.abs() + 0.1, full=True, reduction=r)
+                + F.gaussian_nll_loss(x, y, 2.0, eps=3.0, reduction=r)
+                + F.poisson_nll_loss(x, y.exp(), reduction=r)
+                + F.soft_margin_loss(x, y.detach().sign(), reduction=r) * (y * v).mean()
+            ).reshape(-1),
+            SHAPE,
+            SHAPE,
+            others=(2,),
+            sharded=(0,) if r == "none" else BATCH_AND_SPACE,
+        )
+        for r in ("mean", "sum", "none")
+    ],
     case("divergence of a batch", lambda x, y: F.kl_div(x, y.sigmoid(), reduction="batchmean"), SHAPE),
     *[
         case(f"labels {r}", lambda x, y, r=r: labelled(x, y, r).reshape(-1), SHAPE, others=o, sharded=d)

@@ -1,17 +1,31 @@
 """Law: a move of the sharding to another dimension, and operators on a mesh of three dimensions, equal one process."""
 
+import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed import checkpoint
 
-from tests.distributed.domain_cases import NUMBERS, DomainCase, check, layout_of, local, meshes, on_shards, seeds, worst
+from tests.distributed.domain_cases import (
+    NUMBERS,
+    DomainCase,
+    check,
+    error,
+    layout_of,
+    local,
+    meshes,
+    on_shards,
+    seeds,
+    worst,
+)
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced, sized
 from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.domain_parallel.transfer import move
+from trainer.distributed.domain_parallel.transfer import from_dtensor, move, to_dtensor
 from trainer.distributed.sharding import exchange as door
 
 
@@ -111,3 +125,46 @@ def test_a_wrong_move_is_refused_on_every_rank(pool: WorkerPool) -> None:
 @pytest.mark.slow
 def test_three_sharded_dimensions_equal_one_process(pool: WorkerPool) -> None:
     check(pool.run(8, cubes, range(12)))
+
+
+def bridged(folder: str) -> dict[str, float]:
+    """Errors of tensors that become DTensors and come back, of their gradients, and of what a checkpoint holds."""
+    errors, rng = {}, random.Random(2)
+    with meshes() as all_meshes:
+        for mesh in all_meshes:
+            groups = mesh.get_all_groups()
+            whole = torch.randn(2, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            for dims in ([1, 2], [2, 0], [1]):  # the last one leaves a dimension of the mesh with copies
+                axes = {
+                    d: Axis(layout_of(rng, whole.shape[d], g.size()), g) for d, g in zip(dims, groups, strict=False)
+                }
+                domain, name = Domain(axes), f"{mesh.ndim} {dims}"
+                x, leaf = local(whole, domain).requires_grad_(), whole.clone().requires_grad_()
+                there = to_dtensor(DomainTensor(x, domain), mesh)
+                errors[f"there {name}"] = error(there.full_tensor(), whole)
+                (there.sin() * there).sum().full_tensor().backward()
+                (leaf.sin() * leaf).sum().backward()
+                copies = math.prod(g.size() for g in groups) // math.prod(a.degree for a in axes.values())
+                errors[f"gradient there {name}"] = error(x.grad * copies, local(leaf.grad, domain), leaf.grad)
+                x.grad = leaf.grad = None
+                back = from_dtensor(to_dtensor(DomainTensor(x, domain), mesh) * 2)
+                errors[f"back {name}"] = error(back.local, local(whole * 2, back.domain), whole)
+                back.square().mean().backward()
+                (leaf * 2).square().mean().backward()
+                shares = x.grad / (mesh.size() // copies)  # what every rank has whole counts once a rank
+                errors[f"gradient back {name}"] = error(shares, local(leaf.grad, domain), leaf.grad)
+                path = f"{folder}/{name}"
+                checkpoint.save({"x": there.detach()}, checkpoint_id=path)
+                other = Domain({0: Axis(balanced(2, groups[0].size()), groups[0])})
+                empty = to_dtensor(DomainTensor(torch.zeros(other.local_shape(whole.shape)).double(), other), mesh)
+                checkpoint.load(state := {"x": empty}, checkpoint_id=path)
+                read = from_dtensor(state["x"])
+                errors[f"checkpoint {name}"] = error(read.local, local(whole, read.domain), whole)
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [3, *slow(2, 4)])
+def test_a_sharded_tensor_becomes_a_dtensor_and_comes_back(pool: WorkerPool, world_size: int, tmp_path: Path) -> None:
+    for errors in pool.run(world_size, bridged, str(tmp_path)):
+        assert len(errors) >= 15
+        assert max(errors.values()) <= 1e-14, errors

@@ -11,6 +11,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "neighborhood": "neighborhood_attention",
         "points": "nearest within",
         "tensor": "DomainOperatorError DomainTensor rule",
-        "transfer": "gather move read reshard scatter",
+        "transfer": "from_dtensor gather move read reshard scatter to_dtensor",
     },
 )

@@ -1,5 +1,6 @@
 """Rules of losses. A mean is over all elements, labels or weights of the whole tensor."""
 
+import math
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
@@ -13,7 +14,7 @@ from trainer.distributed.domain_parallel.elementwise import elementwise, merged,
 
 @rule(
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss"),
 )
 def by_element(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
     given, reduction, weight = _arguments(function, x if is_sharded(x) else target, x, target, *args, **kwargs)
@@ -23,6 +24,17 @@ def by_element(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
         return each.sum() / each.shape[0]
     if reduction == "mean" and weight is not None and function.__name__ in ("mse_loss", "l1_loss"):
         return each.sum() / (torch.ones_like(each) * weight).sum()
+    return each if reduction == "none" else getattr(each, reduction)()
+
+
+@rule("gaussian_nll_loss")
+def of_normal(function, x, target, var, full=False, eps=1e-6, reduction="mean") -> DomainTensor:
+    """The variance is at least eps, which its gradient does not see."""
+    refuse_unless(reduction in ("none", "mean", "sum"), function, x, f"reduction {reduction!r}")
+    var = var if isinstance(var, DomainTensor | torch.Tensor) else torch.full_like(x, var)
+    var = var.unsqueeze(-1) if var.ndim < x.ndim else var
+    var = var + (var.clamp(min=eps) - var).detach()
+    each = (var.log() + (x - target).square() / var) / 2 + (math.log(2 * math.pi) / 2 if full else 0)
     return each if reduction == "none" else getattr(each, reduction)()
 
 

@@ -1,4 +1,4 @@
-"""How a tensor gets into a domain, from one domain to another, and out: scatter, read, reshard, move, gather.
+"""How a tensor gets into a domain, from one domain to another, and out: scatter, read, reshard, move, gather, DTensors.
 
 Axes are treated one after another, each by one exchange of the rows that change their owner.
 """
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.domain import Axis, Domain
@@ -84,6 +86,46 @@ def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
         if dim in dims:
             local = unshard(local, axis.layout, dim, group=axis.group)
     return DomainTensor(local, x.domain.reduced(dims, keepdim=True))
+
+
+def to_dtensor(x: DomainTensor, mesh: DeviceMesh) -> DTensor:
+    """Return x as a DTensor on the mesh of its domain, in the shards of torch.chunk; rows move to them. Differentiable.
+
+    So sharded fields are saved: torch.distributed.checkpoint takes DTensors, and reads them in any other division.
+
+    Raises:
+        ValueError: x is sharded over ranks that are no dimension of the mesh.
+    """
+    groups = mesh.get_all_groups()
+    dims = [next((d for d, axis in x.domain.axes.items() if axis.group is group), None) for group in groups]
+    if len(dims) - dims.count(None) < len(x.domain.axes):
+        raise ValueError(f"the mesh {mesh} has not all ranks of dimensions {[*x.domain.axes]}; give the domain's mesh")
+    shards = {d: _chunks(x.shape[d], axis.degree) for d, axis in x.domain.axes.items()}
+    copies = math.prod(group.size() for group, dim in zip(groups, dims, strict=True) if dim is None)
+    # Of what ranks have in common a DTensor's gradient is whole on each, and a domain tensor's is a share.
+    local = with_adjoint(reshard(x, shards).local, lambda x: x.view_as(x), lambda gradient: gradient / copies)
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    stride = torch.empty(x.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=stride)
+
+
+def from_dtensor(x: DTensor) -> DomainTensor:
+    """Return a DTensor, whose dimensions are sharded over one dimension of its mesh each, as a domain tensor."""
+    mesh = x.device_mesh
+    x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    dims = [p.dim % x.ndim if isinstance(p, Shard) else None for p in x.placements]
+    if len({d for d in dims if d is not None}) < len(dims) - dims.count(None):
+        raise ValueError(f"{x.placements} shard one dimension over several of the mesh; redistribute it before")
+    pairs = [(dim, group) for dim, group in zip(dims, mesh.get_all_groups(), strict=True) if dim is not None]
+    domain = Domain({d: Axis(_chunks(x.shape[d], group.size()), group) for d, group in pairs})
+    local = x.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in x.placements])
+    return DomainTensor(local, domain)
+
+
+def _chunks(length: int, degree: int) -> AxisLayout:
+    """Return the layout of torch.chunk: all pieces are as long as the first, but for the last ones."""
+    piece = -(-length // degree)
+    return sized([min(max(length - rank * piece, 0), piece) for rank in range(degree)])
 
 
 def scatter(
