@@ -14,6 +14,7 @@ from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_experts import COMPILED, ac, ep
 from tests.distributed.test_parity import degrees, reference
+from tests.slow import slow
 from trainer.distributed import expert_parallel
 from trainer.distributed.sharding.exchange import Pending
 from trainer.models.moe import MoE
@@ -86,7 +87,10 @@ def test_an_exchange_that_is_waited_for_at_once_is_seen(pool: WorkerPool) -> Non
 
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
-    [(2, [*degrees(tp=2), ep(2), *COMPILED, ac("selective")]), (4, [*degrees(dp_shard=2, cp=2), ep(2), ac("full")])],
+    [
+        (4, [*degrees(dp_shard=2, cp=2), ep(2), ac("full")]),
+        *slow((2, [*degrees(tp=2), ep(2), *COMPILED, ac("selective")])),
+    ],
 )
 def test_overlapped_layouts_equal_one_process(pool: WorkerPool, ranks: int, arguments: list[str]) -> None:
     assert_parity(pool.run(ranks, run_layout, [*SHARED, *arguments])[0], reference(pool, *SHARED), 1e-10)

@@ -110,7 +110,7 @@ LAYOUTS |= {
     "fsdp2+pp2+ep2, in parts": (4, [*degrees(dp_shard=2, pp=2), ep(2), PARTS], []),
 }
 QUICK = {"cp2+tp2+ep4", "fsdp4+ep2", "fsdp2+pp2+ep2", "fsdp4+ep2, in parts, whole layers"}
-QUICK |= {"tp2+ep2, compiled, whole layers", "cp2+tp2+ep4, compiled, selective"}
+QUICK |= {"cp2+tp2+ep4, compiled, selective"}
 
 
 @pytest.mark.parametrize(

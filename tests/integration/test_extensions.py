@@ -116,7 +116,7 @@ def test_what_a_package_adds_takes_part_in_a_run(folder: Path) -> None:
 
 
 def test_settings_without_their_optimizer_are_noted(folder: Path) -> None:
-    command = [sys.executable, "-m", "trainer", "check", "--job.imports", "mine", "--sgd.momentum=0.5"]
+    command = [sys.executable, "-m", "trainer", "train", "--check-config", "--job.imports=mine", "--sgd.momentum=0.5"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert "sgd.momentum = 0.5 has no effect with optimizer.name = 'Muon'" in result.stdout + result.stderr

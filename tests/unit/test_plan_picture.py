@@ -12,6 +12,7 @@ from matplotlib.text import Text
 
 from tests.masks import dense
 from tests.repository.test_show_plan import SMALL, case_of, with_degree
+from tests.slow import slow
 from trainer.commands.plan import MOST_RANKS, main
 from trainer.commands.plan_picture import areas_of, draw, picture, rank_color
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
@@ -75,7 +76,7 @@ def outside(figure: Figure) -> list[str]:
     return found + meet
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4, 8, 9, 16, 17, MOST_RANKS])
+@pytest.mark.parametrize("degree", [1, 2, 9, 17, *slow(4, 8, 16, MOST_RANKS)])
 @pytest.mark.parametrize(
     "argv",
     [

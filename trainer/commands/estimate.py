@@ -23,6 +23,7 @@ from textwrap import TextWrapper
 from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
+from trainer.job import resolve
 from trainer.job.sizes import size_words
 from trainer.planner import shim
 from trainer.planner.calibrate import calibrate
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> int:
             print(calibrate(arguments, options.calibrate, memory=machine.memory(type_) or 1 << 36))
             return 0
         record, note = device(options.gpu), ""
+        resolve(config, ranks, record.type, missing=[])  # what is wrong is told before a process imports torch
         if record.type == "cuda" and (why := shim.why_not()):
             note = f"{why}: traced with the kernels of CPUs, which keep more of norms and attention than those of a GPU"
             record, arguments = replace(record, type="cpu"), [*arguments, *_AS_ON_GPUS]
