@@ -137,7 +137,7 @@ def test_models_equal_one_process_on_a_square_of_ranks(pool: WorkerPool, name: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet", "convnext", "Circular"])
+@pytest.mark.parametrize("name", ["resnet", "convnext", "Circular", "vit", "swin", "segformer", "fourier"])
 def test_models_equal_one_process_with_two_ranges_a_rank(pool: WorkerPool, name: str) -> None:
     check(pool.run(2, models, [name], "pieces"))
 
