@@ -281,9 +281,6 @@ def assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
     if isinstance(value, DomainTensor | torch.Tensor):
         for dim in single:  # a number takes a dimension away
             value = value.unsqueeze(dim - part.ndim) if value.ndim >= part.ndim - dim else value
-        domain = common_domain([part, value], part.shape)
-        if domain.axes.keys() != part.domain.axes.keys():
-            value = gather(value, [d for d in value.domain.axes if d + part.ndim - value.ndim not in part.domain.axes])
         value = own_part(value, part.domain, part.shape)
     x.local[local_index] = value
 
