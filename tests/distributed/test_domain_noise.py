@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import DDIMScheduler, DDPMScheduler, EulerAncestralDiscreteScheduler
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.domain_cases import error, layout_of, local, meshes
+from tests.distributed.domain_models import MODELS
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.gradients import average_gradients
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.domain_parallel.transfer import gather
 
@@ -88,6 +91,51 @@ def test_every_layout_draws_the_same(pool: WorkerPool, world_size: int) -> None:
     for found in pool.run(world_size, draws):
         assert found.keys() == FUNCTIONS.keys()
         assert {name: errors for name, errors in found.items() if max(errors) > 1e-12} == {}
+
+
+SCHEDULERS = {
+    "DDPM": DDPMScheduler(num_train_timesteps=20),
+    "ancestral": EulerAncestralDiscreteScheduler(num_train_timesteps=20),
+    "DDIM": DDIMScheduler(num_train_timesteps=20),
+}
+
+
+def diffused(name: str) -> tuple[float, float, float]:
+    """Errors of a loss of diffusion, of its gradients, and of a sample of four steps, on rows of two ranks."""
+    scheduler, x = SCHEDULERS[name], torch.randn(2, 3, 16, 8, generator=torch.Generator().manual_seed(1)).double()
+    with meshes() as (mesh, *_):
+        domain = Domain({2: Axis(sized((5, 11)), mesh.get_group())})
+        losses, gradients, samples = [], [], []
+        for of in (Domain({}), domain):
+            torch.manual_seed(0)
+            scheduler.set_timesteps(20)
+            model, steps = MODELS["unet"].make().double(), scheduler.timesteps[torch.tensor([3, 17])]
+            clean = DomainTensor(local(x[:, :2], of), of)
+            noise = torch.randn_like(clean)
+            noisy = torch.cat([scheduler.add_noise(clean, noise, steps), clean[:, :1]], 1)
+            loss = F.mse_loss(model(noisy, steps).sample, noise)
+            loss.backward()
+            if of.axes:
+                average_gradients(model, mesh)
+            losses.append(loss.local)
+            gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+            scheduler.set_timesteps(4)
+            state, generator = (
+                clean,
+                torch.Generator().manual_seed(2),
+            )  # of the plain noise of a step, whole on each rank
+            with torch.no_grad():
+                for step in scheduler.timesteps:
+                    seen = scheduler.scale_model_input(torch.cat([state, clean[:, :1]], 1), step)
+                    state = scheduler.step(model(seen, step).sample, step, state, generator=generator).prev_sample
+            samples.append(gather(state).local)
+    return error(losses[1], losses[0]), error(gradients[1], gradients[0]), error(samples[1], samples[0])
+
+
+@pytest.mark.parametrize("name", ["DDPM", *slow("ancestral", "DDIM")])
+def test_a_diffusion_model_trains_and_samples_on_shards(pool: WorkerPool, name: str) -> None:
+    for errors in pool.run(2, diffused, name):
+        assert max(errors) <= 1e-11, errors
 
 
 def moments(x: torch.Tensor) -> tuple[float, ...]:
