@@ -183,6 +183,13 @@ def edges(x, y, targets):
     )
 
 
+def sampled(x, grid):
+    """Fields at the places where the wind comes from; some are beyond the borders."""
+    y = F.grid_sample(x, grid.tanh() * 1.3, align_corners=False)
+    y = y + F.grid_sample(x, grid[..., :1] * 0.1 + grid.sin(), "bicubic", "border", align_corners=True)
+    return y * F.grid_sample(x, grid.cos(), "nearest", align_corners=False)
+
+
 def taken(x, y):
     order = y.argsort(2)
     z = torch.gather(x, 2, order) + x.take_along_dim(order, 2) * y
@@ -528,6 +535,8 @@ ALONG = [
     case("assignments of what is whole", assigned, SHAPE, sharded=ALL),
     case("edges", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0, 1), others=(0,)),
     case("edges that are whole", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0,)),
+    case("sampled at places", sampled, (3, 5, 6, 2), sharded=(0, 1, 2, 3)),
+    case("sampled at sharded places", sampled, (3, 8, 6, 2), sharded=(0, 2), others=(0, 1)),
     case("taken along", taken, SHAPE, sharded=ALL, others=(0, 3)),
     case("derivatives in the loss", equation, (4, 4, 3, 3), (4,), sharded=(0, 2)),
     case("shuffled pixels", shuffles, sharded=(0, 2, 3)),

@@ -485,4 +485,11 @@ DOMAIN = (
         "row",
         "examples/fields/tests/test_runs.py::test_parts_are_whole_chunks",
     ),
+    Mutant(
+        "rows of a sampled field are too few",
+        f"{_DOMAIN}/indexing.py",
+        "int(read.max()) + 4)",
+        "int(read.max()))",
+        _ALONG,
+    ),
 )

@@ -23,6 +23,7 @@ from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding.exchange import all_to_all
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import summed, with_adjoint
+from trainer.distributed.sharding.rows import connected
 
 Numbers = DomainTensor | torch.Tensor
 
@@ -114,6 +115,55 @@ def of_numbers(function, x, *args: Any, **kwargs: Any) -> DomainTensor:
     known = function.__name__ == "embedding" or (args or [kwargs.get("num_classes", -1)])[0] > 0
     refuse_unless(known, function, x, "a number of classes that depends on data")
     return DomainTensor(function(x.local, *args, **kwargs), x.domain)
+
+
+@rule("grid_sample")
+def grid_sample(function, x, grid, mode="bilinear", padding_mode="zeros", align_corners=None) -> DomainTensor:
+    """x: (N, C, H, W); grid: (N, rows, columns, 2), as whose rows and columns the result is sharded.
+
+    A rank asks for the rows of x between the first and the last one that its part of the grid reads; columns are
+    gathered.
+    """
+    x, grid = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (x, grid))
+    shown = x if is_sharded(x) else grid
+    refuse_unless(x.ndim == 4 and padding_mode != "reflection", function, shown, "volumes, and padding by reflection")
+    x, of_rows = gather(x, [dim for dim in x.domain.axes if dim == 3]), x.domain.axes.get(2)
+    targets = _only(grid, 1, 2)
+    if of_rows is not None and all(axis.group is not of_rows.group for axis in grid.domain.axes.values()):
+        targets = {1: Axis(balanced(grid.shape[1], of_rows.degree), of_rows.group)} | targets
+    samples, channels = _only(grid, 0) or _only(x, 0), _only(x, 1)
+    points = own_part(grid, Domain(samples | targets), grid.shape)
+    local = own_part(x, Domain(samples | channels | _only(x, 2)), x.shape)
+    if of_rows is not None:
+        local, points = _rows_of_points(local, points, of_rows, align_corners=bool(align_corners))
+    if points.numel():
+        result = function(local, points, mode, padding_mode, align_corners)
+    else:
+        result = connected(local.new_zeros(*local.shape[:2], *points.shape[1:3]), local, points)
+    return DomainTensor(result, Domain(samples | channels | {dim + 1: axis for dim, axis in targets.items()}))
+
+
+def _only(x: DomainTensor, *dims: int) -> dict[int, Axis]:
+    return {dim: axis for dim, axis in x.domain.axes.items() if dim in dims}
+
+
+def _rows_of_points(
+    x: torch.Tensor, points: torch.Tensor, axis: Axis, *, align_corners: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows, dimension 2, that are read at the points, and the points as places in these rows."""
+    height, y = axis.layout.length, points[..., 1]
+    places = (y + 1) / 2 * (height - 1) if align_corners else ((y + 1) * height - 1) / 2
+    first, last = 0, height
+    if x.is_meta:
+        x = x.new_empty(*x.shape[:2], height, x.shape[3])
+    else:
+        read = places.detach().clamp(-2, height + 1)
+        ends = (int(read.min()) - 3, int(read.max()) + 4) if read.numel() else (0, 2)  # bicubic reads two more
+        first, last = max(min(ends[0], height - 2), 0), min(max(ends[1], 2), height)
+        x = with_adjoint(x, *_rows_by_number(axis, torch.arange(first, last, device=x.device), 2))
+    rows, own = last - first, places - first
+    y = own * 2 / max(rows - 1, 1) - 1 if align_corners else (own * 2 + 1) / rows - 1
+    return x, torch.stack([points[..., 0], y], -1)
 
 
 def by_tensor(x: DomainTensor, index: tuple, place: int) -> DomainTensor:
