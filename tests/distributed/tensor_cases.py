@@ -476,6 +476,13 @@ SPATIAL = [
     ),
     case("avg_pool", lambda x: F.avg_pool2d(x, 2, ceil_mode=True, count_include_pad=False)),
     case("adaptive pools", lambda x: F.adaptive_avg_pool2d(x, 1) + F.adaptive_max_pool2d(x, (1, 1))),
+    case(
+        "adaptive pools to other sizes",
+        lambda x: (
+            F.adaptive_avg_pool2d(x, (3, None)).sum(3) * F.adaptive_max_pool2d(x, (3, 5)).mean(3)
+            + F.adaptive_avg_pool2d(x, 5).amax(3)[:, :, 1:4]
+        ),
+    ),
     case("adaptive pool of a sharded batch", lambda x: F.adaptive_avg_pool2d(x, (3, None)), sharded=(0, 1)),
     case(
         "adaptive pools without a batch",

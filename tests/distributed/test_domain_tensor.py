@@ -71,8 +71,6 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "argmax of all": (lambda x, _: x.argmax(), "it works along dimension None"),
     "sharded weight": (lambda x, _: F.conv2d(torch.zeros(1, 4, 9, 9), x), "only its first argument may be sharded"),
     "indices of a pool": (lambda x, _: F.max_pool2d(x, 2, return_indices=True), "max_pool2d_with_indices of"),
-    "adaptive": (lambda x, _: F.adaptive_avg_pool2d(x, 2), "an output size other than 1"),
-    "adaptive maximum": (lambda x, _: F.adaptive_max_pool2d(x, (1, 2)), "an output size other than 1"),
     "instances": (
         lambda x, _: F.instance_norm(x, torch.zeros(4), torch.ones(4), use_input_stats=False),
         "running stat",

@@ -313,8 +313,8 @@ DOMAIN = (
     Mutant(
         "adaptive pools take the first dimensions for batch and channels",
         f"{_DOMAIN}/windows.py",
-        "return reduction(x, [*range(-spatial, 0)],",
-        "return reduction(x, [*range(2, x.ndim)],",
+        "dims = range(x.ndim - int(function.__name__[-2]), x.ndim)\n    reduction",
+        "dims = range(2, 2 + int(function.__name__[-2]))\n    reduction",
         f"{_TENSOR}[space-3-1]",
     ),
     Mutant(

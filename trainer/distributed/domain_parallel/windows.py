@@ -243,13 +243,16 @@ def avg_pool(
 
 @rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
 def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
-    spatial = int(function.__name__[-2])
-    if _spatial_is_whole(x, spatial):
-        return _on_samples(function, x, output_size)
-    is_one = output_size in (1, (1,) * spatial, [1] * spatial)
-    refuse_unless(is_one, function, x, "an output size other than 1")
+    """Of a sharded dimension each output is a mean, or a maximum, over ranks, and whole on every rank."""
+    refuse_unless(not return_indices, function, x, "the indices of a pool")
+    dims = range(x.ndim - int(function.__name__[-2]), x.ndim)
     reduction = torch.mean if function.__name__[:12] == "adaptive_avg" else torch.amax
-    return reduction(x, [*range(-spatial, 0)], keepdim=True)
+    sizes = per_axis(output_size, dims)
+    for dim, size in zip(dims, sizes, strict=True):
+        if dim in x.domain.axes and size is not None:
+            ends = [(i * x.shape[dim] // size, -(-(i + 1) * x.shape[dim] // size)) for i in range(size)]
+            x = torch.cat([reduction(x.narrow(dim, a, b - a), dim, keepdim=True) for a, b in ends], dim)
+    return _on_samples(function, x, sizes)
 
 
 def _spatial_is_whole(x: DomainTensor, number: int) -> bool:
