@@ -488,7 +488,7 @@ SPATIAL = [
         "adaptive pools without a batch",
         lambda x: F.adaptive_avg_pool2d(x, 1) * F.adaptive_max_pool1d(x.sum(2), 1).unsqueeze(-1),
         shape=(4, 8, 7),
-        sharded=(1, 2),
+        sharded=(1,),
     ),
     case(
         "pools and convolution without a batch",
