@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m examples.fields.forecast outputs/domain_unet --ou
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -178,10 +179,15 @@ def _configuration(args: argparse.Namespace, ranks: int) -> JobConfig:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
     if args.picture is not None and args.picture.suffix not in (".png", ".svg"):
         raise ConfigError(f"--picture {args.picture} must end in .png or .svg")
+    degrees = tuple(args.degrees or [ranks] * (ranks > 1))
+    if math.prod(degrees) != ranks:
+        shown = " ".join(map(str, degrees))
+        raise ConfigError(
+            f"--degrees {shown}: their product must be the number of ranks, {ranks}; use --degrees {ranks}"
+        )
     if args.output is not None:
         refuse_existing(args.output)
     config = configuration(args.folder, args.step, command="forecast", task="fields")
-    degrees = tuple(args.degrees or [ranks] * (ranks > 1))
     return replace(config, parallelism=replace(config.parallelism, domain_parallel_degrees=degrees))
 
 

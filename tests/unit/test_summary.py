@@ -117,7 +117,7 @@ def test_the_first_line_says_what_starts() -> None:
     assert opening(config, 1, "cpu") == "my run on 1 CPU rank; output goes to ./outputs/debug_model"
 
 
-def test_the_end_says_where_everything_lies() -> None:
+def test_the_end_says_where_everything_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("--job.dump_folder=out", "--metrics.no-enable_tensorboard")
     assert closing(job, checkpoint=None, program="lct").splitlines() == [
         "metrics      out/metrics.jsonl",
@@ -125,6 +125,8 @@ def test_the_end_says_where_everything_lies() -> None:
     ]
     text = closing(job, checkpoint=Path("out/checkpoint/step-100"), program="lct")
     assert "weights      out/checkpoint/step-100\nnext         lct generate out --prompt" in text
+    monkeypatch.setattr(type(job.task), "command", "python -m mine {}")  # a task of a package has a program of its own
+    assert "next         python -m mine out\n" in closing(job, checkpoint=Path("out/checkpoint/step-1"), program="lct")
 
 
 # ---- the mesh

@@ -32,7 +32,7 @@ class Language(TaskSpec):
     name, module = "tokens", "trainer.tasks.language:LanguageTask"
     data, positions, position, sample = "text", "tokens", "tok", "sequence"
     copies_batches = True
-    command = "generate {} --prompt '...'"
+    command = "lct generate {} --prompt '...'"
     validates, fixed_shapes = True, False
 
     def model(self, config: JobConfig, flavor: DecoderArgs, missing: list[str] | None) -> DecoderArgs:

@@ -61,7 +61,10 @@ def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
         lines.append(f"{'weights':{_TOPIC}}not saved; --checkpoint.enable saves them")
     else:
         lines.append(f"{'weights':{_TOPIC}}{checkpoint}")
-        lines.append(f"{'next':{_TOPIC}}{program} {job.task.command.format(folder)}")
+        ours, command = "lct ", job.task.command.format(folder)
+        if command.startswith(ours):
+            command = f"{program} {command.removeprefix(ours)}"
+        lines.append(f"{'next':{_TOPIC}}{command}")
         if not job.config.checkpoint.last_save_model_only:
             lines.append(f"{'':{_TOPIC}}the same command with a larger --training.steps trains on")
     return "\n".join(lines)

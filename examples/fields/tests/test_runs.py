@@ -165,6 +165,7 @@ def test_it_learns_and_forecasts(pool: WorkerPool, path: str, tmp_path: Path) ->
     ("arguments", "message"),
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--degrees", "1", "2"], "--degrees 1 2: their product must be the number of ranks, 1"),
         (["--picture", "a.pdf"], "must end in .png or .svg"),
         ([], "holds no run"),
     ],
