@@ -183,6 +183,18 @@ def edges(x, y, targets):
     )
 
 
+def crossed(x):
+    """Numbers that are sharded over the ranks that share the other dimension of the rows."""
+    numbers = x.T[:, 0].detach().abs().mul(2).long().clamp(max=5)
+    y = x.index_add(0, numbers, x.sin()) + x.index_select(0, numbers) * x[numbers].cos()
+    return (
+        y
+        + torch.zeros_like(x).index_add_(1, numbers, x)
+        + torch.cat([x, x.T], 0)[3:9]
+        + torch.cat([x.T, x], 1)[:, 4:10]
+    )
+
+
 def sampled(x, grid):
     """Fields at the places where the wind comes from; some are beyond the borders."""
     y = F.grid_sample(x, grid.tanh() * 1.3, align_corners=False)
@@ -542,7 +554,14 @@ ALONG = [
     case("assignments of what is whole", assigned, SHAPE, sharded=ALL),
     case("edges", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0, 1), others=(0,)),
     case("edges that are whole", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0,)),
+    case("numbers of the other ranks", crossed, shape=(6, 6), sharded=(0, 1)),
     case("sampled at places", sampled, (3, 5, 6, 2), sharded=(0, 1, 2, 3)),
+    case(
+        "sampled in a sharded batch",
+        lambda x: F.grid_sample(x, x.permute(2, 3, 0, 1).tanh(), align_corners=False),
+        shape=(8, 2, 8, 7),
+        sharded=(0, 2, 3),
+    ),
     case("sampled at sharded places", sampled, (3, 8, 6, 2), sharded=(0, 2), others=(0, 1)),
     case("taken along", taken, SHAPE, sharded=ALL, others=(0, 3)),
     case("derivatives in the loss", equation, (4, 4, 3, 3), (4,), sharded=(0, 2)),

@@ -179,7 +179,22 @@ def made(sizes: tuple[int, ...], mesh: DeviceMesh) -> DomainTensor:
     return DomainTensor(torch.ones(2, 4, axis.rows, 5, dtype=torch.float64), Domain({2: axis}))
 
 
+def added_over_the_same_ranks(x: Any, _: Any) -> Any:
+    """Rows by numbers that are sharded over the ranks that share the columns."""
+    x = x[0]
+    return x.index_add(0, x[0].detach().abs().long().clamp(max=2), x.T @ x)
+
+
+def sampled_over_the_same_ranks(x: Any, _: Any) -> Any:
+    """Rows of fields are sharded over the ranks that share the samples of the grid."""
+    products = torch.einsum("an,bh->nabh", x[:, 0], x[:, 0])
+    grid = products.permute(0, 1, 3, 2).tanh()
+    return F.grid_sample(products.permute(3, 1, 0, 2), grid, align_corners=False)
+
+
 ROWS: dict[str, Callable[[Any, Any], Any]] = {
+    "added over the same ranks": added_over_the_same_ranks,
+    "sampled over the same ranks": sampled_over_the_same_ranks,
     "put together": lambda x, y: torch.cat([y[:, :, :1], x, y], 2),
     "taken again": lambda x, y: torch.cat([y[:, :, :1], x], 2)[:, :, 1:] - y,
     "a row": lambda x, _: x[:, :, 3] + x[:, :, -1],
@@ -248,6 +263,8 @@ def other_errors() -> list[str]:
             lambda: [*x],
             lambda: x.no_such_name,
             lambda: DomainTensor(x.local[:, :, 1:], x.domain),
+            lambda: Domain({1: x.domain.axes[2], 2: x.domain.axes[2]}),
+            lambda: Domain({-1: x.domain.axes[2]}),
             lambda: pickle.dumps(x),
             lambda: torch.save({"x": x}, io.BytesIO()),
         ]
@@ -261,10 +278,12 @@ def other_errors() -> list[str]:
 
 def test_other_wrong_uses(pool: WorkerPool) -> None:
     for said in pool.run(2, other_errors):
-        iteration, name, shard, *saved = said
+        iteration, name, shard, twice, negative, *saved = said
         assert "not iterable" in iteration
         assert name == "a DomainTensor has no attribute 'no_such_name'; its shard is the attribute `local`"
         assert "does not fit its domain" in shard
+        assert twice == "the dimensions [1, 2] of a domain are sharded over the same ranks; give each its own"
+        assert "count from 0" in negative
         assert ["cannot be pickled or saved" in text and "save the shard `x.local`" in text for text in saved] == [
             True
         ] * 2

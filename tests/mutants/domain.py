@@ -492,4 +492,18 @@ DOMAIN = (
         "int(read.max()))",
         _ALONG,
     ),
+    Mutant(
+        "rows are added over the ranks that share another dimension",
+        f"{_DOMAIN}/indexing.py",
+        "if is_sharded(index) and any(index.domain.axes[0].group is group for group in taken):",
+        "if False:",
+        f"{_TENSORS}::test_rows_stay_at_their_owners",
+    ),
+    Mutant(
+        "samples and rows of a field are sharded over the same ranks",
+        f"{_DOMAIN}/indexing.py",
+        "if of_rows is not None and any(axis.group is of_rows.group for axis in beside.values()):",
+        "if False:",
+        f"{_TENSORS}::test_rows_stay_at_their_owners",
+    ),
 )

@@ -36,7 +36,7 @@ class Domain:
     """The sharded axes of a tensor, by dimension (counted from 0); the tensor's other dimensions are whole.
 
     Raises:
-        ValueError: a negative dimension.
+        ValueError: a negative dimension, or two dimensions over the same ranks.
     """
 
     axes: Mapping[int, Axis]
@@ -44,6 +44,12 @@ class Domain:
     def __post_init__(self) -> None:
         if any(dim < 0 for dim in self.axes):
             raise ValueError(f"the dimensions {[*self.axes]} of a domain count from 0; write them so")
+        if not torch.compiler.is_compiling():
+            groups = [id(axis.group) for axis in self.axes.values() if axis.degree > 1]
+            if len({*groups}) < len(groups):
+                raise ValueError(
+                    f"the dimensions {[*self.axes]} of a domain are sharded over the same ranks; give each its own"
+                )
         object.__setattr__(self, "axes", {dim: self.axes[dim] for dim in sorted(self.axes)})
 
     @classmethod

@@ -17,7 +17,7 @@ import torch
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refuse_unless, refused, rule
 from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
-from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
+from trainer.distributed.domain_parallel.elementwise import common_domain, merged, own_part
 from trainer.distributed.domain_parallel.reductions import wide
 from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding.exchange import all_to_all
@@ -55,7 +55,10 @@ def index_add(function, x, dim, index, source, *, alpha=1) -> Any:
     dim %= x.ndim
     mine = x if isinstance(x, DomainTensor) else DomainTensor(x, Domain({}))
     of_rows, of_source = (t.domain.axes.get(dim) if isinstance(t, DomainTensor) else None for t in (mine, source))
-    if of_source is not None and not is_sharded(index):
+    taken = [axis.group for d, axis in mine.domain.axes.items() if d != dim]  # ranks that share another dimension
+    if is_sharded(index) and any(index.domain.axes[0].group is group for group in taken):
+        index = gather(index)
+    if of_source is not None and not is_sharded(index) and all(of_source.group is not group for group in taken):
         index = DomainTensor(own_part(index, Domain({0: of_source}), index.shape), Domain({0: of_source}))
     if isinstance(source, DomainTensor):
         source = gather(source, [d for d in source.domain.axes if d != dim and d not in mine.domain.axes])
@@ -83,7 +86,8 @@ def scatter_add(function, x, dim, index, src) -> Any:
     local = index.local if isinstance(index, DomainTensor) else index
     dim %= x.ndim
     others = [d for d in range(local.ndim) if d != dim]
-    same = all(local.stride(d) == 0 or local.shape[d] == 1 for d in others)
+    is_whole = not is_sharded(index) or [*index.domain.axes] == [dim]  # so that every rank finds the same
+    same = is_whole and all(local.stride(d) == 0 or local.shape[d] == 1 for d in others)
     shown = next(t for t in (x, index, src) if is_sharded(t))
     refuse_unless(
         same and src.shape == index.shape, function, shown, "numbers that differ beside the dimension; expand them"
@@ -127,24 +131,22 @@ def grid_sample(function, x, grid, mode="bilinear", padding_mode="zeros", align_
     x, grid = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (x, grid))
     shown = x if is_sharded(x) else grid
     refuse_unless(x.ndim == 4 and padding_mode != "reflection", function, shown, "volumes, and padding by reflection")
-    x, of_rows = gather(x, [dim for dim in x.domain.axes if dim == 3]), x.domain.axes.get(2)
-    targets = _only(grid, 1, 2)
-    if of_rows is not None and all(axis.group is not of_rows.group for axis in grid.domain.axes.values()):
-        targets = {1: Axis(balanced(grid.shape[1], of_rows.degree), of_rows.group)} | targets
-    samples, channels = _only(grid, 0) or _only(x, 0), _only(x, 1)
-    points = own_part(grid, Domain(samples | targets), grid.shape)
-    local = own_part(x, Domain(samples | channels | _only(x, 2)), x.shape)
+    of_rows, places = x.domain.axes.get(2), {0: 0, 1: 2, 2: 3}  # dimensions of the grid as those of the result
+    targets = {places[dim]: axis for dim, axis in grid.domain.axes.items() if dim in places}
+    if of_rows is not None and all(axis.group is not of_rows.group for axis in targets.values()):
+        targets[2] = Axis(balanced(grid.shape[1], of_rows.degree), of_rows.group)
+    beside = {dim: axis for dim, axis in x.domain.axes.items() if dim < 2}
+    domain = merged([targets, beside])
+    points = own_part(grid, Domain({d: domain.axes[n] for d, n in places.items() if n in domain.axes}), grid.shape)
+    beside = {dim: axis for dim, axis in domain.axes.items() if dim < 2}
+    if of_rows is not None and any(axis.group is of_rows.group for axis in beside.values()):
+        of_rows = None  # ranks with other samples need all rows of them
+    local = own_part(x, Domain(beside | ({} if of_rows is None else {2: of_rows})), x.shape)
     if of_rows is not None:
         local, points = _rows_of_points(local, points, of_rows, align_corners=bool(align_corners))
     if points.numel():
-        result = function(local, points, mode, padding_mode, align_corners)
-    else:
-        result = connected(local.new_zeros(*local.shape[:2], *points.shape[1:3]), local, points)
-    return DomainTensor(result, Domain(samples | channels | {dim + 1: axis for dim, axis in targets.items()}))
-
-
-def _only(x: DomainTensor, *dims: int) -> dict[int, Axis]:
-    return {dim: axis for dim, axis in x.domain.axes.items() if dim in dims}
+        return DomainTensor(function(local, points, mode, padding_mode, align_corners), domain)
+    return DomainTensor(connected(local.new_zeros(*local.shape[:2], *points.shape[1:3]), local, points), domain)
 
 
 def _rows_of_points(

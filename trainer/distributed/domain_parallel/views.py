@@ -239,6 +239,7 @@ def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> Do
     parts, ranges, length = [], [()] * axis.degree, 0
     for x in tensors:
         here = x.domain.axes.get(dim) if isinstance(x, DomainTensor) else None
+        here = here if here is not None and here.group is axis.group else None
         here = here or Axis(sized([x.shape[dim] * (rank == 0) for rank in range(axis.degree)]), axis.group)
         parts.append(own_part(x, Domain(domain.axes | {dim: here}), torch.Size(x.shape)))
         behind = [[(start + length, stop + length) for start, stop in own] for own in here.layout.ranges]
