@@ -22,7 +22,8 @@ from trainer.distributed.domain_parallel.elementwise import common_domain, own_p
 from trainer.distributed.domain_parallel.indexing import by_tensor
 from trainer.distributed.domain_parallel.transfer import gather, reshard
 from trainer.distributed.sharding.layout import AxisLayout, sized
-from trainer.distributed.sharding.ranges import Range, intersection, union
+from trainer.distributed.sharding.ranges import Range, Ranges, intersection, union
+from trainer.distributed.sharding.tensors import planned
 
 _MANY = 2**16
 """Ranges of a rank, at most, where a sharded dimension is merged behind others."""
@@ -309,11 +310,17 @@ def _own_index(x: DomainTensor, index: Any) -> tuple[tuple, Domain, list[int]]:
 
 def _cut(axis: Axis, part: Range) -> tuple[Axis, slice]:
     """Return the axis of the rows [start, stop), which stay at their owners, and this rank's slice of its shard."""
-    (start, stop), chosen = part, union([part])
-    ranges = tuple(tuple((a - start, b - start) for a, b in intersection(own, chosen)) for own in axis.layout.ranges)
-    before = sum(min(b, start) - min(a, start) for a, b in axis.layout.ranges[axis.rank])
-    cut = Axis(AxisLayout(axis.layout.name, stop - start, ranges), axis.group)
+    ranges, before = _cut_ranges(axis.layout.ranges, axis.rank, *part)
+    cut = Axis(AxisLayout(axis.layout.name, part[1] - part[0], ranges), axis.group)
     return cut, slice(before, before + cut.rows)
+
+
+@planned
+def _cut_ranges(owned: tuple[Ranges, ...], rank: int, start: int, stop: int) -> tuple[tuple[Ranges, ...], int]:
+    """Return each rank's ranges of the rows [start, stop), and the number of a rank's rows before them."""
+    chosen = union([(start, stop)])
+    ranges = tuple(tuple((a - start, b - start) for a, b in intersection(own, chosen)) for own in owned)
+    return ranges, sum(min(b, start) - min(a, start) for a, b in owned[rank])
 
 
 def _every(axis: Axis, start: int, stop: int, step: int) -> tuple[Axis, list[int]]:
