@@ -20,8 +20,6 @@ from examples.fields.spec import fields_of
 from trainer.commands.finished_run import configuration, loaded_model
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import union
 from trainer.job import ResolvedJob, resolve
 from trainer.job.resolution import on_device
 from trainer.runtime.devices import this_machine
@@ -108,21 +106,12 @@ def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path,
     from trainer.runtime.agreement import raise_on_all_ranks
 
     x = result.predicted
-    x = reshard(x, {dim: whole_chunks(axis.layout) for dim, axis in x.domain.axes.items()})
+    x = reshard(x, {dim: axis.layout.rounded(CHUNK) for dim, axis in x.domain.axes.items()})
     frames = x.local.cpu().numpy() * source.std + source.mean
     part = tuple(x.domain.ranges(dim, x.shape[dim]) for dim in (3, 4))
     first = world.get_local_rank() == 0
     raise_on_all_ranks(lambda: create(folder, tuple(x.shape), attributes) if first else None, world)
     raise_on_all_ranks(lambda: write_part(folder, frames, part), world)
-
-
-def whole_chunks(layout: AxisLayout) -> AxisLayout:
-    """Return the layout with ends at the nearest chunks' ends."""
-
-    def end(row: int) -> int:
-        return layout.length if row == layout.length else min(round(row / CHUNK) * CHUNK, layout.length)
-
-    return replace(layout, ranges=tuple(union((end(a), end(b)) for a, b in own) for own in layout.ranges))
 
 
 @contextmanager

@@ -201,7 +201,7 @@ DOMAIN = (
     Mutant(
         "sums over ranks are not added up",
         f"{_DOMAIN}/products.py",
-        "out = with_adjoint(out.to(wide(out.dtype)), add_up, add_up).to(out.dtype)",
+        "out = added_up(out.to(wide(out.dtype)), axis.group).to(out.dtype)",
         "out = out + 0",
         _PRODUCTS,
     ),
@@ -250,8 +250,8 @@ DOMAIN = (
     Mutant(
         "rows that moved lie in the order of the ranks",
         f"{_DOMAIN}/transfer.py",
-        "order = torch.from_numpy(source.layout.order().argsort())",
-        "order = torch.arange(source.layout.length)",
+        "places_on(source.layout, x.device))",
+        "torch.arange(source.layout.length, device=x.device))",
         _MOVE,
     ),
     Mutant(
@@ -411,15 +411,15 @@ DOMAIN = (
     Mutant(
         "a value that is assigned to whole rows is that of one rank",
         f"{_DOMAIN}/views.py",
-        "gather(value).local\n        target[index] = value",
-        "gather(value).local\n        target[index] = value * 0",
+        "[index] = gather(value).local",
+        "[index] = gather(value).local * 0",
         _ALONG,
     ),
     Mutant(
         "a row that two ranks ask for gets one gradient",
         f"{_DOMAIN}/indexing.py",
-        "result = arrived.new_zeros(rows, *arrived.shape[1:]).index_add(0, asked.places, arrived)",
-        "result = arrived.new_zeros(rows, *arrived.shape[1:]).index_copy(0, asked.places, arrived)",
+        "result = arrived.new_zeros(axis.rows, *arrived.shape[1:]).index_add(0, asked.places, arrived)",
+        "result = arrived.new_zeros(axis.rows, *arrived.shape[1:]).index_copy(0, asked.places, arrived)",
         _ALONG,
     ),
     Mutant(
@@ -467,8 +467,8 @@ DOMAIN = (
     Mutant(
         "halos of points are not widened",
         f"{_DOMAIN}/points.py",
-        "amin(0) - reach",
-        "amin(0)",
+        "torch.stack([low - reach,",
+        "torch.stack([low,",
         _POINTS,
     ),
     Mutant(
@@ -480,10 +480,10 @@ DOMAIN = (
     ),
     Mutant(
         "ranks write parts of the same chunks",
-        "examples/fields/forecast.py",
-        "min(round(row / CHUNK) * CHUNK, layout.length)",
+        "trainer/distributed/sharding/layout.py",
+        "min(round(row / unit) * unit, self.length)",
         "row",
-        "examples/fields/tests/test_runs.py::test_parts_are_whole_chunks",
+        "tests/unit/test_layout.py::test_ends_are_rounded_to_whole_units",
     ),
     Mutant(
         "rows of a sampled field are too few",

@@ -569,8 +569,8 @@ PREFERENCES = (
     Mutant(
         "the loss of pairs has no adjoint over context-parallel ranks",
         "trainer/tasks/preferences.py",
-        "with_adjoint(of_documents, add, add)",
-        "add(of_documents.detach()) + of_documents - of_documents.detach()",
+        'of_documents = added_up(of_documents, self.dims["cp"])',
+        'of_documents = added_up(of_documents.detach(), self.dims["cp"]) + of_documents - of_documents.detach()',
         f"{_DPO}::test_layouts_train_on_the_same_pairs",
     ),
     Mutant(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
 from trainer.distributed.context_parallel.planning.mask import causal
-from trainer.distributed.sharding.layout import LAYOUTS, AxisLayout, contiguous, head_tail
+from trainer.distributed.sharding.layout import LAYOUTS, AxisLayout, contiguous, head_tail, sized
 from trainer.distributed.sharding.placement import rows_on
 
 names = st.sampled_from(LOAD_BALANCERS)
@@ -111,3 +111,11 @@ def test_rows_are_copied_to_a_device_once_for_each_layout() -> None:
     assert rows.tolist() == head_tail(10, 2).indices(0).tolist()
     assert rows_on(head_tail(10, 2), 0, cpu) is rows
     assert rows_on(head_tail(12, 2), 0, cpu) is not rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "whole"), [((40, 30), (32, 38)), ((10, 50, 10), (0, 64, 6)), ((70, 0), (70, 0)), ((15, 15), (0, 30))]
+)
+def test_ends_are_rounded_to_whole_units(rows: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    layout = sized(rows).rounded(32)
+    assert [layout.local_length(rank) for rank in range(layout.degree)] == [*whole]

@@ -13,7 +13,6 @@ every pair, and counts its share, so that a loss is counted once.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +25,7 @@ from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.placement import summed, with_adjoint
+from trainer.distributed.sharding.placement import added_up
 from trainer.distributed.sharding.tensors import to_device
 from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.preferences import reference_of
@@ -111,8 +110,7 @@ class PreferenceTask(LanguageTask):
         changes = reference - super().losses(part, hidden, labels).double()
         per_token = torch.stack([changes, (labels != IGNORE_INDEX).double()], dim=-1)
         of_documents = sums_of_documents(per_token, documents, 2 * self._pairs)
-        add = partial(summed, group=self.dims["cp"])
-        of_documents = with_adjoint(of_documents, add, add)
+        of_documents = added_up(of_documents, self.dims["cp"])
         losses, rewards, exists = pair_losses(of_documents.unflatten(1, (-1, 2)), self.config.dpo)
         share = 1 / self.dims.size("cp")
         if torch.is_grad_enabled():

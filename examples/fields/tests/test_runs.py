@@ -13,10 +13,8 @@ import pytest
 import train
 from examples.fields.file import FieldSource
 from examples.fields.forecast import main as predict
-from examples.fields.forecast import whole_chunks
 from examples.fields.tests.drifting import write_drifting_fields
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.sharding.layout import sized
 from trainer.runtime.process_group import Process
 
 DOMAIN, ROWS = "--parallelism.domain_parallel_degrees", "--parallelism.domain_parallel_rows"
@@ -143,14 +141,6 @@ def test_ranks_forecast_as_one_process_and_each_writes_its_part(folder: Path, po
     for code, _, said in pool.run(2, on_ranks, str(folder), str(tmp_path / "2.zarr"), []):
         assert code == 2
         assert said.count("\n") <= 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "whole"), [((40, 30), (32, 38)), ((10, 50, 10), (0, 64, 6)), ((70, 0), (70, 0)), ((15, 15), (0, 30))]
-)
-def test_parts_are_whole_chunks(rows: tuple[int, ...], whole: tuple[int, ...]) -> None:
-    layout = whole_chunks(sized(rows))
-    assert [layout.local_length(rank) for rank in range(layout.degree)] == [*whole]
 
 
 @pytest.mark.slow

@@ -26,10 +26,10 @@ from trainer.distributed.sharding.rows import connected
 Rule = Callable[..., Any]
 
 
-def along(*names: str, dim: int | None = None) -> Callable[[Rule], Rule]:
+def along(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for the case that the dimension `dim` of its arguments is sharded.
 
-    A shard that has the dimension whole is computed by itself. dim: the default.
+    A shard that has the dimension whole is computed by itself.
     """
 
     def register(sharded: Rule) -> Rule:
@@ -38,7 +38,9 @@ def along(*names: str, dim: int | None = None) -> Callable[[Rule], Rule]:
         @rule(*names, first_only=True)
         @wraps(sharded)
         def applied(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> Any:
-            asked = bind(function, x, *args, **kwargs).arguments.get("dim", dim)
+            given = bind(function, x, *args, **kwargs)
+            given.apply_defaults()
+            asked = given.arguments["dim"]
             dims = [asked] if isinstance(asked, int) else asked
             if dims is None or not all(isinstance(d, int) for d in dims):
                 raise refused(function.__name__, x, f"it works along dimension {asked}")
@@ -101,7 +103,7 @@ def place_of_extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
     return getattr(x, function.__name__[3:])(dim, keepdim).indices
 
 
-@along("topk", dim=-1)
+@along("topk")
 def topk(function, x, k, dim=-1, largest=True, sorted=True) -> Any:
     def choose(part: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         return part.topk(min(k, part.shape[dim]), dim, largest, sorted)
@@ -128,7 +130,7 @@ def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[Doma
 # ---- rows that stay
 
 
-@along("chunk", "split", "split_with_sizes", "tensor_split", dim=0)
+@along("chunk", "split", "split_with_sizes", "tensor_split")
 def pieces(function, x, sizes=None, dim=0, **named: Any) -> tuple[DomainTensor, ...]:
     given = [] if sizes is None else [sizes]
     parts = function(torch.empty(x.shape, device="meta"), *given, dim=dim, **named)
@@ -136,7 +138,7 @@ def pieces(function, x, sizes=None, dim=0, **named: Any) -> tuple[DomainTensor, 
     return tuple(_rows(x, dim, slice(*part)) for part in pairwise(ends))
 
 
-@along("unbind", dim=0)
+@along("unbind")
 def unbind(function, x, dim=0) -> tuple[DomainTensor, ...]:
     return tuple(_rows(x, dim, row) for row in range(x.shape[dim]))
 
@@ -171,7 +173,7 @@ def _rows(x: DomainTensor, dim: int, rows: slice | int) -> DomainTensor:
 # ---- by sharding another dimension
 
 
-@along("sort", "argsort", "mode", dim=-1)
+@along("sort", "argsort", "mode")
 def by_move(function, x, dim=-1, *args: Any, **named: Any) -> Any:
     return whole_along(lambda part: function(part, dim % x.ndim, *args, **named), x, dim % x.ndim)
 
@@ -181,7 +183,7 @@ def by_move_without_default(function, x, dim, *args: Any, **named: Any) -> Any:
     return by_move(function, x, dim, *args, **named)
 
 
-@along("kthvalue", dim=-1)
+@along("kthvalue")
 def kthvalue(function, x, k, dim=-1, keepdim=False) -> Any:
     return whole_along(lambda part: function(part, k, dim % x.ndim, keepdim), x, dim % x.ndim)
 

@@ -38,7 +38,7 @@ def attention(
     function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> DomainTensor:
     """query, key, value: (B, H, S, D). attn_mask: as large as torch takes it. Dropped weights are computed by hand."""
-    q, k, v = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (query, key, value))
+    q, k, v = (wrapped(t, Domain({})) for t in (query, key, value))
     x = next(filter(is_sharded, (q, k, v, attn_mask)), None)
     if x is None and not dropout_p:
         parts = (unwrapped(t) for t in (q, k, v, attn_mask))
@@ -82,15 +82,19 @@ def attention(
 
 def _rows_of_mask(mask: Any, q: DomainTensor, *, is_causal: bool) -> torch.Tensor | None:
     """Return what a mask says of this rank's queries; causality of whole keys is a mask, too."""
-    rows = q.ndim - 2
-    if mask is None and is_causal:
-        mask = torch.ones(q.shape[rows], q.shape[rows], dtype=torch.bool, device=q.device).tril()
-    if mask is None:
+    if (mask := _seen(mask, q, is_causal=is_causal)) is None:
         return None
     before = q.ndim - mask.ndim
     shape = torch.Size([*q.shape[:before], *mask.shape])
     axes = {dim: axis for dim, axis in q.domain.axes.items() if dim >= before and shape[dim] == q.shape[dim]}
     return own_part(mask, Domain(axes), shape)
+
+
+def _seen(mask: Any, q: DomainTensor, *, is_causal: bool) -> Any:
+    """Return the mask; where none is given and attention is causal, the one that says so."""
+    if mask is not None or not is_causal:
+        return mask
+    return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
 
 
 def _repeated(keys: DomainTensor, q: DomainTensor, *, shares: bool) -> DomainTensor:
@@ -103,9 +107,7 @@ def _weights(
 ) -> DomainTensor:
     """Return the softmax of the masked products of queries and keys: (B, H, S, S of keys)."""
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ _repeated(k, q, shares=shares).mT
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
+    if (mask := _seen(mask, q, is_causal=is_causal)) is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1)
 

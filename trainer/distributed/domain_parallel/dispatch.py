@@ -29,9 +29,18 @@ from trainer.distributed.domain_parallel.whole import flat
 
 Rule = Callable[..., Any]
 """(the function of torch, its arguments) -> result, with sharded arguments."""
-_RULES: dict[str, Rule] = {}
-_BY_ELEMENT: set[str] = set()
-_DRAWS: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A rule with what `rule` says of it."""
+
+    function: Rule
+    by_element: bool
+    draws: bool
+
+
+_RULES: dict[str, Registered] = {}
 
 
 class DomainOperatorError(TypeError):
@@ -59,9 +68,8 @@ def rule(
                 raise refused(called.__name__, other, "only its first argument may be sharded")
             return function(called, x, *unwrapped(args), **unwrapped(kwargs))
 
-        _RULES.update(dict.fromkeys(names, checked if first_only else function))
-        (_BY_ELEMENT.update if by_element else _BY_ELEMENT.difference_update)(names)
-        (_DRAWS.update if draws else _DRAWS.difference_update)(names)
+        found = Registered(checked if first_only else function, by_element, draws)
+        _RULES.update(dict.fromkeys(names, found))
         return function
 
     return register
@@ -218,10 +226,11 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     is_parallel = any(isinstance(x, DTensor) for x in leaves)
     x = next(filter(is_sharded, tensors), tensors[0])
     name = function.__name__
-    if not (is_sharded(x) or is_parallel or name in _DRAWS):
+    found = _RULES.get(name)
+    if not (is_sharded(x) or is_parallel or (found is not None and found.draws)):
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
-    if name not in _RULES or kwargs.pop("out", None) is not None:
-        raise refused(name, x, "the argument `out`" if name in _RULES else "it has no rule for sharded axes")
+    if found is None or kwargs.pop("out", None) is not None:
+        raise refused(name, x, "it has no rule for sharded axes" if found is None else "the argument `out`")
     stale = None
     if not torch.compiler.is_compiling():
         stale = next((x for x in tensors if x.base and x.base.has_changed()), None)
@@ -230,11 +239,11 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     if "axis" in kwargs:  # torch knows both names of the first two
         kwargs["dim"] = kwargs.pop("axis")
     args = (kwargs.pop("input"), *args) if "input" in kwargs else args
-    is_simple = name in _BY_ELEMENT and (name == "clone" or "memory_format" not in kwargs)
+    is_simple = found.by_element and (name == "clone" or "memory_format" not in kwargs)
     seen = None
     if not (is_simple or is_parallel):
         seen = whole.results(function, args, kwargs, (torch.Tensor, DomainTensor))
-    result = _RULES[name](function, *args, **kwargs)
+    result = found.function(function, *args, **kwargs)
     if seen is not None:
         has_format = any(isinstance(leaf, torch.memory_format) for leaf in leaves)  # the order of memory is not kept
         _check_and_mark(name, result, seen, tensors, has_format or name == "contiguous")

@@ -7,7 +7,6 @@ the ranks of their mesh or group; for ranks that they do not have it is computed
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, rule, unwrapped
 from trainer.distributed.domain_parallel.elementwise import own_part
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.placement import summed, with_adjoint
+from trainer.distributed.sharding.placement import added_up
 from trainer.distributed.sharding.tensors import local_part
 
 _BUCKET = 2**24
@@ -54,7 +53,7 @@ def grad(function: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None
     found = []
     for x, part in zip(inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True):
         for group in lacking(x) if part is not None else ():
-            part = with_adjoint(part, partial(summed, group=group), partial(summed, group=group))
+            part = added_up(part, group)
         found.append(DomainTensor(part, x.domain) if isinstance(x, DomainTensor) and part is not None else part)
     return tuple(found)
 

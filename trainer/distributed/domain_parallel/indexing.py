@@ -9,29 +9,28 @@ on data: their numbers are sent first, and on a GPU the host waits for them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refuse_unless, refused, rule
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refuse_unless, refused, rule, wrapped
 from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
 from trainer.distributed.domain_parallel.elementwise import common_domain, merged, own_part
 from trainer.distributed.domain_parallel.reductions import wide
 from trainer.distributed.domain_parallel.transfer import gather
-from trainer.distributed.sharding.exchange import all_to_all
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.placement import summed, with_adjoint
+from trainer.distributed.sharding.exchange import exchange_counts, send_rows
+from trainer.distributed.sharding.placement import added_up, places_on, with_adjoint
 from trainer.distributed.sharding.rows import connected
 
 Numbers = DomainTensor | torch.Tensor
+_KIND = "rows by number"
+"""Under which what is sent is counted."""
 
 
 @rule("index_select")
 def index_select(function, x, dim, index) -> DomainTensor:
     """index: 1-D. Sharded, the result has its rows; whole, the rows of a sharded dimension are dealt evenly."""
-    x = x if isinstance(x, DomainTensor) else DomainTensor(x, Domain({}))
+    x = wrapped(x, Domain({}))
     dim %= x.ndim
     of_rows = x.domain.axes.get(dim)
     own, target = _own_numbers(index, of_rows)
@@ -53,7 +52,7 @@ def index_select(function, x, dim, index) -> DomainTensor:
 def index_add(function, x, dim, index, source, *, alpha=1) -> Any:
     """index: 1-D. x is whole: the ranks' sums are added up; x is sharded: each row's owner gets what is added to it."""
     dim %= x.ndim
-    mine = x if isinstance(x, DomainTensor) else DomainTensor(x, Domain({}))
+    mine = wrapped(x, Domain({}))
     of_rows, of_source = (t.domain.axes.get(dim) if isinstance(t, DomainTensor) else None for t in (mine, source))
     taken = [axis.group for d, axis in mine.domain.axes.items() if d != dim]  # ranks that share another dimension
     if is_sharded(index) and any(index.domain.axes[0].group is group for group in taken):
@@ -70,7 +69,7 @@ def index_add(function, x, dim, index, source, *, alpha=1) -> Any:
     if of_rows is None:
         sums = torch.zeros_like(mine.local, dtype=wide(source.dtype)).index_add(dim, own, source.to(wide(source.dtype)))
         if target is not None:
-            sums = with_adjoint(sums, lambda s: summed(s, target.group), lambda s: summed(s, target.group))
+            sums = added_up(sums, target.group)
     elif source.is_meta:
         sums = torch.zeros_like(mine.local)
     else:
@@ -102,7 +101,7 @@ def take_along(function, x, index, dim) -> DomainTensor:
     """The result is sharded as `index`; along the dimension x is gathered."""
     if isinstance(index, int):  # torch.gather names the dimension first
         index, dim = dim, index
-    x, index = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (x, index))
+    x, index = (wrapped(t, Domain({})) for t in (x, index))
     dim %= x.ndim
     x = gather(x, [dim]) if dim in x.domain.axes else x
     shape = torch.Size(index.shape[d] if d == dim else n for d, n in enumerate(x.shape))
@@ -128,7 +127,7 @@ def grid_sample(function, x, grid, mode="bilinear", padding_mode="zeros", align_
     A rank asks for the rows of x between the first and the last one that its part of the grid reads; columns are
     gathered.
     """
-    x, grid = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (x, grid))
+    x, grid = (wrapped(t, Domain({})) for t in (x, grid))
     shown = x if is_sharded(x) else grid
     refuse_unless(x.ndim == 4 and padding_mode != "reflection", function, shown, "volumes, and padding by reflection")
     of_rows, places = x.domain.axes.get(2), {0: 0, 1: 2, 2: 3}  # dimensions of the grid as those of the result
@@ -208,47 +207,32 @@ class _Asked:
     back: torch.Tensor
 
 
-@lru_cache(maxsize=16)
-def _positions(layout: AxisLayout, device: torch.device) -> torch.Tensor:
-    """Return the place of each row among the rows of all shards, one after another: (length,) int64."""
-    return torch.from_numpy(layout.order().argsort()).to(device)
-
-
 def _rows_by_number(axis: Axis, numbers: torch.Tensor, dim: int) -> tuple[Callable, Callable]:
     """Return a function that takes rows of a shard's owners by number, and its adjoint; a collective."""
-    asked, rows = _asked(axis, numbers), axis.rows
-
-    def moved(x: torch.Tensor, sent: list[int], arriving: list[int]) -> torch.Tensor:
-        width = x[0].numel() if len(x) else x.shape[1:].numel()
-        sizes = [[n * width for n in counts] for counts in (sent, arriving)]
-        arrived, pending = all_to_all(x.reshape(-1), *sizes, axis.group, kind="rows by number")
-        pending.wait()
-        return arrived.view(sum(arriving), *x.shape[1:])
+    asked = _asked(axis, numbers)
 
     def take(x: torch.Tensor) -> torch.Tensor:
-        arrived = moved(x.movedim(dim, 0).index_select(0, asked.places), asked.sent, asked.arriving)
+        rows = x.movedim(dim, 0).index_select(0, asked.places)
+        arrived = send_rows(rows, asked.sent, asked.arriving, axis.group, kind=_KIND)
         return arrived.index_select(0, asked.back).movedim(0, dim)
 
     def give(gradient: torch.Tensor) -> torch.Tensor:
         exact = gradient.movedim(dim, 0).to(wide(gradient.dtype) if gradient.is_floating_point() else gradient.dtype)
         sums = exact.new_zeros(sum(asked.arriving), *exact.shape[1:]).index_add(0, asked.back, exact)
-        arrived = moved(sums, asked.arriving, asked.sent)
-        result = arrived.new_zeros(rows, *arrived.shape[1:]).index_add(0, asked.places, arrived)
+        arrived = send_rows(sums, asked.arriving, asked.sent, axis.group, kind=_KIND)
+        result = arrived.new_zeros(axis.rows, *arrived.shape[1:]).index_add(0, asked.places, arrived)
         return result.movedim(0, dim).to(gradient.dtype)
 
     return take, give
 
 
 def _asked(axis: Axis, numbers: torch.Tensor) -> _Asked:
-    positions, back = _positions(axis.layout, numbers.device)[numbers].unique(return_inverse=True)
-    ends = [*accumulate(axis.layout.local_length(rank) for rank in range(axis.degree))]
-    firsts = torch.tensor([0, *ends[:-1]], device=numbers.device)
-    owners = torch.searchsorted(torch.tensor(ends, device=numbers.device), positions, right=True)
-    counts = owners.bincount(minlength=axis.degree)
-    one = [1] * axis.degree
-    theirs, pending = all_to_all(counts, one, one, axis.group, kind="rows by number")
-    pending.wait()
-    arriving, sent = counts.tolist(), theirs.tolist()
-    places, pending = all_to_all(positions - firsts[owners], arriving, sent, axis.group, kind="rows by number")
-    pending.wait()
+    positions, back = places_on(axis.layout, numbers.device)[numbers].unique(return_inverse=True)
+    ends = torch.tensor([axis.layout.local_length(rank) for rank in range(axis.degree)], device=numbers.device).cumsum(
+        0
+    )
+    owners = torch.searchsorted(ends, positions, right=True)
+    arriving, sent = exchange_counts(owners.bincount(minlength=axis.degree), axis.group, kind=_KIND)
+    firsts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    places = send_rows(positions - firsts[owners], arriving, sent, axis.group, kind=_KIND)
     return _Asked(places, sent, arriving, back)

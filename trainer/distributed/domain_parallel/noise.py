@@ -52,8 +52,10 @@ def _dropped(function, x: DomainTensor, p: float, training: bool, inplace: bool,
 
 
 @rule("rand_like", "randn_like", "randint_like", draws=True)
-def like(function, x, *bounds: int, dtype=None, **_: Any) -> DomainTensor:
-    dtype = dtype or x.dtype
+def like(function, x, *bounds: int, dtype=None, low=0, high=None, generator=None, **_: Any) -> DomainTensor:
+    """Of the other arguments, which say how the result lies in memory, nothing is needed."""
+    _check(function, x, generator)
+    bounds, dtype = bounds or (() if high is None else (low, high)), dtype or x.dtype
     exact = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
     if function.__name__ == "randn_like":
         return normal(x, exact).to(dtype)
@@ -65,17 +67,24 @@ def like(function, x, *bounds: int, dtype=None, **_: Any) -> DomainTensor:
 
 
 @rule("bernoulli", draws=True)
-def bernoulli(function, x, p=None) -> DomainTensor:
+def bernoulli(function, x, p=None, *, generator=None) -> DomainTensor:
+    _check(function, x, generator)
     return (uniform(x, x.shape, torch.float64) < (x if p is None else p)).to(x.dtype)
 
 
 @rule("normal_", "uniform_", draws=True)
-def filled(function, x, first=0.0, second=1.0) -> DomainTensor:
-    """Fill x in place: with a mean and a deviation, or between two bounds."""
+def filled(function, x, first=0.0, second=1.0, *, generator=None, **named: float) -> DomainTensor:
+    """Fill x in place: with a mean and a deviation, or between the bounds `from` and `to`."""
+    _check(function, x, generator)
+    first, second = named.get("mean", named.get("from", first)), named.get("std", named.get("to", second))
     exact = torch.promote_types(x.dtype, torch.float32)
     is_normal = function.__name__ == "normal_"
     drawn = normal(x, exact) if is_normal else uniform(x, x.shape, exact)
     return x.copy_(drawn * (second if is_normal else second - first) + first)
+
+
+def _check(function: Any, x: DomainTensor, generator: torch.Generator | None) -> None:
+    refuse_unless(generator is None, function, x, "a generator, whose numbers would be those of a rank's shard")
 
 
 def normal(x: DomainTensor, dtype: torch.dtype) -> DomainTensor:

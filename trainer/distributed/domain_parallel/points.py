@@ -14,7 +14,7 @@ import torch
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.domain import Axis
-from trainer.distributed.sharding.exchange import all_gather, all_to_all
+from trainer.distributed.sharding.exchange import all_gather, exchange_counts, send_rows
 from trainer.distributed.sharding.placement import rows_on
 
 _BLOCK = 2**24
@@ -93,25 +93,20 @@ def _with_halo(
     """Return the points, and their numbers, that lie within reach of this rank's queries, in order; a collective."""
     if axis is None or axis.degree == 1:
         return p, numbers
-    empty = q.new_full((1, q.shape[1]), torch.inf)
-    box = torch.stack([torch.cat([q, empty]).amin(0) - reach, torch.cat([q, -empty]).amax(0) + reach])
-    if not len(q):
-        box = torch.stack([empty[0], -empty[0]])
+    if len(q):
+        low, high = q.amin(0), q.amax(0)
+        reach = reach + 8 * torch.finfo(q.dtype).eps * (reach + torch.maximum(low.abs(), high.abs()))  # of rounding
+        box = torch.stack([low - reach, high + reach])
+    else:
+        box = q.new_tensor([[torch.inf], [-torch.inf]]).expand(2, q.shape[1])
     low, high = all_gather(box, axis.group).unbind(1)  # (ranks, D)
     inside = ((p >= low[:, None]) & (p <= high[:, None])).all(-1)  # (ranks, points)
     inside[axis.rank] = False
     ranks, chosen = inside.nonzero(as_tuple=True)
-    counts, one = ranks.bincount(minlength=axis.degree), [1] * axis.degree
-    theirs, pending = all_to_all(counts, one, one, axis.group, kind="points")
-    pending.wait()
-    sent, arriving, width = counts.tolist(), theirs.tolist(), p.shape[1]
-    sizes = [[n * width for n in each] for each in (sent, arriving)]
-    halo, pending = all_to_all(p[chosen].reshape(-1), *sizes, axis.group, kind="points")
-    pending.wait()
-    names, pending = all_to_all(numbers[chosen], sent, arriving, axis.group, kind="points")
-    pending.wait()
+    counts = exchange_counts(ranks.bincount(minlength=axis.degree), axis.group, kind="points")
+    halo, names = (send_rows(x[chosen], *counts, axis.group, kind="points") for x in (p, numbers))
     numbers, order = torch.cat([numbers, names]).sort()
-    return torch.cat([p, halo.view(-1, width)])[order], numbers
+    return torch.cat([p, halo])[order], numbers
 
 
 def _search(q: torch.Tensor, p: torch.Tensor, numbers: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharde
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import own_part
 from trainer.distributed.domain_parallel.reductions import wide
-from trainer.distributed.sharding.placement import summed, with_adjoint
+from trainer.distributed.sharding.placement import added_up
 
 Tensors = Sequence[DomainTensor | torch.Tensor]
 _DOTS = "ΑΒΓΔΕΖΗΘΙΚΛΜ"
@@ -57,8 +57,7 @@ def contracted(
         parts.append(own_part(x, domain, torch.Size([sizes[index] for index in own])))
     out = compute(*parts)
     for axis in (axis for index, axis in chosen.items() if index not in result):
-        add_up = partial(summed, group=axis.group)
-        out = with_adjoint(out.to(wide(out.dtype)), add_up, add_up).to(out.dtype)
+        out = added_up(out.to(wide(out.dtype)), axis.group).to(out.dtype)
     return DomainTensor(out, Domain({dim: chosen[index] for dim, index in enumerate(result) if index in chosen}))
 
 

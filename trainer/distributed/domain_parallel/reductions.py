@@ -6,14 +6,13 @@ backward. Statistics are computed in at least float32.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import torch
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
-from trainer.distributed.sharding.placement import summed, with_adjoint
+from trainer.distributed.sharding.placement import added_up, summed, with_adjoint
 from trainer.distributed.sharding.tensors import to_device
 
 # ---- reductions
@@ -25,8 +24,7 @@ def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
     # Of floats in at least float32: in float16 a sum overflows where a mean does not.
     result = local.sum(dims, keepdim=True, dtype=wide(local.dtype) if local.is_floating_point() else None)
     for axis in _axes(x.domain, dims):
-        add_up = partial(summed, group=axis.group)
-        result = with_adjoint(result, add_up, add_up)
+        result = added_up(result, axis.group)
     if function.__name__ == "mean":
         result = result / math.prod([x.shape[d] for d in dims])
     return _reduced(result.to(local.dtype) if local.is_floating_point() else result, x, dims, keepdim)
@@ -265,6 +263,5 @@ class _Max(torch.autograd.Function):
         equal = (x == top).to(gradient.dtype)
         ties = equal.sum(ctx.dims, keepdim=True)
         for group in ctx.groups:
-            ties, add_up = summed(ties, group), partial(summed, group=group)
-            gradient = with_adjoint(gradient, add_up, add_up)
+            ties, gradient = summed(ties, group), added_up(gradient, group)
         return equal * (gradient / ties), None, None

@@ -15,7 +15,7 @@ from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.sharding.exchange import all_to_all
 from trainer.distributed.sharding.layout import AxisLayout, sized
-from trainer.distributed.sharding.placement import unshard, with_adjoint
+from trainer.distributed.sharding.placement import places_on, rows_on, unshard, with_adjoint
 from trainer.distributed.sharding.rows import fetch
 
 
@@ -68,15 +68,13 @@ def _moved(x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_
     shape, parts, shapes = list(x.shape), [], []
     shape[source_dim], shape[target_dim] = source.layout.length, target.rows
     for rank in range(source.degree):
-        chosen = torch.from_numpy(target.layout.indices(rank)).to(x.device)
-        parts.append(x.index_select(target_dim, chosen))
+        parts.append(x.index_select(target_dim, rows_on(target.layout, rank, x.device)))
         shapes.append([source.layout.local_length(rank) if d == source_dim else n for d, n in enumerate(shape)])
     sent, counts = [part.numel() for part in parts], [math.prod(arriving) for arriving in shapes]
     arrived, pending = all_to_all(torch.cat([p.reshape(-1) for p in parts]), sent, counts, source.group, kind="move")
     pending.wait()
     pieces = [piece.view(s) for piece, s in zip(arrived.split(counts), shapes, strict=True)]
-    order = torch.from_numpy(source.layout.order().argsort()).to(x.device)
-    return torch.cat(pieces, source_dim).index_select(source_dim, order)
+    return torch.cat(pieces, source_dim).index_select(source_dim, places_on(source.layout, x.device))
 
 
 def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:

@@ -15,6 +15,7 @@ from trainer.distributed.domain_parallel.dispatch import (
     refuse_unless,
     refused,
     rule,
+    unwrapped,
     wrapped,
 )
 from trainer.distributed.domain_parallel.domain import Axis, Domain
@@ -129,8 +130,8 @@ def _refitted(layout: AxisLayout, before: int, after: int, sizes: tuple[int, ...
         repeated = fitting.repeated(blocks).ranges
         if all(union(r) == union((a * unit, b * unit) for a, b in s) for r, s in zip(rows, repeated, strict=True)):
             return place, fitting
-    ends = [union((round(a / first) * first, round(b / first) * first) for a, b in ranges) for ranges in rows]
-    return None, AxisLayout(layout.name, layout.length * before * after, tuple(ends))
+    flat = AxisLayout(layout.name, layout.length * before * after, tuple(map(union, rows)))
+    return None, flat.rounded(first)
 
 
 @rule("expand", "expand_as")
@@ -167,31 +168,6 @@ def each_repeated(function: Callable, x: DomainTensor, repeats: int, dim: int | 
     dim %= x.ndim
     wide = x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
     return wide.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
-
-
-@rule("unfold", first_only=True)
-def unfolded(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
-    """Tensor.unfold, the windows of one dimension; and F.unfold, the columns of an image: (N, C * kernel, outputs)."""
-    return (_unfolded if function is torch.Tensor.unfold else _columns)(x, *args, **kwargs)
-
-
-def _unfolded(x: DomainTensor, dimension: int, size: int, step: int, dilation: int = 1) -> DomainTensor:
-    dim = dimension % x.ndim
-    starts = x.shape[dim] - (size - 1) * dilation
-    rows = (slice(row * dilation, row * dilation + starts, step) for row in range(size))
-    return torch.stack([x[(*[slice(None)] * dim, each)] for each in rows], -1)
-
-
-def _columns(x: DomainTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> DomainTensor:
-    for dim, *options in zip((-2, -1), *(_pair(v) for v in (kernel_size, stride, dilation, padding)), strict=True):
-        size, step, gap, around = options
-        x = torch.nn.functional.pad(x, (*(0, 0) * (-dim - 1), around, around))
-        x = _unfolded(x, dim, size, step, gap).movedim(-1, -3)
-    return x.flatten(-5, -3).flatten(-2)  # of (N, C, kernel rows, kernel columns, rows, columns)
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)
 
 
 @rule("pixel_shuffle", first_only=True)
@@ -260,7 +236,7 @@ def sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
     index = tuple(torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in index)
     tensors = [place for place, i in enumerate(index) if isinstance(i, DomainTensor | torch.Tensor)]
     if len(tensors) == 1:
-        return by_tensor(x if isinstance(x, DomainTensor) else DomainTensor(x, Domain({})), index, tensors[0])
+        return by_tensor(wrapped(x, Domain({})), index, tensors[0])
     local_index, domain, single = _own_index(x, index)
     result = wrapped(x.local[local_index], domain)
     if not single:
@@ -273,8 +249,9 @@ def sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
 def assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
     """Change rows where they are. A sharded value of a whole tensor is gathered."""
     if not is_sharded(x):
-        target, value = (x.local if isinstance(x, DomainTensor) else x), gather(value).local
-        target[index] = value
+        if not isinstance(value, DomainTensor):
+            raise refused("__setitem__", next(filter(is_sharded, whole.flat(index))), "rows that are changed by number")
+        unwrapped(x)[index] = gather(value).local
         return
     if x.base is not None:
         raise refused("__setitem__", x, f"{VIEW}; change a `clone` of it")

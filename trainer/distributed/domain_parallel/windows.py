@@ -268,6 +268,31 @@ def _on_samples(function: Callable, x: DomainTensor, *options: object) -> Domain
     return wrapped(connected(x.local.new_zeros(x.domain.local_shape(shape)), x.local), x.domain)
 
 
+# ---- the windows themselves
+
+
+@rule("unfold", first_only=True)
+def unfold(function, x, *args, **kwargs) -> DomainTensor:
+    """Tensor.unfold, the windows of one dimension; and F.unfold, the columns of an image: (N, C * kernel, outputs)."""
+    return (_windows_of if function is torch.Tensor.unfold else _columns)(x, *args, **kwargs)
+
+
+def _windows_of(x: DomainTensor, dimension: int, size: int, step: int, dilation: int = 1) -> DomainTensor:
+    dim = dimension % x.ndim
+    starts = x.shape[dim] - (size - 1) * dilation
+    rows = (slice(row * dilation, row * dilation + starts, step) for row in range(size))
+    return torch.stack([x[(*[slice(None)] * dim, each)] for each in rows], -1)
+
+
+def _columns(x: DomainTensor, kernel_size, dilation=1, padding=0, stride=1) -> DomainTensor:
+    dims = -2, -1
+    options = (per_axis(option, dims) for option in (kernel_size, stride, dilation, padding))
+    for dim, size, step, gap, around in zip(dims, *options, strict=True):
+        x = F.pad(x, (*(0, 0) * (-dim - 1), around, around))
+        x = _windows_of(x, dim, size, step, gap).movedim(-1, -3)
+    return x.flatten(-5, -3).flatten(-2)  # of (N, C, kernel rows, kernel columns, rows, columns)
+
+
 # ---- interpolation and padding
 
 

@@ -171,6 +171,28 @@ def all_to_all(
     return received, Pending([work] if is_async else (), [sent])
 
 
+def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[list[int], list[int]]:
+    """Tell each rank how many rows it will get; return how many go to each rank, and how many come from each.
+
+    counts: (ranks,) int64, which depend on data: the host waits for them.
+    """
+    one = [1] * group.size()
+    theirs, pending = all_to_all(counts, one, one, group, kind=kind)
+    pending.wait()
+    return counts.tolist(), theirs.tolist()
+
+
+def send_rows(
+    x: torch.Tensor, sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup, *, kind: str
+) -> torch.Tensor:
+    """Send the next sent[r] rows of x to each rank r; return the rows of all ranks, one rank after another."""
+    width = x.shape[1:].numel()
+    sizes = ([rows * width for rows in counts] for counts in (sent, arriving))
+    arrived, pending = all_to_all(x.reshape(-1), *sizes, group, kind=kind)
+    pending.wait()
+    return arrived.view(sum(arriving), *x.shape[1:])
+
+
 def _count(kind: str, size: int | None = None) -> None:
     if torch.compiler.is_compiling():
         return  # a graph of torch.compile has no place for counters

@@ -59,6 +59,14 @@ class AxisLayout:
                 shards.append(tuple(places.ranges_at(start, stop)))
         return AxisLayout(self.name, self.length, tuple(shards))
 
+    def rounded(self, unit: int) -> "AxisLayout":
+        """Return the layout with ends at the nearest multiples of `unit`, but for the end of the axis."""
+
+        def end(row: int) -> int:
+            return row if row == self.length else min(round(row / unit) * unit, self.length)
+
+        return AxisLayout(self.name, self.length, tuple(union((end(a), end(b)) for a, b in own) for own in self.ranges))
+
     def repeated(self, sequences: int) -> "AxisLayout":
         """Return the layout of several sequences laid one after another, each cut like this one."""
         if sequences == 1:

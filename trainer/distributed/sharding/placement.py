@@ -69,6 +69,12 @@ def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return all_reduce(x.to(dtype, copy=True, memory_format=torch.contiguous_format), group).to(x.dtype)
 
 
+def added_up(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over the ranks, as `summed`, whose gradient is the sum of the ranks' gradients."""
+    add = partial(summed, group=group)
+    return with_adjoint(x, add, add)
+
+
 def with_adjoint(
     x: torch.Tensor,
     function: Callable[[torch.Tensor], torch.Tensor],
@@ -88,10 +94,16 @@ def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
         raise ValueError(f"grad = {grad!r} is none of {', '.join(map(repr, PLACEMENTS))}")
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def rows_on(layout: AxisLayout, rank: int, device: torch.device) -> torch.Tensor:
     """Return the global positions of a rank's rows on a device, copied once: (local length,) int64, to read only."""
     return to_device(torch.from_numpy(layout.indices(rank)), device)
+
+
+@lru_cache(maxsize=64)
+def places_on(layout: AxisLayout, device: torch.device) -> torch.Tensor:
+    """Return the place of each row among those of all shards, one after another: (length,) int64, to read only."""
+    return to_device(torch.from_numpy(layout.order().argsort()), device)
 
 
 def _all_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
