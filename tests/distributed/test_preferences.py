@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -25,6 +24,7 @@ from tests.hf_experts import hf_experts
 from tests.slow import slow
 from tests.unit.test_expert_hugging_face import QWEN
 from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.distributed.sharding.placement import summed
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.tasks import preferences
 
@@ -221,13 +221,13 @@ def test_copy_and_adapters_are_one_reference(pool: WorkerPool, files: Path) -> N
 def faulty(arguments: list[str], mistake: str) -> Record:
     """A run with one of the mistakes that a comparison of layouts must see."""
 
-    def no_sum(x: torch.Tensor, function: Callable, adjoint: Callable) -> torch.Tensor:
+    def no_sum(x: torch.Tensor, group: object) -> torch.Tensor:
         return x
 
-    def no_adjoint(x: torch.Tensor, function: Callable, adjoint: Callable) -> torch.Tensor:
-        return x + (function(x) - x).detach()
+    def no_adjoint(x: torch.Tensor, group: object) -> torch.Tensor:
+        return x + (summed(x, group) - x).detach()
 
-    with mock.patch.object(preferences, "with_adjoint", {"sum": no_sum, "adjoint": no_adjoint}[mistake]):
+    with mock.patch.object(preferences, "added_up", {"sum": no_sum, "adjoint": no_adjoint}[mistake]):
         return run_layout(arguments)
 
 
