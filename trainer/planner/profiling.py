@@ -82,7 +82,7 @@ def _memory(events: Events, step: int, numbers: list[int]) -> tuple[Amounts, dic
             place = _place(change.phase, change.layer, numbers)
             curve.append((total, place, dict(purposes)))
             if total > most.get(place, 0):
-                most[place], at[place] = total, f"{block.operator} at {block.where}"
+                most[place], at[place] = total, f"{block.operator} in {block.where}"
                 live[place] = dict(purposes)
     each = max(len(curve) // _POINTS, 1)
     points = [max(curve[i : i + each], key=lambda point: point[0])[1:] for i in range(0, len(curve), each)]

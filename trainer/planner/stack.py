@@ -1,4 +1,4 @@
-"""What memory is for, and which line makes it, by the functions that are running."""
+"""What memory is for, and which function makes it, by the functions that are running."""
 
 import sys
 from types import CodeType
@@ -33,11 +33,11 @@ def kind() -> str:
 
 
 def where() -> str:
-    """Return the innermost line of the package that is running, beside the planner's own."""
+    """Return the innermost function of the package that is running, beside the planner's own, and its file."""
     frame = sys._getframe(1)
     while frame is not None:
         _, found, file = frame.f_code.co_filename.rpartition("/trainer/")
         if found and not file.startswith("planner/"):
-            return f"trainer/{file}:{frame.f_lineno}"
+            return f"{frame.f_code.co_name} (trainer/{file})"
         frame = frame.f_back
     return ""
