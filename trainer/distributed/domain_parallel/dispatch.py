@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from trainer.distributed.domain_parallel import whole
 from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.domain_parallel.halos import Halo, Reaches
 from trainer.distributed.domain_parallel.whole import flat
 
 Rule = Callable[..., Any]
@@ -79,7 +80,8 @@ def rule(
 class DomainTensor:
     """This rank's shard `local` of a tensor, sharded as `domain` says; axes of one rank count as whole.
 
-    base: set by `call` where torch has a view of another tensor; it is not changed in place.
+    base: set by `call` where torch has a view of another tensor; it is not changed in place. asked, halo: of a norm and
+    the functions by element behind it, what is asked of them, and rows that came already (halos.py).
 
     Raises:
         ValueError: the shard does not fit the domain.
@@ -89,6 +91,8 @@ class DomainTensor:
     local: torch.Tensor
     domain: Domain
     base: whole.Base | None = None
+    asked: Reaches | None = None
+    halo: Halo | None = None
     __iter__: ClassVar[None] = None  # else Python iterates by __getitem__
     __array_ufunc__: ClassVar[None] = None  # else a number of numpy on the left takes this for an array
 

@@ -20,6 +20,7 @@ from trainer.distributed.domain_parallel.dispatch import (
     wrapped,
 )
 from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.halos import current
 from trainer.distributed.domain_parallel.transfer import gather, move, reshard
 from trainer.distributed.sharding.placement import shard
 
@@ -58,13 +59,25 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     if is_in_place and x.base is not None:
         raise refused(name, x, f"{VIEW}; change a `clone` of it")
 
-    def own(x: Any) -> Any:
-        return own_part(x, domain, shape) if isinstance(x, DomainTensor | torch.Tensor) else x
+    def applied(rows: torch.Tensor | None = None) -> Any:
+        """Return the function of the shards, or of rows in place of the only one."""
 
-    result = function(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
+        def own(x: Any) -> Any:
+            if not isinstance(x, DomainTensor | torch.Tensor):
+                return x
+            return own_part(x, domain, shape) if rows is None else rows
+
+        return function(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
+
+    alone = len(operands) == 1 and isinstance(x, DomainTensor) and x.asked is not None
+    halo = current(x.halo, x.local) if alone else None
+    result = applied()
     if getattr(result, "shape", None) != domain.local_shape(shape):
         raise refused(name, next(filter(is_sharded, operands)), "its result has another shape than its operands")
-    return x if is_in_place else wrapped(result, domain)
+    result = x if is_in_place else wrapped(result, domain)
+    if alone:
+        result.asked, result.halo = x.asked, None if halo is None else halo.after(applied(halo.rows), result.local)
+    return result
 
 
 @rule("prelu", first_only=True)

@@ -26,6 +26,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, is_sharded, map_tensors
+from trainer.distributed.domain_parallel.halos import Reaches
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.domain_parallel.whole import flat
@@ -45,6 +46,30 @@ class _CircularConv:
 
 
 _CIRCULAR = {cls: type(f"Domain{cls.__name__}", (_CircularConv, cls), {}) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+
+
+_NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Modules whose statistics take along the halo of a convolution behind them (halos.py)."""
+
+
+@contextmanager
+def _find_halos(model: nn.Module) -> Iterator[None]:
+    """Let a forward without data find what convolutions ask of norms, which are told it in each forward from then on."""
+    asked = {module: {} for module in model.modules() if isinstance(module, _NORMS)}
+    hooks = {module: module.register_forward_pre_hook(partial(_ask, reaches)) for module, reaches in asked.items()}
+    try:
+        yield
+    finally:
+        for module, hook in hooks.items():
+            if not asked[module]:
+                hook.remove()
+
+
+def _ask(asked: Reaches, _: nn.Module, args: tuple) -> tuple:
+    x, *others = args
+    if not is_sharded(x) or torch.compiler.is_compiling():
+        return args
+    return DomainTensor(x.local, x.domain, x.base, asked), *others
 
 
 class NeighborhoodAttention(nn.Module):
@@ -83,7 +108,7 @@ def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for module in model.modules():
         if type(module) in _CIRCULAR and module.padding_mode == "circular":
             module.__class__ = _CIRCULAR[type(module)]  # parameters, buffers and hooks stay
-    with same_draws(tensors):
+    with same_draws(tensors), _find_halos(model):
         result, reached = _dry_run(model, args, kwargs)
     model.register_forward_pre_hook(partial(_check_later_hooks, reached))
     return result

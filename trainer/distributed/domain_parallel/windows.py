@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule, wrapped
+from trainer.distributed.domain_parallel.halos import Reach, current, plan_halo, put_together
 from trainer.distributed.domain_parallel.reductions import wide
+from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.ranges import Range
-from trainer.distributed.sharding.rows import connected, fetch
+from trainer.distributed.sharding.rows import connected, plan_rows
 from trainer.distributed.sharding.tensors import planned, to_device
 from trainer.distributed.sharding.windows import (
     Tile,
@@ -49,16 +51,29 @@ def _slide(
     channels: of the result, in the dimension before the first of `ways`; None: as x. parameters: weight and bias, which
     must have gradients on every rank. periodic: rows beyond the ends are those of the other end, else zeros.
     """
-    local, tiles, layouts, shape = x.local, {}, {}, list(x.local.shape)
-    for dim, way in ways.items():
+    local, halo, pieces, tiles, layouts, shape = x.local, None, {}, {}, {}, list(x.local.shape)
+    for dim, way in sorted(ways.items(), key=lambda way: way[0] not in x.domain.axes):  # first what others send
         if isinstance(way, int):
             shape[dim] = way
             continue
-        axis = x.domain.axes.get(dim)
-        plan = way(sized([shape[dim]]) if axis is None else axis.layout)
-        local, layouts[dim] = fetch(local, axis, plan.wanted, dim, periodic=periodic), plan.layout
-        tiles[dim] = plan.tiles[0 if axis is None else axis.rank]
+        axis, owned = x.domain.axes.get(dim), sized([shape[dim]])
+        layout, rank = (owned, 0) if axis is None else (axis.layout, axis.rank)
+        plan = way(layout)
+        wanted, source = plan_rows(layout.ranges, layout.length, plan.wanted, periodic)
+        reach = Reach(dim, plan.wanted, periodic)
+        if source == "ranks" and local is x.local and not pieces:
+            if x.is_meta and x.asked is not None:
+                x.asked.setdefault((dim, layout), reach)
+            found = current(x.halo, local)
+            halo = found.rows if found is not None and found.reach == reach else None
+        if source == "ranks" and (halo is None or pieces):
+            local, halo, pieces = put_together(local, halo, pieces), None, {}
+            local = exchange(local, layout, wanted, dim=dim, group=axis.group)
+        elif source != "own":
+            pieces[dim] = plan_halo(layout.ranges, layout.length, plan.wanted, periodic, rank).pieces
+        layouts[dim], tiles[dim] = plan.layout, plan.tiles[rank]
         shape[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles[dim])
+    local = put_together(local, halo, pieces)
     if channels is not None:
         shape[min(ways) - 1] = channels
     if 0 in shape:

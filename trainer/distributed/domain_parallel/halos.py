@@ -1,0 +1,229 @@
+"""Halos that come with a norm: rows of other ranks, in the message of its statistics.
+
+    norm -> functions by element -> convolution
+
+The norm sends statistics, and the convolution rows at the ends of its shard. `parallelize` finds such chains in its
+forward without data. From then on the norm sends rows of its input together with the statistics: who gets them
+normalises them too, the functions by element are applied to them, and the convolution finds them. In the backward
+their gradients travel with those of the statistics.
+
+It concerns the first sharded dimension of the convolution. Who changes a shard in place loses its halo, and the
+convolution fetches the rows as without it.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.sharding.exchange import plan_movement, send_rows
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import Range, Ranges, difference, intersection, size
+from trainer.distributed.sharding.rows import Axis, Wanted, plan_rows
+from trainer.distributed.sharding.tensors import planned, version_of
+
+
+class Reach(NamedTuple):
+    """The rows of a dimension that a convolution reads, as `rows.fetch` takes them."""
+
+    dim: int
+    wanted: Wanted
+    periodic: bool
+
+
+Reaches = dict[tuple[int, AxisLayout], Reach]
+"""What the convolution behind a norm reads, by dimension and layout of the norm's input."""
+
+
+Pieces = tuple[tuple[int, int, int], ...]
+"""Rows as parts (source, start, stop): 0 are zeros, 1 rows of the shard, 2 of its halo."""
+
+
+def one_after_another(ranges: Iterable[Range]) -> Iterator[Range]:
+    """Yield where each range begins and ends when they are laid one after another."""
+    return pairwise(accumulate((stop - start for start, stop in ranges), initial=0))
+
+
+class HaloPlan(NamedTuple):
+    """What one rank sends, and how it puts together what it gets.
+
+    sent, received: for each rank places in the shard, and in the halo. arriving: for each rank the number of rows that
+    come from it. order: the halo as parts (rank, first, last) of what came from the ranks. pieces: the rows wanted.
+    foreign: the rows that each rank wants of others, its halo.
+    """
+
+    sent: tuple[Ranges, ...]
+    arriving: tuple[int, ...]
+    order: tuple[tuple[int, int, int], ...]
+    pieces: Pieces
+    received: tuple[Ranges, ...]
+    foreign: Wanted
+
+    @property
+    def reversed(self) -> "HaloPlan":
+        """The plan by which gradients of the halo return, in the order in which the rows were sent."""
+        order = tuple((r, *part) for r, places in enumerate(self.sent) for part in one_after_another(places))
+        return HaloPlan(self.received, tuple(map(size, self.sent)), order, (), self.sent, ())
+
+
+class Halo(NamedTuple):
+    """Rows of other ranks for a reach, and the version of the shard that they belong to."""
+
+    rows: torch.Tensor
+    reach: Reach
+    version: int
+
+    def after(self, rows: torch.Tensor, shard: torch.Tensor) -> "Halo":
+        """Return the halo of a shard to which, as to the rows, a function by element was applied."""
+        return Halo(rows, self.reach, version_of(shard))
+
+
+def current(halo: Halo | None, shard: torch.Tensor) -> Halo | None:
+    """Return the halo if the shard has not changed since."""
+    return halo if halo is not None and halo.version == version_of(shard) else None
+
+
+def reach_of(asked: Reaches | None, domain: Domain) -> Reach | None:
+    """Return what is known to be asked of a tensor of a domain; nothing in inference mode, which counts no changes."""
+    if torch.is_inference_mode_enabled():
+        return None
+    found = ((asked or {}).get((dim, axis.layout)) for dim, axis in domain.axes.items())
+    return next((reach for reach in found if reach is not None), None)
+
+
+@planned
+def plan_halo(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool, rank: int) -> HaloPlan:
+    """Return the plan of a rank; the arguments are those of `rows.plan_rows`."""
+    wanted, _ = plan_rows(owned, length, wanted, periodic)
+    whole = ((0, length),)
+    foreign = tuple(
+        tuple(part for parts in ranges for part in difference(intersection((parts,), whole), owned[r]))
+        for r, ranges in enumerate(wanted)
+    )
+    movement = plan_movement(owned, foreign, rank)
+    order = [
+        (place, r, *part)
+        for r, places in enumerate(movement.received)
+        for (place, _), part in zip(places, one_after_another(places), strict=True)
+    ]
+    pieces, in_halo = [], 0
+    for part in wanted[rank]:
+        parts = [(*x, 0) for x in difference((part,), whole)]
+        parts += [(*x, 1) for x in intersection((part,), owned[rank])]
+        parts += [(*x, 2) for x in difference(intersection((part,), whole), owned[rank])]
+        for start, stop, source in sorted(parts):
+            place = 0
+            if source == 1:
+                place = size(intersection(owned[rank], ((0, start),)))
+            elif source == 2:
+                place, in_halo = in_halo, in_halo + stop - start
+            pieces.append((source, place, place + stop - start))
+    arriving = tuple(map(size, movement.received))
+    order = tuple(part[1:] for part in sorted(order))
+    return HaloPlan(movement.sent, arriving, order, tuple(pieces), movement.received, foreign)
+
+
+def send_with(
+    statistics: torch.Tensor, x: torch.Tensor | None, plan: HaloPlan | None, axis: Axis, dim: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the statistics of all ranks of an axis, (ranks, *shape), and rows of their x; one all-to-all.
+
+    statistics: of one shape on every rank. x: of the same type; its rows in `dim` are sent as the plan says. Without a
+    plan there are no rows. Not differentiable.
+    """
+    number, flat = statistics.numel(), statistics.reshape(-1)
+    message, sent, arriving = [flat] * axis.degree, [0] * axis.degree, [0] * axis.degree
+    if plan is not None:
+        width = math.prod((*x.shape[:dim], *x.shape[dim + 1 :]))
+        rows = [[x.narrow(dim, start, stop - start).reshape(-1) for start, stop in ranges] for ranges in plan.sent]
+        message = [part for mine in rows for part in (flat, *mine)]
+        sent, arriving = ([n * width for n in each] for each in (map(size, plan.sent), plan.arriving))
+    sizes = [[number + n for n in each] for each in (sent, arriving)]
+    arrived = send_rows(torch.cat(message), *sizes, axis.group, kind="statistics").split(sizes[1])
+    theirs = torch.stack([part[:number] for part in arrived]).view(axis.degree, *statistics.shape)
+    if plan is None:
+        return theirs, None
+    shape, halo = [*x.shape], []
+    for rank, first, last in plan.order:
+        shape[dim] = last - first
+        halo.append(arrived[rank][number + first * width : number + last * width].view(shape))
+    return theirs, torch.cat(halo, dim) if halo else x.narrow(dim, 0, 0)
+
+
+class Block(NamedTuple):
+    """A part of a result: for each dimension where it begins there, where in the source, and how many rows it has."""
+
+    source: int
+    places: tuple[tuple[int, int, int, int], ...]
+    """Of each dimension: (dimension, first row of the result, first row of the source, rows)."""
+
+    def of(self, result: torch.Tensor) -> torch.Tensor:
+        for dim, first, _, rows in self.places:
+            result = result.narrow(dim, first, rows)
+        return result
+
+    def within(self, source: torch.Tensor) -> torch.Tensor:
+        for dim, _, first, rows in self.places:
+            source = source.narrow(dim, first, rows)
+        return source
+
+
+    def is_all_of(self, shape: torch.Size) -> bool:
+        return all(first == 0 and rows == shape[dim] for dim, _, first, rows in self.places)
+
+
+@planned
+def plan_blocks(pieces: tuple[tuple[int, Pieces], ...]) -> tuple[tuple[tuple[int, int], ...], tuple[Block, ...]]:
+    """Return the rows of the result in each dimension, and its blocks. pieces: dimension -> its pieces in order."""
+    extents, blocks = [], [Block(1, ())]
+    for dim, parts in pieces:
+        length, longer = 0, []
+        for source, start, stop in parts:
+            place = (dim, length, start, stop - start)
+            longer += [Block(min(source, b.source) and max(source, b.source), (*b.places, place)) for b in blocks]
+            length += stop - start
+        extents.append((dim, length))
+        blocks = longer
+    return tuple(extents), tuple(blocks)
+
+
+def put_together(x: torch.Tensor, halo: torch.Tensor | None, pieces: dict[int, Pieces]) -> torch.Tensor:
+    """Return the rows that the pieces of each dimension name, of a shard and its halo, in one copy; differentiable."""
+    return _PutTogether.apply(x, halo, *plan_blocks(tuple(pieces.items()))) if pieces else x
+
+
+class _PutTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, halo, extents, blocks):
+        ctx.blocks, ctx.shapes = blocks, [None if t is None else t.shape for t in (x, halo)]
+        shape = [*x.shape]
+        for dim, rows in extents:
+            shape[dim] = rows
+        result = x.new_empty(shape)
+        for block in blocks:
+            if block.source:
+                block.of(result).copy_(block.within((x, halo)[block.source - 1]))
+            else:
+                block.of(result).zero_()
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradients = []
+        for number, shape in enumerate(ctx.shapes, 1):
+            blocks = [block for block in ctx.blocks if block.source == number]
+            whole = next((block for block in blocks if shape is not None and block.is_all_of(shape)), None)
+            if shape is None:
+                total = None
+            elif whole is None:
+                total = gradient.new_zeros(shape)
+            else:
+                total = whole.of(gradient).clone(memory_format=torch.contiguous_format)
+            for block in blocks:
+                if block is not whole:
+                    block.within(total).add_(block.of(gradient))
+            gradients.append(total)
+        return *gradients, None, None
