@@ -16,6 +16,8 @@ _VIEWS_TESTS = "tests/distributed/test_domain_views.py"
 _ALONG = f"{_TENSOR}[along-3-1]"
 _NOISE = "tests/distributed/test_domain_noise.py"
 _POINTS = "tests/distributed/test_domain_points.py"
+_HALOS = "tests/distributed/test_domain_halos.py"
+_RESAMPLE = "tests/distributed/test_domain_resample.py"
 _IN_PLACE = f"{_VIEWS_TESTS}::test_changes_in_place_are_refused_or_reach_what_they_reach_in_the_whole_tensor"
 _TENSOR_FILE = "tests/distributed/test_domain_tensor.py"
 _VIEWS, _ELEMENTWISE, _PRODUCTS = (f"{_TENSOR}[{name}-3-1]" for name in ("views", "elementwise", "products"))
@@ -505,5 +507,61 @@ DOMAIN = (
         "if of_rows is not None and any(axis.group is of_rows.group for axis in beside.values()):",
         "if False:",
         f"{_TENSORS}::test_rows_stay_at_their_owners",
+    ),
+    Mutant(
+        "a changed shard keeps its halo",
+        f"{_DOMAIN}/halos.py",
+        "or halo.version != version_of(shard):",
+        "or False:",
+        _HALOS,
+    ),
+    Mutant(
+        "a hook sees the gradient of own rows alone",
+        f"{_DOMAIN}/halos.py",
+        "if halo is None or halo.use.is_given_up",
+        "if halo is None",
+        _HALOS,
+    ),
+    Mutant(
+        "parts of a halo in the order of the ranks",
+        f"{_DOMAIN}/halos.py",
+        "order = tuple(part[1:] for part in sorted(order))",
+        "order = tuple(part[1:] for part in order)",
+        _HALOS,
+    ),
+    Mutant(
+        "a rank without blocks leaves the second derivatives to the others",
+        f"{_DOMAIN}/halos.py",
+        "total = total + gradient.narrow(0, 0, 0).sum()",
+        "pass",
+        _HALOS,
+    ),
+    Mutant(
+        "rows of a halo have no part in the gradient of the statistics",
+        f"{_DOMAIN}/reductions.py",
+        "(g * rows).sum(within, keepdim=True) for g, rows in both)",
+        "(g * rows).sum(within, keepdim=True) for g, rows in both[:1])",
+        _HALOS,
+    ),
+    Mutant(
+        "sums of gradients are each rank's own",
+        f"{_DOMAIN}/reductions.py",
+        "statistics = theirs.sum(0)",
+        "statistics = statistics * len(theirs)",
+        _HALOS,
+    ),
+    Mutant(
+        "no norm learns what a convolution asks of it",
+        f"{_DOMAIN}/windows.py",
+        "if x.is_meta and x.asked is not None:",
+        "if False:",
+        _HALOS,
+    ),
+    Mutant(
+        "interpolation of a tile as if its first row were the first of the axis",
+        f"{_DOMAIN}/windows.py",
+        "rows = tuple(row - first for row, *_ in sources[start:stop])",
+        "rows = tuple(row for row, *_ in sources[: stop - start])",
+        _RESAMPLE,
     ),
 )

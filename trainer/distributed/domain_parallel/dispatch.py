@@ -105,7 +105,8 @@ class DomainTensor:
                 "`x.local`"
             )
         self.shape = torch.Size(self.domain.shape(self.local))
-        self.domain = Domain({dim: axis for dim, axis in self.domain.axes.items() if axis.degree > 1})
+        if any(axis.degree == 1 for axis in self.domain.axes.values()):
+            self.domain = Domain({dim: axis for dim, axis in self.domain.axes.items() if axis.degree > 1})
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None):
@@ -157,6 +158,8 @@ class DomainTensor:
 
     def register_hook(self, hook: Callable[["DomainTensor"], Any]) -> Any:
         """Call the hook with the gradient, as a domain tensor, as torch does; it may return another one."""
+        if self.halo is not None:
+            self.halo.give_up()
         return self.local.register_hook(lambda g: unwrapped(hook(DomainTensor(g, self.domain))))
 
     def __len__(self) -> int:

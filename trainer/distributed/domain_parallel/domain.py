@@ -44,7 +44,7 @@ class Domain:
     def __post_init__(self) -> None:
         if any(dim < 0 for dim in self.axes):
             raise ValueError(f"the dimensions {[*self.axes]} of a domain count from 0; write them so")
-        if not torch.compiler.is_compiling():
+        if len(self.axes) > 1 and not torch.compiler.is_compiling():
             groups = [id(axis.group) for axis in self.axes.values() if axis.degree > 1]
             if len({*groups}) < len(groups):
                 raise ValueError(
@@ -59,7 +59,14 @@ class Domain:
 
     def layouts(self, layouts: Mapping[int, AxisLayout]) -> "Domain":
         """Return the domain with other layouts of some of its dimensions."""
+        if all(layouts.get(d, axis.layout) is axis.layout for d, axis in self.axes.items()):
+            return self
         return Domain({d: Axis(layouts.get(d, axis.layout), axis.group) for d, axis in self.axes.items()})
+
+    def is_that_of(self, other: "Domain") -> bool:
+        """Return whether the other domain has the very same axes; False says nothing."""
+        mine, others = self.axes, other.axes
+        return self is other or (mine.keys() == others.keys() and all(mine[dim] is others[dim] for dim in mine))
 
     def ranges(self, dim: int, length: int) -> Ranges:
         """Return the rows of dimension `dim`, whose global length is given, that this rank has."""

@@ -49,8 +49,10 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Apply the function to the shards, after they are brought to one layout."""
     name = function.__name__
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, DomainTensor | torch.Tensor)]
-    shape = torch.broadcast_shapes(*(x.shape for x in operands))
-    domain, x = common_domain(operands, shape), operands[0]
+    x = operands[0]
+    is_alone = len(operands) == 1 and isinstance(x, DomainTensor)
+    shape = x.shape if is_alone else torch.broadcast_shapes(*(x.shape for x in operands))
+    domain = x.domain if is_alone else common_domain(operands, shape)
     is_in_place = name in _IN_PLACE or kwargs.get("inplace", False)
     if is_in_place and not (
         isinstance(x, DomainTensor) and x.shape == shape and x.domain.axes.keys() == domain.axes.keys()
@@ -69,13 +71,12 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
         return function(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
 
-    alone = len(operands) == 1 and isinstance(x, DomainTensor) and x.asked is not None
-    halo = current(x.halo, x.local) if alone else None
+    halo = current(x.halo, x.local) if is_alone else None
     result = applied()
     if getattr(result, "shape", None) != domain.local_shape(shape):
         raise refused(name, next(filter(is_sharded, operands)), "its result has another shape than its operands")
     result = x if is_in_place else wrapped(result, domain)
-    if alone:
+    if is_alone:
         result.asked, result.halo = x.asked, None if halo is None else halo.after(applied(halo.rows), result.local)
     return result
 
@@ -134,6 +135,8 @@ def own_part(x: DomainTensor | torch.Tensor, domain: Domain, shape: Sequence[int
     another dimension over the same ranks moves by one all-to-all, and what fits nowhere is gathered, such as a row of
     one rank that is broadcast.
     """
+    if isinstance(x, DomainTensor) and x.shape == shape and x.domain.is_that_of(domain):
+        return x.local
     before = len(shape) - x.ndim
     mine = {
         dim - before: axis for dim, axis in domain.axes.items() if dim >= before and x.shape[dim - before] == shape[dim]

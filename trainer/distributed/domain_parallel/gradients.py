@@ -36,6 +36,8 @@ def grad(function: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None
     outputs, inputs = (list(t) if isinstance(t, Sequence) else [t] for t in (outputs, inputs))
     seeds = list(grad_outputs) if isinstance(grad_outputs, Sequence) else [grad_outputs] * len(outputs)
     tensors = [t for t in (*outputs, *inputs) if isinstance(t, DomainTensor)]
+    for halo in (x.halo for x in inputs if isinstance(x, DomainTensor) and x.halo is not None):
+        halo.give_up()
     groups = {id(axis.group): axis.group for t in tensors for axis in t.domain.axes.values()}
 
     def lacking(x: Any) -> list[dist.ProcessGroup]:

@@ -13,6 +13,7 @@ convolution fetches the rows as without it.
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -69,21 +70,45 @@ class HaloPlan(NamedTuple):
         return HaloPlan(self.received, tuple(map(size, self.sent)), order, (), self.sent, ())
 
 
+@dataclass
+class Use:
+    """Whether a convolution took a halo, and whether none may; of all halos that come from one norm."""
+
+    is_taken: bool = False
+    is_given_up: bool = False
+
+
 class Halo(NamedTuple):
     """Rows of other ranks for a reach, and the version of the shard that they belong to."""
 
     rows: torch.Tensor
     reach: Reach
     version: int
+    use: Use
 
     def after(self, rows: torch.Tensor, shard: torch.Tensor) -> "Halo":
         """Return the halo of a shard to which, as to the rows, a function by element was applied."""
-        return Halo(rows, self.reach, version_of(shard))
+        return Halo(rows, self.reach, version_of(shard), self.use)
+
+    def give_up(self) -> None:
+        """Let convolutions fetch the rows, so that the gradients of these come back through the shard.
+
+        Raises:
+            RuntimeError: one has taken the halo.
+        """
+        if self.use.is_taken:
+            raise RuntimeError(
+                "the gradient of this tensor is not whole: a convolution has read rows of it that came with a norm, "
+                "whose gradients return there; register a hook on the tensor before the convolution is called"
+            )
+        self.use.is_given_up = True
 
 
 def current(halo: Halo | None, shard: torch.Tensor) -> Halo | None:
-    """Return the halo if the shard has not changed since."""
-    return halo if halo is not None and halo.version == version_of(shard) else None
+    """Return the halo if the shard has not changed since, and nobody asked for its gradient."""
+    if halo is None or halo.use.is_given_up or halo.version != version_of(shard):
+        return None
+    return halo
 
 
 def reach_of(asked: Reaches | None, domain: Domain) -> Reach | None:
@@ -170,7 +195,6 @@ class Block(NamedTuple):
             source = source.narrow(dim, first, rows)
         return source
 
-
     def is_all_of(self, shape: torch.Size) -> bool:
         return all(first == 0 and rows == shape[dim] for dim, _, first, rows in self.places)
 
@@ -214,12 +238,15 @@ class _PutTogether(torch.autograd.Function):
     def backward(ctx, gradient):
         gradients = []
         for number, shape in enumerate(ctx.shapes, 1):
-            blocks = [block for block in ctx.blocks if block.source == number]
-            whole = next((block for block in blocks if shape is not None and block.is_all_of(shape)), None)
             if shape is None:
-                total = None
-            elif whole is None:
+                gradients.append(None)
+                continue
+            blocks = [block for block in ctx.blocks if block.source == number]
+            whole = next((block for block in blocks if block.is_all_of(shape)), None)
+            if whole is None:
                 total = gradient.new_zeros(shape)
+                if torch.is_grad_enabled():  # a rank without blocks joins the second derivatives
+                    total = total + gradient.narrow(0, 0, 0).sum()
             else:
                 total = whole.of(gradient).clone(memory_format=torch.contiguous_format)
             for block in blocks:

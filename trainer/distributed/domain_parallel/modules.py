@@ -54,7 +54,7 @@ _NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @contextmanager
 def _find_halos(model: nn.Module) -> Iterator[None]:
-    """Let a forward without data find what convolutions ask of norms, which are told it in each forward from then on."""
+    """Let a forward without data find what convolutions ask of norms, which are told it from then on."""
     asked = {module: {} for module in model.modules() if isinstance(module, _NORMS)}
     hooks = {module: module.register_forward_pre_hook(partial(_ask, reaches)) for module, reaches in asked.items()}
     try:
@@ -184,7 +184,7 @@ def _check_backward_hooks(module: nn.Module, where: str = "") -> None:
     if module._backward_hooks or module._backward_pre_hooks or of_all:
         raise DomainOperatorError(
             f"{where}a backward hook of a module that gets a sharded tensor would not run; put hooks on parameters "
-            "(`parameter.register_hook`) or on the shard (`x.local.register_hook`)"
+            "(`parameter.register_hook`) or on the tensor (`x.register_hook`)"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule
 from trainer.distributed.domain_parallel.domain import Axis, Domain
-from trainer.distributed.domain_parallel.halos import Halo, Reach, plan_halo, reach_of, send_with
+from trainer.distributed.domain_parallel.halos import Halo, Reach, Use, plan_halo, reach_of, send_with
 from trainer.distributed.sharding.exchange import all_reduce, exchange, put_rows, send_rows
 from trainer.distributed.sharding.placement import added_up, summed, with_adjoint
 from trainer.distributed.sharding.tensors import to_device, version_of
@@ -283,7 +283,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def differentiable(ctx, *gradients):
-        """Return the gradients as functions of which there are derivatives: by a norm and a halo one after the other."""
+        """Return gradients that have derivatives: those of a norm, and of a halo that is fetched behind it."""
         x, _, weight, bias, *_ = ctx.saved_tensors
         domain, dims, reach, eps, channel, plan, _ = ctx.options
         axis, inputs = domain.axes[reach.dim], [p for p in (x, weight, bias) if p is not None and p.requires_grad]
@@ -297,7 +297,7 @@ def _with_halo(y: DomainTensor, halo: torch.Tensor | None, reach: Reach | None, 
     """Return the norm y of x with the rows of it that came with the statistics."""
     y.asked = x.asked
     if halo is not None:
-        y.halo = Halo(halo, reach, version_of(y.local))
+        y.halo = Halo(halo, reach, version_of(y.local), Use())
     return y
 
 

@@ -65,7 +65,8 @@ def _slide(
             if x.is_meta and x.asked is not None:
                 x.asked.setdefault((dim, layout), reach)
             found = current(x.halo, local)
-            halo = found.rows if found is not None and found.reach == reach else None
+            if found is not None and found.reach == reach:
+                halo, found.use.is_taken = found.rows, True
         if source == "ranks" and (halo is None or pieces):
             local, halo, pieces = put_together(local, halo, pieces), None, {}
             local = exchange(local, layout, wanted, dim=dim, group=axis.group)
@@ -341,6 +342,8 @@ def interpolate(
     sources = {dim: _sources(x.shape[dim], n, f, mode, bool(align_corners)) for dim, n, f in targets}
 
     def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        if mode == "nearest" and all(_is_whole(tile, sources[dim]) for dim, tile in tiles.items()):
+            return F.interpolate(part, [tiles[dim].outputs[1] - tiles[dim].outputs[0] for dim in dims])
         for dim, tile in tiles.items():
             part = _mixed(part, dim, tile, sources[dim])
         return part
@@ -377,6 +380,14 @@ def _plan(layout: AxisLayout, sources: Sources) -> WindowPlan:
         return sources[start][0], sources[stop - 1][1] + 1
 
     return plan_outputs(layout, outputs, lambda row: -(-row * outputs // layout.length), inputs)
+
+
+@lru_cache(maxsize=1024)
+def _is_whole(tile: Tile, sources: Sources) -> bool:
+    """Return whether the nearest rows are those of an axis that has just the rows of the tile."""
+    (start, stop), (first, last) = tile
+    rows = tuple(row - first for row, *_ in sources[start:stop])
+    return rows == tuple(row for row, *_ in _sources(last - first, stop - start, None, "nearest", False))
 
 
 def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.Tensor:
