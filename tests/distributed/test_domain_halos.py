@@ -24,7 +24,7 @@ BETWEEN: tuple[Callable[[], nn.Module], ...] = (
 
 
 class Chain(nn.Module):
-    """Convolution, norm, functions by element, and a convolution, beside which the functions' result is used too."""
+    """Norm, functions by element, and a convolution or a pool, beside which the functions' result is used too."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -36,6 +36,8 @@ class Chain(nn.Module):
         padding = rng.choice([0, (kernel[0] // 2, kernel[1] // 2)])
         mode = rng.choice(["zeros", "circular"])
         self.conv = nn.Conv2d(4, 2, kernel, stride, padding, (1, dilation), padding_mode=mode)
+        if rng.random() < 0.2:
+            self.conv = rng.choice([nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 1, 1, count_include_pad=False)])
         for p in self.parameters():
             nn.init.normal_(p)
 

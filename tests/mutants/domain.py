@@ -161,8 +161,8 @@ DOMAIN = (
     Mutant(
         "a function in place changes a copy",
         f"{_DOMAIN}/elementwise.py",
-        "return own_part(x, domain, shape) if isinstance(x, DomainTensor | torch.Tensor) else x",
-        "return own_part(x, domain, shape).clone() if isinstance(x, DomainTensor | torch.Tensor) else x",
+        "return own_part(x, domain, shape) if rows is None else rows",
+        "return own_part(x, domain, shape).clone() if rows is None else rows",
         _ELEMENTWISE,
     ),
     Mutant(
@@ -245,7 +245,7 @@ DOMAIN = (
     Mutant(
         "running statistics are those of a rank's own rows",
         f"{_DOMAIN}/reductions.py",
-        "for running, new in ((running_mean, mean),",
+        "for running, new in ((running_mean, found.mean),",
         "for running, new in ((running_mean, x.local.mean((0, *range(2, x.ndim)))),",
         "tests/distributed/test_domain_tensor.py::test_batch_norm_keeps_the_running_statistics_of_one_process",
     ),
@@ -308,8 +308,8 @@ DOMAIN = (
     Mutant(
         "a variance over too few values is NaN",
         f"{_DOMAIN}/reductions.py",
-        "squares / max(number - correction, 0)",
-        "squares / (max(number - correction, 0) or torch.nan)",
+        "squares / max(found.number - correction, 0)",
+        "squares / (max(found.number - correction, 0) or torch.nan)",
         f"{_REDUCTIONS}::test_results_are_nan_or_infinite_where_those_of_torch_are",
     ),
     Mutant(
