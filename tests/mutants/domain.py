@@ -531,7 +531,7 @@ DOMAIN = (
     ),
     Mutant(
         "a rank without blocks leaves the second derivatives to the others",
-        f"{_DOMAIN}/halos.py",
+        f"{_SHARDING}/pieces.py",
         "total = total + gradient.narrow(0, 0, 0).sum()",
         "pass",
         _HALOS,

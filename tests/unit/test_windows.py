@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from trainer.distributed.sharding.exchange import own_rows
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.pieces import plan_pieces, put_together
 from trainer.distributed.sharding.ranges import intersection, size, union
 from trainer.distributed.sharding.rows import plan_rows
 from trainer.distributed.sharding.windows import (
@@ -124,10 +124,10 @@ def test_a_plan_of_rows_keeps_the_wanted_rows_and_knows_who_lacks_some(examples:
             assert [row for part in after for row in range(*part)] == asked
             owned = {row for part in own for row in range(*part)}
             lacks |= any(0 <= row < layout.length and row not in owned for row in asked)
-            if not any(0 <= row < layout.length and row not in owned for row in asked):
-                places = {row: place for place, row in enumerate(sorted(owned))}
-                taken = own_rows(torch.arange(1, len(owned) + 1), own, after, dim=0) - 1
-                assert taken.tolist() == [places.get(row, -1) for row in asked]
+            halo = [row for row in asked if 0 <= row < layout.length and row not in owned]
+            pieces = plan_pieces(own, layout.length, after)
+            taken = put_together(torch.tensor(sorted(owned)) + 1, torch.tensor(halo) + 1, {0: pieces}) - 1
+            assert taken.tolist() == [row if 0 <= row < layout.length else -1 for row in asked]
         assert (source == "ranks") == lacks
         assert source != "own" or found == layout.ranges
 

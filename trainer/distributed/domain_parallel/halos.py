@@ -39,10 +39,6 @@ Reaches = dict[tuple[int, AxisLayout], Reach]
 """What the convolution behind a norm reads, by dimension and layout of the norm's input."""
 
 
-Pieces = tuple[tuple[int, int, int], ...]
-"""Rows as parts (source, start, stop): 0 are zeros, 1 rows of the shard, 2 of its halo."""
-
-
 def one_after_another(ranges: Iterable[Range]) -> Iterator[Range]:
     """Yield where each range begins and ends when they are laid one after another."""
     return pairwise(accumulate((stop - start for start, stop in ranges), initial=0))
@@ -52,14 +48,13 @@ class HaloPlan(NamedTuple):
     """What one rank sends, and how it puts together what it gets.
 
     sent, received: for each rank places in the shard, and in the halo. arriving: for each rank the number of rows that
-    come from it. order: the halo as parts (rank, first, last) of what came from the ranks. pieces: the rows wanted.
+    come from it. order: the halo as parts (rank, first, last) of what came from the ranks.
     foreign: the rows that each rank wants of others, its halo.
     """
 
     sent: tuple[Ranges, ...]
     arriving: tuple[int, ...]
     order: tuple[tuple[int, int, int], ...]
-    pieces: Pieces
     received: tuple[Ranges, ...]
     foreign: Wanted
 
@@ -67,7 +62,7 @@ class HaloPlan(NamedTuple):
     def reversed(self) -> "HaloPlan":
         """The plan by which gradients of the halo return, in the order in which the rows were sent."""
         order = tuple((r, *part) for r, places in enumerate(self.sent) for part in one_after_another(places))
-        return HaloPlan(self.received, tuple(map(size, self.sent)), order, (), self.sent, ())
+        return HaloPlan(self.received, tuple(map(size, self.sent)), order, self.sent, ())
 
 
 @dataclass
@@ -134,21 +129,9 @@ def plan_halo(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: 
         for r, places in enumerate(movement.received)
         for (place, _), part in zip(places, one_after_another(places), strict=True)
     ]
-    pieces, in_halo = [], 0
-    for part in wanted[rank]:
-        parts = [(*x, 0) for x in difference((part,), whole)]
-        parts += [(*x, 1) for x in intersection((part,), owned[rank])]
-        parts += [(*x, 2) for x in difference(intersection((part,), whole), owned[rank])]
-        for start, stop, source in sorted(parts):
-            place = 0
-            if source == 1:
-                place = size(intersection(owned[rank], ((0, start),)))
-            elif source == 2:
-                place, in_halo = in_halo, in_halo + stop - start
-            pieces.append((source, place, place + stop - start))
     arriving = tuple(map(size, movement.received))
     order = tuple(part[1:] for part in sorted(order))
-    return HaloPlan(movement.sent, arriving, order, tuple(pieces), movement.received, foreign)
+    return HaloPlan(movement.sent, arriving, order, movement.received, foreign)
 
 
 def send_with(
@@ -176,81 +159,3 @@ def send_with(
         shape[dim] = last - first
         halo.append(arrived[rank][number + first * width : number + last * width].view(shape))
     return theirs, torch.cat(halo, dim) if halo else x.narrow(dim, 0, 0)
-
-
-class Block(NamedTuple):
-    """A part of a result: for each dimension where it begins there, where in the source, and how many rows it has."""
-
-    source: int
-    places: tuple[tuple[int, int, int, int], ...]
-    """Of each dimension: (dimension, first row of the result, first row of the source, rows)."""
-
-    def of(self, result: torch.Tensor) -> torch.Tensor:
-        for dim, first, _, rows in self.places:
-            result = result.narrow(dim, first, rows)
-        return result
-
-    def within(self, source: torch.Tensor) -> torch.Tensor:
-        for dim, _, first, rows in self.places:
-            source = source.narrow(dim, first, rows)
-        return source
-
-    def is_all_of(self, shape: torch.Size) -> bool:
-        return all(first == 0 and rows == shape[dim] for dim, _, first, rows in self.places)
-
-
-@planned
-def plan_blocks(pieces: tuple[tuple[int, Pieces], ...]) -> tuple[tuple[tuple[int, int], ...], tuple[Block, ...]]:
-    """Return the rows of the result in each dimension, and its blocks. pieces: dimension -> its pieces in order."""
-    extents, blocks = [], [Block(1, ())]
-    for dim, parts in pieces:
-        length, longer = 0, []
-        for source, start, stop in parts:
-            place = (dim, length, start, stop - start)
-            longer += [Block(min(source, b.source) and max(source, b.source), (*b.places, place)) for b in blocks]
-            length += stop - start
-        extents.append((dim, length))
-        blocks = longer
-    return tuple(extents), tuple(blocks)
-
-
-def put_together(x: torch.Tensor, halo: torch.Tensor | None, pieces: dict[int, Pieces]) -> torch.Tensor:
-    """Return the rows that the pieces of each dimension name, of a shard and its halo, in one copy; differentiable."""
-    return _PutTogether.apply(x, halo, *plan_blocks(tuple(pieces.items()))) if pieces else x
-
-
-class _PutTogether(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, halo, extents, blocks):
-        ctx.blocks, ctx.shapes = blocks, [None if t is None else t.shape for t in (x, halo)]
-        shape = [*x.shape]
-        for dim, rows in extents:
-            shape[dim] = rows
-        result = x.new_empty(shape)
-        for block in blocks:
-            if block.source:
-                block.of(result).copy_(block.within((x, halo)[block.source - 1]))
-            else:
-                block.of(result).zero_()
-        return result
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradients = []
-        for number, shape in enumerate(ctx.shapes, 1):
-            if shape is None:
-                gradients.append(None)
-                continue
-            blocks = [block for block in ctx.blocks if block.source == number]
-            whole = next((block for block in blocks if block.is_all_of(shape)), None)
-            if whole is None:
-                total = gradient.new_zeros(shape)
-                if torch.is_grad_enabled():  # a rank without blocks joins the second derivatives
-                    total = total + gradient.narrow(0, 0, 0).sum()
-            else:
-                total = whole.of(gradient).clone(memory_format=torch.contiguous_format)
-            for block in blocks:
-                if block is not whole:
-                    block.within(total).add_(block.of(gradient))
-            gradients.append(total)
-        return *gradients, None, None

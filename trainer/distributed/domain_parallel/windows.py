@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule, wrapped
-from trainer.distributed.domain_parallel.halos import Reach, current, plan_halo, put_together
+from trainer.distributed.domain_parallel.halos import Reach, current
 from trainer.distributed.domain_parallel.reductions import wide
 from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout, sized
+from trainer.distributed.sharding.pieces import plan_pieces, put_together
 from trainer.distributed.sharding.ranges import Range
 from trainer.distributed.sharding.rows import connected, plan_rows
 from trainer.distributed.sharding.tensors import planned, to_device
@@ -71,7 +72,7 @@ def _slide(
             local, halo, pieces = put_together(local, halo, pieces), None, {}
             local = exchange(local, layout, wanted, dim=dim, group=axis.group)
         elif source != "own":
-            pieces[dim] = plan_halo(layout.ranges, layout.length, plan.wanted, periodic, rank).pieces
+            pieces[dim] = plan_pieces(layout.ranges[rank], layout.length, wanted[rank])
         layouts[dim], tiles[dim] = plan.layout, plan.tiles[rank]
         shape[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles[dim])
     local = put_together(local, halo, pieces)

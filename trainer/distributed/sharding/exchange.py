@@ -271,11 +271,6 @@ def exchange(
     return _Exchange.apply(x, plan_movement(layout.ranges, wanted, rank), dim, group)
 
 
-def own_rows(x: torch.Tensor, owned: Ranges, wanted: tuple[Range, ...], *, dim: int) -> torch.Tensor:
-    """Return wanted rows of x, which has the rows `owned`, as `exchange` does; nothing is sent, others are zeros."""
-    return _Exchange.apply(x, plan_movement((owned,), (wanted,), 0), dim, None)
-
-
 class _Exchange(torch.autograd.Function):
     """One node of the graph, so that a rank without rows to send or receive still joins, forward and backward."""
 
@@ -323,22 +318,20 @@ def _move(
     target: torch.Tensor,
     sent: tuple[tuple[Range, ...], ...],
     received: tuple[tuple[Range, ...], ...],
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     *,
     add: bool,
 ) -> None:
     """Send rows at the places sent[r] to each rank r; write, or add up, what r sent at the places received[r].
 
-    target: has no values yet. group: None for one rank, which sends nothing.
+    target: has no values yet.
     """
-    own, shape = 0 if group is None else group.rank(), rows.shape[1:]
+    own, shape = group.rank(), rows.shape[1:]
     width = shape.numel()
     parts = [rows[start:stop].reshape(-1) for r, places in enumerate(sent) if r != own for start, stop in places]
     buffer = torch.cat(parts) if parts else rows.new_empty(0)
     send_sizes, counts = ([size(p) * width * (r != own) for r, p in enumerate(x)] for x in (sent, received))
-    arrived, pending = buffer, Pending()
-    if group is not None:
-        arrived, pending = all_to_all(buffer, send_sizes, counts, group, kind="exchange")
+    arrived, pending = all_to_all(buffer, send_sizes, counts, group, kind="exchange")
     is_first = add and received[own] == ((0, target.shape[0]),)  # own rows fill the target, with nothing to add to
     if add and not is_first:
         target.zero_()

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.sharding.exchange import exchange, own_rows
+from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.pieces import plan_pieces, put_together
 from trainer.distributed.sharding.ranges import Range, Ranges, difference, intersection, union
 from trainer.distributed.sharding.tensors import planned
 
@@ -86,7 +87,7 @@ def fetch(x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, perio
     if source == "own":
         return x
     if source == "local":
-        return own_rows(x, owned[rank], wanted[rank], dim=dim)
+        return put_together(x, None, {dim: plan_pieces(owned[rank], length, wanted[rank])})
     return exchange(x, axis.layout, wanted, dim=dim, group=axis.group)
 
 
