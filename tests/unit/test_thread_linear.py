@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.distributed.test_linear_attention import (
     KINDS,
@@ -20,6 +22,7 @@ from tests.distributed.test_linear_attention import (
     token_by_token,
 )
 from tests.thread_ranks import ThreadMesh, run_ranks
+from tests.unit.test_windows import layouts
 from trainer.distributed.context_parallel import linear_scan
 from trainer.distributed.context_parallel.execution.linear_chunks import LONGEST_RUN
 from trainer.distributed.context_parallel.linear_attention import linear_attention
@@ -38,27 +41,34 @@ def deterministic() -> Iterator[None]:
 
 
 def scanned(
-    rank: int, mesh: ThreadMesh, layout: AxisLayout, kind: str, dtype: torch.dtype, autocast: bool
+    rank: int,
+    mesh: ThreadMesh,
+    layout: AxisLayout,
+    kind: str,
+    dtype: torch.dtype,
+    autocast: bool,
+    share: float = 0.1,
+    strength: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Output and gradients of this rank's rows."""
+    """Output and gradients of this rank's rows; share: of the tokens at which a document begins."""
     own = torch.from_numpy(layout.indices(rank))
-    inputs = drawn(kind, 2, LENGTH, seed=1, dtype=dtype)
+    inputs = drawn(kind, 2, layout.length, seed=1, strength=strength, dtype=dtype)
     mine = [None if x is None else x[:, own].detach().requires_grad_() for x in inputs]
-    positions = positions_of(starts_of(2, LENGTH, 0.1, 3))[:, own]
+    positions = positions_of(starts_of(2, layout.length, share, 3))[:, own]
     with opened(LivePlan(mesh, layout), 2) as handle:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             out = linear_attention(*mine, handle, positions, 0.5)[0]
         given = [x for x in mine if x is not None]
-        return [out.detach(), *torch.autograd.grad(out, given, _cotangent(out.dtype)[:, own])]
+        return [out.detach(), *torch.autograd.grad(out, given, _cotangent(out.dtype, layout.length)[:, own])]
 
 
-def _cotangent(dtype: torch.dtype) -> torch.Tensor:
+def _cotangent(dtype: torch.dtype, length: int = LENGTH) -> torch.Tensor:
     generator = torch.Generator().manual_seed(4)
-    return torch.randn(2, LENGTH, 4, 3, dtype=torch.float64, generator=generator).to(dtype)
+    return torch.randn(2, length, 4, 3, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def whole_of(layout: AxisLayout, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    places = torch.cat([torch.from_numpy(layout.indices(rank)) for rank in range(RANKS)]).argsort()
+    places = torch.from_numpy(layout.order().argsort())
     return [torch.cat(of_ranks, 1)[:, places] for of_ranks in zip(*parts, strict=True)]
 
 
@@ -72,6 +82,57 @@ def test_threads_are_ranks(kind: str, most: int) -> None:
     wanted = token_by_token(*inputs, starts_of(2, LENGTH, 0.1, 3), 0.5)
     gradients = torch.autograd.grad(wanted, [x for x in inputs if x is not None], _cotangent(torch.float64))
     assert differences(got, [wanted, *gradients]) < TOLERANCE
+
+
+@pytest.mark.parametrize("examples", [25, pytest.param(400, marks=pytest.mark.slow)])
+def test_any_layout_is_the_recurrence(examples: int) -> None:
+    """Any owner of each token, ranks without any, documents down to one token, strong and weak decays, short chunks."""
+
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        layouts(40),
+        st.sampled_from(KINDS),
+        st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        st.sampled_from([0.01, 1.0, 30.0]),
+        st.sampled_from([0, linear_scan.GATHERED_BYTES]),
+        st.sampled_from([8, 16, 64]),
+        st.sampled_from([1, 4]),
+    )
+    def law(layout: AxisLayout, kind: str, share: float, strength: float, most: int, chunk: int, run: int) -> None:
+        with (
+            mock.patch.object(linear_scan, "GATHERED_BYTES", most),
+            mock.patch("trainer.distributed.context_parallel.linear_attention.CHUNK", chunk),
+            mock.patch.dict(LONGEST_RUN, cpu=run),
+        ):
+            parts = run_ranks(layout.degree, scanned, layout, kind, torch.float64, False, share, strength)
+        inputs = drawn(kind, 2, layout.length, seed=1, strength=strength)
+        wanted = token_by_token(*inputs, starts_of(2, layout.length, share, 3), 0.5)
+        cotangent = _cotangent(torch.float64, layout.length)
+        gradients = torch.autograd.grad(wanted, [x for x in inputs if x is not None], cotangent)
+        assert differences(whole_of(layout, parts), [wanted, *gradients]) < TOLERANCE
+
+    law()
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts(40), st.integers(1, 9))
+def test_fragments_are_in_the_order_of_their_tokens(layout: AxisLayout, size: int) -> None:
+    """Of a layout and of its cuts at chunks: who has a fragment, and whose maps a rank wants."""
+    for cut in (layout, linear_scan.aligned(layout, size)):
+        starts = sorted(start for ranges in cut.ranges for start, _ in ranges)
+        fragments = linear_scan.fragments_of(cut)
+        for rank, ranges in enumerate(cut.ranges):
+            mine = [starts.index(start) for start, _ in ranges]
+            assert [i for a, b in fragments.ranges[rank] for i in range(a, b)] == mine
+            before, behind = linear_scan.maps_before(fragments)[rank], linear_scan.maps_behind(fragments)[rank]
+            assert {i for a, b in before for i in range(a, b)} == set(range(max(mine, default=0)))
+            assert {i for a, b in behind for i in range(a, b)} == set(
+                range(min(mine, default=len(starts)) + 1, len(starts))
+            )
+    chunks = {start // size: rank for rank, ranges in enumerate(cut.ranges) for a, b in ranges for start in range(a, b)}
+    last_tokens = {(stop - 1) // size: stop - 1 for stop in [*range(size, layout.length, size), layout.length]}
+    owner = {t: rank for rank, ranges in enumerate(layout.ranges) for a, b in ranges for t in range(a, b)}
+    assert chunks == {chunk: owner[token] for chunk, token in last_tokens.items()}
 
 
 def test_autocast_changes_nothing() -> None:
