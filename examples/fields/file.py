@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 _MAKE = "python -m examples.fields.make_fields"
 _NAME = "fields"
 CHUNK = 32
-"""Rows and columns of a chunk, of four times and all channels: 48 KiB with three of them."""
+"""Rows and columns of a chunk of a grid, of four times and all channels: 48 KiB with three of them."""
 
 
 def write_fields(
@@ -69,10 +69,15 @@ def unfinished_file(path: str | Path) -> Iterator[Path]:
         os.rename(unfinished, path)
 
 
+def chunk_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns of a chunk of fields, (..., height, width); those of one column have points."""
+    return (CHUNK**2, 1) if shape[-1] == 1 else (CHUNK, CHUNK)
+
+
 def create(folder: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) -> Any:
     """Return the array of a new file, (trajectories, times, channels, height, width), which is not a number yet.
 
-    Several processes may open it and write parts, if each writes whole chunks: pieces of the grid of `CHUNK` cells.
+    Several processes may open it and write parts, if each writes whole chunks (`chunk_of`).
     """
     group = _zarr().create_group(folder)
     group.attrs.update({"format_version": FORMAT_VERSION, **attributes})
@@ -80,7 +85,7 @@ def create(folder: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) 
         _NAME,
         shape=shape,
         dtype="float32",
-        chunks=tuple(map(min, (1, 4, 1 << 30, CHUNK, CHUNK), shape)),
+        chunks=tuple(map(min, (1, 4, 1 << 30, *chunk_of(shape)), shape)),
         compressors=None,  # float32 noise in the low bits: compression saves a tenth, and costs each read
         fill_value=np.nan,  # what a missing chunk is read as, so that it is seen
         dimension_names=("trajectory", "time", "channel", "height", "width"),

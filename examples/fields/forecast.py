@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from examples.fields.file import CHUNK, FieldSource, create, refuse_existing, unfinished_file, write_part
+from examples.fields.file import FieldSource, chunk_of, create, refuse_existing, unfinished_file, write_part
+from examples.fields.points_args import PLACES
 from examples.fields.spec import fields_of
 from trainer.commands.finished_run import configuration, loaded_model
 from trainer.config.errors import ConfigError
@@ -49,10 +50,10 @@ class Forecast:
         return [*zip(model.local.tolist(), persistence.local.tolist(), strict=True)]
 
     def pictured(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first channel of the first trajectory, of truth and prediction, whole; a collective."""
+        """Return the first trajectory of truth and prediction, whole: (steps + 1, channels, ...); a collective."""
         from trainer.distributed.domain_parallel.transfer import gather
 
-        true, predicted = (gather(x[0, :, 0]).local.cpu().numpy() for x in (self.true, self.predicted))
+        true, predicted = (gather(x[0]).local.cpu().numpy() for x in (self.true, self.predicted))
         return true, predicted
 
 
@@ -106,7 +107,8 @@ def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path,
     from trainer.runtime.agreement import raise_on_all_ranks
 
     x = result.predicted
-    x = reshard(x, {dim: axis.layout.rounded(CHUNK) for dim, axis in x.domain.axes.items()})
+    chunk = dict(zip((3, 4), chunk_of(x.shape), strict=True))
+    x = reshard(x, {dim: axis.layout.rounded(chunk[dim]) for dim, axis in x.domain.axes.items()})
     frames = x.local.cpu().numpy() * source.std + source.mean
     part = tuple(x.domain.ranges(dim, x.shape[dim]) for dim in (3, 4))
     first = world.get_local_rank() == 0
@@ -129,11 +131,18 @@ def opened_model(job: ResolvedJob, process: "Process") -> "Iterator[tuple[nn.Mod
 
 
 def draw(fields: tuple[np.ndarray, np.ndarray], channel: str, output: Path) -> None:
-    """Draw truth, prediction and their difference at some steps; fields: the first two, (steps + 1, rows, columns)."""
+    """Draw truth, prediction and their difference at some steps, of the first channel.
+
+    fields: truth and prediction, (steps + 1, channels, rows, columns); points have their places in the last channels.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    truth, prediction = fields
+    truth, prediction = (x[:, 0] for x in fields)
+    angles = None
+    if truth.shape[-1] == 1:
+        cosines_and_sines = fields[0][0, -PLACES:, :, 0]
+        angles = [np.arctan2(sine, cosine) % (2 * np.pi) for cosine, sine in cosines_and_sines.reshape(2, 2, -1)]
     steps = len(truth) - 1
     shown = sorted({1, max(steps // 2, 1), steps})
     with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "lct"}):
@@ -144,7 +153,11 @@ def draw(fields: tuple[np.ndarray, np.ndarray], channel: str, output: Path) -> N
             true, predicted = truth[step], prediction[step]
             rows = {"truth": true, "prediction": predicted, "difference": predicted - true}
             for row, (name, field) in enumerate(rows.items()):
-                image = axes[row, column].imshow(field, cmap="RdBu_r", vmin=-limit, vmax=limit)
+                colors = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
+                if angles is None:
+                    image = axes[row, column].imshow(field, **colors)
+                else:
+                    image = axes[row, column].scatter(*angles, c=field, s=6, **colors)
                 axes[row, column].set(xticks=[], yticks=[], title=f"{name}, step {step}")
         figure.colorbar(image, ax=axes, shrink=0.5, label=f"{channel}, normalised")
         figure.savefig(output, dpi=110, facecolor="white", metadata={"Date": None} if output.suffix == ".svg" else None)

@@ -2,9 +2,11 @@
 
     python -m examples.fields.make_fields --output fields.zarr
     python -m examples.fields.make_fields --output large.zarr --height 256 --width 256 --trajectories 64
+    python -m examples.fields.make_fields --output points.zarr --points 1024
 
 Each trajectory begins with random vortices and gravity waves in a doubly periodic box. The same seed gives the same
-fields. See file.py for the format.
+fields. See file.py for the format. With --points the fields are those at random points, near ones one after another;
+four more channels say where they are.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from trainer.runtime.full_disk import full_disk
 if TYPE_CHECKING:
     from examples.fields.solver import ShallowWater
 
-_LEAST = {"trajectories": 1, "frames": 2, "height": 8, "width": 8, "seed": 0}
+PLACES = ["cos x", "sin x", "cos y", "sin y"]
+"""Channels of the places of points, the angles of a box that is periodic."""
+_LEAST = {"trajectories": 1, "frames": 2, "height": 8, "width": 8, "points": 0, "seed": 0}
 
 
 def make(args: argparse.Namespace) -> None:
@@ -54,8 +58,33 @@ def make(args: argparse.Namespace) -> None:
         "interval": args.interval,
         "seed": args.seed,
     }
-    shape = (args.trajectories, args.frames, len(CHANNELS), args.height, args.width)
-    write_fields(args.output, _trajectories(equations, args), shape, attributes)
+    trajectories, grid = _trajectories(equations, args), (args.height, args.width)
+    if args.points:
+        points = random_points(equations, args.points, args.seed)
+        trajectories, grid = (_at_points(equations, frames, points) for frames in trajectories), (args.points, 1)
+        attributes["channels"] += PLACES
+        del attributes["spacing"]
+    shape = (args.trajectories, args.frames, len(attributes["channels"]), *grid)
+    write_fields(args.output, trajectories, shape, attributes)
+
+
+def random_points(equations: ShallowWater, number: int, seed: int) -> np.ndarray:
+    """Return points of the box, (number, 2) with x and y, in the order of a curve that goes through it (Morton's)."""
+    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(1 << 20,))).random_raw(2 * number)
+    cells = (bits.reshape(number, 2) >> np.uint64(48)).astype(np.int64)
+    order = sum(((cells[:, axis] >> bit) & 1) << (2 * bit + axis) for bit in range(16) for axis in range(2))
+    box = np.array([equations.width, equations.height]) * equations.spacing
+    return (cells[order.argsort(kind="stable")] + 0.5) / 2**16 * box
+
+
+def _at_points(equations: ShallowWater, frames: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Return frames (frames, channels, height, width) at points, with their places: (frames, channels + 4, N, 1)."""
+    from examples.fields.solver import at_points
+
+    angles = 2 * np.pi * points / (np.array([equations.width, equations.height]) * equations.spacing)
+    places = np.stack([function(angle) for angle in angles.T for function in (np.cos, np.sin)])
+    places = np.broadcast_to(places, (len(frames), *places.shape))
+    return np.concatenate([at_points(equations, frames, points), places], 1)[..., None].astype(np.float32)
 
 
 def _trajectories(equations: ShallowWater, args: argparse.Namespace) -> Iterator[np.ndarray]:
@@ -76,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--frames", type=int, default=40, help="times of each trajectory")
     parser.add_argument("--height", type=int, default=64, help="cells of the grid along y")
     parser.add_argument("--width", type=int, default=64, help="cells of the grid along x; the box has width 1")
+    parser.add_argument("--points", type=int, default=0, help="random points in place of the grid (default: the grid)")
     parser.add_argument("--interval", type=float, default=0.05, help="time between frames; a gravity wave has speed 1")
     parser.add_argument("--seed", type=int, default=0, help="of the initial states")
     args = parser.parse_args(argv)
@@ -90,8 +120,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {args.output} cannot be written ({reason}); give another --output", file=sys.stderr)
         return 2
     size = sum(file.stat().st_size for file in args.output.rglob("*") if file.is_file())
+    grid = f"{args.points} points" if args.points else f"{args.height} x {args.width}"
     print(
-        f"{args.output}: {args.trajectories} trajectories of {args.frames} frames of {args.height} x {args.width}, "
+        f"{args.output}: {args.trajectories} trajectories of {args.frames} frames of {grid}, "
         f"{size / 2**20:.1f} MiB, in {time.monotonic() - start:.0f} s"
     )
     return 0

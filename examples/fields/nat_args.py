@@ -17,6 +17,8 @@ class NATArgs:
     task: ClassVar[str] = "fields"
     norms_have_parameters: ClassVar[bool] = True
     free_to_change: ClassVar[frozenset[str]] = frozenset(["height", "width"])
+    compiles: ClassVar[bool] = True
+    assumed_shape: ClassVar[tuple[int, int, int]] = (3, 256, 256)
 
     dim: int = 256
     n_layers: int = 8

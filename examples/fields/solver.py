@@ -122,6 +122,15 @@ class _Tendency:
         return (self._kept * change - self._damping * waves).ravel()
 
 
+def at_points(equations: ShallowWater, states: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Return states (..., height, width) at points (N, 2), x and y in the box: (..., N), exact by their waves."""
+    waves = np.fft.fft2(states, norm="forward")
+    height, width = equations.height * equations.spacing, equations.width * equations.spacing
+    sizes = ((points[:, 1] / height, equations.height), (points[:, 0] / width, equations.width))
+    along_y, along_x = (np.exp(2j * np.pi * place[:, None] * np.fft.fftfreq(n, 1 / n)) for place, n in sizes)
+    return np.einsum("...nw,nw->...n", np.einsum("nh,...hw->...nw", along_y, waves, optimize=True), along_x).real
+
+
 def initial_state(equations: ShallowWater, seed: int, trajectory: int) -> np.ndarray:
     """Return a random smooth state (3, height, width): vortices in geostrophic balance, and free gravity waves.
 

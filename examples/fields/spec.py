@@ -13,12 +13,17 @@ from trainer.families.args import ModelArgs
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory
 
-_ASSUMED_SHAPE = (3, 256, 256)
 _AXES = ("height", "width")
 
 
 class FieldArgs(ModelArgs, Protocol):
-    """Arguments of a model of fields (channels, height, width)."""
+    """Arguments of a model of fields (channels, height, width).
+
+    compiles: whether torch.compile takes its layers. assumed_shape: of fields that are not at hand.
+    """
+
+    compiles: bool
+    assumed_shape: tuple[int, int, int]
 
     channels: int
     height: int
@@ -47,7 +52,7 @@ class FieldSpec(TaskSpec):
             if missing is None:
                 raise
             missing.append(str(error))
-            return flavor.of_fields(*_ASSUMED_SHAPE)
+            return flavor.of_fields(*flavor.assumed_shape)
         return flavor.of_fields(len(source.channels), *source.grid)
 
     def decide(self, config: JobConfig, model: FieldArgs, device_type: str) -> TaskDecisions:
@@ -76,9 +81,10 @@ class FieldSpec(TaskSpec):
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
         model, fields, training = job.model, job.config.fields, job.config.training
         streams = f", in {training.data_streams} streams" if training.data_streams else ""
+        grid = model.height if model.width == 1 else f"{model.height} x {model.width}"
         data = (
-            f"{training.dataset} {training.dataset_path}: {model.channels} channels on {model.height} x {model.width} "
-            f"points{streams}; predicted {fields.lead} frame{'s' * (fields.lead > 1)} ahead; {fields.held_out} "
+            f"{training.dataset} {training.dataset_path}: {model.channels} channels on {grid} points{streams}; "
+            f"predicted {fields.lead} frame{'s' * (fields.lead > 1)} ahead; {fields.held_out} "
             "trajectories held out"
         )
         parts = []
@@ -134,6 +140,11 @@ def _check_features(config: JobConfig, model: FieldArgs) -> None:
             f"parallelism.tensor_parallel_degree = {parallelism.tensor_parallel_degree} divides linear modules, and "
             f"model.name = {config.model.name!r} has convolutions; use parallelism.domain_parallel_degrees"
         )
+    if config.compile.enable and not model.compiles:
+        raise ConfigError(
+            f"compile.enable = true: what ranks send for model.name = {config.model.name!r} depends on where its "
+            "points are, which is no graph; leave it out"
+        )
     if config.float8.enable:
         raise ConfigError("float8.enable = true is for language models; leave it out, or use bfloat16")
 
@@ -145,6 +156,11 @@ def _layouts(config: JobConfig, model: FieldArgs) -> tuple[AxisLayout, ...]:
         raise ConfigError(
             f"parallelism.domain_parallel_degrees = {list(degrees)} has {len(degrees)} entries, and fields have two "
             "axes; give one or two"
+        )
+    if len(degrees) > 1 and model.width == 1:
+        raise ConfigError(
+            f"parallelism.domain_parallel_degrees = {list(degrees)} divides two axes, and points have one; give one "
+            f"entry, [{math.prod(degrees)}]"
         )
     if min(degrees, default=1) < 1:
         return ()  # refused with the other degrees

@@ -27,6 +27,8 @@ class UNetArgs:
     task: ClassVar[str] = "fields"
     norms_have_parameters: ClassVar[bool] = True
     free_to_change: ClassVar[frozenset[str]] = frozenset(["height", "width"])
+    compiles: ClassVar[bool] = True
+    assumed_shape: ClassVar[tuple[int, int, int]] = (3, 256, 256)
 
     widths: tuple[int, ...] = (32, 64, 128)
     """Channels of each level; each level has half the grid of the one before."""

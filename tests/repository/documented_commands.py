@@ -88,6 +88,7 @@ OWN = "the reader brings the files"
 SLOW = "it takes minutes"
 _SMALL = "--trajectories 4 --frames 6 --height 32 --width 32"
 SMALL_FIELDS = f"trap 'rm -rf fields.zarr' EXIT; python -m examples.fields.make_fields --output fields.zarr {_SMALL}"
+SMALL_POINTS = SMALL_FIELDS.replace("fields.zarr", "points.zarr") + " --points 64"
 BENCHMARK = r"python scripts/benchmarks/"
 SHOW = r"(?:\$ )?lct plan "
 DATA = """mkdir -p data books && for i in $(seq 64); do
@@ -136,6 +137,19 @@ ADAPT = (
 
 RULES = [
     # ---- fields
+    Rule(
+        r"lct train examples/fields/points\.toml .*",
+        rf"{SMALL_POINTS}; \g<0> --training.steps=2 --training.data_streams=4",
+        why=LONG,
+        says="training done: 2 steps",
+    ),
+    Rule(
+        r"python -m examples\.fields\.forecast outputs/domain_points .*",
+        rf"{SMALL_POINTS}; lct train examples/fields/points.toml --training.steps=2 --training.data_streams=4; "
+        r"\g<0> --steps 2",
+        why=LONG,
+        says=r"error of the model(?s:.*)points\.png",
+    ),
     Rule(
         r"lct train (examples/fields/\w+\.toml) .*",
         rf"{SMALL_FIELDS}; \g<0> --training.steps=2 --training.data_streams=4",
@@ -531,10 +545,10 @@ RULES = [
         slow=False,
     ),
     Rule(
-        r"(python -m examples\.fields\.make_fields --output \S+).*",
-        r"trap 'rm -rf *.zarr' EXIT; \1 --trajectories 2 --frames 2 --height 16 --width 16",
+        r"(python -m examples\.fields\.make_fields --output \S+)( --points \d+)?.*",
+        r"trap 'rm -rf *.zarr' EXIT; \1\2 --trajectories 2 --frames 2 --height 16 --width 16",
         why="the default size takes 15 s, and larger grids an hour",
-        says="2 trajectories of 2 frames of 16 x 16",
+        says="2 trajectories of 2 frames of (16 x 16|1024 points)",
         slow=False,
     ),
     # ---- measurements

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from examples.fields.nat_args import NATArgs
+from examples.fields.points_args import PointsArgs
 from examples.fields.spec import FieldArgs
-from examples.fields.tests.drifting import write_drifting_fields
+from examples.fields.tests.drifting import write_drifting_fields, write_drifting_points
 from examples.fields.unet_args import UNetArgs
 from tests.slow import slow
 from trainer.config.errors import ConfigError
@@ -42,24 +43,24 @@ def job_of(path: str, *arguments: str, ranks: int = 1) -> ResolvedJob:
 
 
 SHAPES = [
-    ("unet", UNetArgs(widths=(8, 16, 24), blocks=2, groups=4)),
-    ("unet", UNetArgs(widths=(16, 32), blocks=1, groups=8)),
-    ("nat", NATArgs(dim=32, n_layers=3, n_heads=4, kernel=3, dilation=2, hidden_dim=48)),
+    ("unet", UNetArgs(widths=(8, 16, 24), blocks=2, groups=4).of_fields(3, 16, 24)),
+    ("unet", UNetArgs(widths=(16, 32), blocks=1, groups=8).of_fields(3, 16, 24)),
+    ("nat", NATArgs(dim=32, n_layers=3, n_heads=4, kernel=3, dilation=2, hidden_dim=48).of_fields(3, 16, 24)),
+    ("points", PointsArgs(dim=16, n_layers=2, neighbors=4, slices=3).of_fields(6, 20, 1)),
 ]
 
 
 @pytest.mark.parametrize(("name", "args"), SHAPES)
 def test_the_number_of_parameters_is_that_of_the_model(name: str, args: FieldArgs) -> None:
-    args = args.of_fields(3, 16, 24)
     with torch.device("meta"):
         model = model_spec(name).build(args)
     assert sum(p.numel() for p in model.parameters()) == args.n_params()
 
 
-@pytest.mark.parametrize("name", ["unet", "nat"])
+@pytest.mark.parametrize("name", ["unet", "nat", "points"])
 def test_flavors_can_be_built(name: str) -> None:
     for args in MODELS[name].flavors.values():
-        args = args.of_fields(3, 64, 64)
+        args = args.of_fields(*args.assumed_shape)
         with torch.device("meta"):
             model = model_spec(name).build(args)
         assert sum(p.numel() for p in model.parameters()) == args.n_params()
@@ -68,7 +69,8 @@ def test_flavors_can_be_built(name: str) -> None:
 @pytest.mark.parametrize(("name", "args"), SHAPES)
 def test_models_are_single_device_code(name: str, args: FieldArgs) -> None:
     """Plain tensors, and domain tensors of one rank, give the same."""
-    model, x = model_spec(name).build(args.of_fields(3, 16, 24)).double(), torch.randn(2, 3, 16, 24).double()
+    x = torch.randn(2, args.channels, args.height, args.width, dtype=torch.float64)
+    model = model_spec(name).build(args).double()
     whole = model.output(model(x))
     assert whole.shape == x.shape
     assert torch.equal(model.output(model(DomainTensor(x, Domain({})))).local, whole)
@@ -111,6 +113,7 @@ REFUSED = {
     "a pipeline": (["--parallelism.pipeline_parallel_degree=2"], "divides language models"),
     "tensor parallelism of convolutions": (["--parallelism.tensor_parallel_degree=2"], "has convolutions"),
     "float8": (["--float8.enable"], "is for language models"),
+    "points of a grid": (["--model.name=points"], "fields of 16 x 12 with 3 channels are no points"),
     "a language model": (
         ["--model.name=llama3"],
         "'llama3' is a model of text, and training.dataset = 'fields' is fields; use model.name = 'unet' or 'nat', or",
@@ -180,6 +183,33 @@ def test_presets_work_without_notes(preset: str, degrees: list[str], tmp_path: P
     command = parse_command_line(arguments)
     assert command.notes == ()
     assert resolve(command.config, 2 ** len(degrees), "cpu").notes == ()
+
+
+REFUSED_POINTS = {
+    "two axes": (["--parallelism.domain_parallel_degrees", "2", "1"], "points have one; give one entry, [2]"),
+    "compiled": (["--compile.enable"], "depends on where its points are, which is no graph; leave it out"),
+    "a large neighbourhood": (["--model.flavor=base"], "12 points are fewer than the 16 neighbours"),
+    "a grid": (["--model.name=unet"], "fields of 12 x 1 cannot be halved"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_POINTS)
+def test_what_is_refused_of_points(case: str, tmp_path: Path) -> None:
+    path = write_drifting_points(
+        tmp_path / "points.zarr", points=12 if case in ("a grid", "a large neighbourhood") else 32
+    )
+    arguments, message = REFUSED_POINTS[case]
+    with pytest.raises(ConfigError) as refused:
+        job_of(path, "--model.name=points", *arguments, ranks=2)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_preset_of_points_works_without_notes(tmp_path: Path) -> None:
+    path = write_drifting_points(tmp_path / "points.zarr", trajectories=16)
+    arguments = ["--job.config_file", str(FOLDER / "points.toml"), f"--training.dataset_path={path}"]
+    command = parse_command_line([*arguments, "--parallelism.domain_parallel_degrees=2"])
+    assert command.notes == resolve(command.config, 2, "cpu").notes == ()
 
 
 @pytest.mark.parametrize("case", REFUSED)

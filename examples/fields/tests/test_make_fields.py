@@ -13,7 +13,8 @@ if sys.version_info < (3, 11):
 import zarr
 
 from examples.fields.file import FieldSource
-from examples.fields.make_fields import main
+from examples.fields.make_fields import main, random_points
+from examples.fields.solver import ShallowWater, at_points, initial_state
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ["--trajectories", "2", "--frames", "3", "--height", "16", "--width", "24"]
@@ -53,6 +54,32 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys, arguments, 
     assert shown.startswith("error: ")
     assert message in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_points_have_the_fields_of_the_grid(tmp_path: Path) -> None:
+    """Waves are exact at any point; places are channels, and points that follow one another are near."""
+    for name in ("a.zarr", "b.zarr"):
+        assert main(["--output", str(tmp_path / name), *TINY, "--points", "200"]) == 0
+    source, again = (FieldSource.open(tmp_path / name) for name in ("a.zarr", "b.zarr"))
+    assert (source.array[:] == again.array[:]).all()
+    assert source.channels == ("u", "v", "h", "cos x", "sin x", "cos y", "sin y")
+    assert source.array.shape == (2, 3, 7, 200, 1)
+    assert "spacing" not in source.attributes
+    equations = ShallowWater(16, 24)
+    points = random_points(equations, 200, 0)
+    assert (points.min(0) >= 0).all()
+    assert (points.max(0) < [1, 16 / 24]).all()
+    turns = np.exp(2j * np.pi * points / [1, 16 / 24])
+    places = source.array[1, 2, 3:, :, 0]
+    assert np.allclose(places, [turns[:, 0].real, turns[:, 0].imag, turns[:, 1].real, turns[:, 1].imag], atol=1e-6)
+    assert np.median(np.linalg.norm(np.diff(points, axis=0), axis=1)) < 0.1
+    states = initial_state(equations, 0, 0)
+    cells = np.stack(np.meshgrid(np.arange(24) / 24, np.arange(16) / 24), -1).reshape(-1, 2)
+    assert np.allclose(at_points(equations, states, cells), states.reshape(3, -1), atol=1e-12)
+    shifted = np.fft.ifft2(np.fft.fft2(states) * np.exp(2j * np.pi * np.fft.fftfreq(24) * 0.25)).real
+    assert np.allclose(
+        at_points(equations, states, cells + np.array([0.25 / 24, 0])), shifted.reshape(3, -1), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("package", ["zarr", "scipy", "threadpoolctl"])

@@ -5,9 +5,10 @@ from itertools import product
 import pytest
 import torch
 
-from examples.fields.tests.drifting import write_drifting_fields
+from examples.fields.tests.drifting import write_drifting_fields, write_drifting_points
 from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
@@ -82,6 +83,28 @@ def test_validation_is_for_tokens_and_changes_nothing_here(
 ) -> None:
     (got,) = pool.run(1, run_layout, arguments("unet", fields, "--validation.enable"))
     assert_parity(got, references["unet"], TOLERANCE)
+
+
+POINTS = {
+    "2 uneven": (2, [f"{DOMAIN}=2", f"{ROWS}=21,11"]),
+    "4, one empty": (4, [f"{DOMAIN}=4", f"{ROWS}=17,0,1,14"]),
+    "fsdp2 + 2": (4, ["--parallelism.data_parallel_shard_degree=2", f"{DOMAIN}=2", f"{ROWS}=5,27"]),
+    "recomputed": (2, [f"{DOMAIN}=2", "--activation_checkpoint.mode=full"]),
+}
+
+
+@pytest.fixture(scope="module")
+def of_points(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Record]:
+    """The arguments of the model of points, and its steps in one process."""
+    given = arguments("points", write_drifting_points(tmp_path_factory.mktemp("points") / "points.zarr"))
+    return given, pool.run(1, run_layout, given)[0]
+
+
+@pytest.mark.parametrize("layout", ["4, one empty", *slow(*(name for name in POINTS if name != "4, one empty"))])
+def test_points_train_as_in_one_process(pool: WorkerPool, of_points: tuple[list[str], Record], layout: str) -> None:
+    given, reference = of_points
+    world, more = POINTS[layout]
+    assert_parity(pool.run(world, run_layout, [*given, *more])[0], reference, TOLERANCE)
 
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]

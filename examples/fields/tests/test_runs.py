@@ -13,7 +13,7 @@ import pytest
 import train
 from examples.fields.file import FieldSource
 from examples.fields.forecast import main as predict
-from examples.fields.tests.drifting import write_drifting_fields
+from examples.fields.tests.drifting import write_drifting_fields, write_drifting_points
 from tests.distributed.pool import WorkerPool
 from trainer.runtime.process_group import Process
 
@@ -141,6 +141,20 @@ def test_ranks_forecast_as_one_process_and_each_writes_its_part(folder: Path, po
     for code, _, said in pool.run(2, on_ranks, str(folder), str(tmp_path / "2.zarr"), []):
         assert code == 2
         assert said.count("\n") <= 1
+
+
+def test_points_are_forecast_on_ranks_and_drawn(pool: WorkerPool, tmp_path: Path) -> None:
+    path = write_drifting_points(tmp_path / "points.zarr", points=60, trajectories=16)
+    run, preset = tmp_path / "run", ["--job.config_file", str(FOLDER / "points.toml")]
+    steps = pool.run(2, run_main, str(run), path, [*preset, DOMAIN, "2", ROWS, "47,13"])[0]
+    assert steps[-1]["tokens_seen"] == STEPS * 8 * 60
+    table = [row[1:3] for row in forecast(run)]  # with a picture
+    (code, printed, _), _ = pool.run(2, on_ranks, str(run), str(tmp_path / "predicted.zarr"), [])
+    assert code == 0
+    assert [line.split()[1:3] for line in printed.splitlines()[1:5]] == table
+    predicted, true = (FieldSource.open(tmp_path / name) for name in ("predicted.zarr", "points.zarr"))
+    assert predicted.array.shape == (2, 5, 7, 60, 1)
+    np.testing.assert_allclose(predicted.array[:, :, 3:], true.array[-2:, :5, 3:], atol=1e-6)  # places stay
 
 
 @pytest.mark.slow
