@@ -88,7 +88,7 @@ class FieldSpec(TaskSpec):
             "trajectories held out"
         )
         parts = []
-        for axis, layout in zip(_AXES, job.details, strict=False):
+        for axis, layout in zip(("points",) if model.width == 1 else _AXES, job.details, strict=False):
             rows = [layout.local_length(rank) for rank in range(layout.degree)]
             shown = ", ".join(map(str, rows)) if len(rows) <= 8 else f"{rows[0]}, {rows[1]} ... {rows[-1]}"
             parts.append(f"{axis} {layout.length} as {shown}")

@@ -114,9 +114,8 @@ class _Attention(torch.autograd.Function):
 
 def attention_of_one_rank(q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options) -> torch.Tensor:
     """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel."""
-    if attn_mask is not None:
+    if attn_mask is not None or not options.get("is_causal", False):
         return real(q, k, v, attn_mask=attn_mask, **options)
     scale, grouped = options.get("scale"), options.get("enable_gqa", False)
-    assert options.get("is_causal", False)
     assert grouped == (q.shape[1] != k.shape[1])
     return _Attention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)

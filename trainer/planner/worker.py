@@ -103,7 +103,10 @@ def _send_profile(sender: Connection, *job: Any) -> None:
         sender.send(_profile(*job))
     except Exception as error:
         traceback.print_exc()
-        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        said = f"{type(error).__name__}: {error}"
+        if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+            said = f"what ranks send depends on values, which a trace does not have ({error}); ask for one rank"
+        sender.send(RuntimeError(said))
 
 
 def _profile(job: ResolvedJob, gpu: Any, pp_rank: int) -> Profile:

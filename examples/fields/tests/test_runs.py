@@ -158,6 +158,17 @@ def test_points_are_forecast_on_ranks_and_drawn(pool: WorkerPool, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "code", "message"), [("1", 0, "most of it"), ("2", 2, "depends on values, which")])
+def test_an_estimate_of_points_is_of_one_rank(tmp_path: Path, ranks: str, code: int, message: str) -> None:
+    path = write_drifting_points(tmp_path / "points.zarr", trajectories=16)
+    command = [sys.executable, "-m", "trainer", "estimate", str(FOLDER / "points.toml"), "--world-size", ranks]
+    command += [f"--training.dataset_path={path}", DOMAIN, ranks]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == code
+    assert message in result.stdout + result.stderr
+
+
+@pytest.mark.slow
 def test_it_learns_and_forecasts(pool: WorkerPool, path: str, tmp_path: Path) -> None:
     arguments = ["--job.config_file", str(FOLDER / "unet.toml"), "--training.steps=60", "--model.flavor=debugmodel"]
     steps = pool.run(2, run_main, str(tmp_path), path, [*arguments, *LAYOUTS["2 uneven"][1]])[0]
