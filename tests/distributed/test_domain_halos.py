@@ -156,6 +156,34 @@ def messages() -> dict[str, Counter | int]:
     return found
 
 
+def halves() -> tuple[bool, list[float]]:
+    """In bfloat16: whether a halo of the norm leaves the bits of outputs; errors of gradients without and with it."""
+    outputs, errors = [], []
+    with meshes():
+        domain, x = uneven()
+        x = x.bfloat16()  # so that only what is computed is rounded
+        truth = network().bfloat16().double()
+        truth(x.double()).square().sum().backward()
+        wanted = torch.cat([p.grad.flatten() for p in truth.parameters()])
+        for prepares in (False, True):
+            model = network().bfloat16()
+            shard = DomainTensor(local(x, domain), domain)
+            if prepares:
+                parallelize(model, shard)
+            outputs.append(model(shard).local)
+            outputs[-1].float().square().sum().backward()
+            gradients = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+            torch.distributed.all_reduce(gradients)
+            errors.append(error(gradients, wanted))
+    return torch.equal(*outputs), errors
+
+
+def test_bfloat16(pool: WorkerPool) -> None:
+    for same, (without, with_halo) in pool.run(2, halves):
+        assert same
+        assert with_halo < 1.5 * without < 0.1
+
+
 def test_one_message_a_direction(pool: WorkerPool) -> None:
     for found in pool.run(2, messages):
         assert found["before"] == {"statistics": 2, "exchange": 2}

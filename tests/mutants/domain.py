@@ -244,7 +244,7 @@ DOMAIN = (
     ),
     Mutant(
         "running statistics are those of a rank's own rows",
-        f"{_DOMAIN}/reductions.py",
+        f"{_DOMAIN}/norms.py",
         "for running, new in ((running_mean, found.mean),",
         "for running, new in ((running_mean, x.local.mean((0, *range(2, x.ndim)))),",
         "tests/distributed/test_domain_tensor.py::test_batch_norm_keeps_the_running_statistics_of_one_process",
@@ -538,14 +538,14 @@ DOMAIN = (
     ),
     Mutant(
         "rows of a halo have no part in the gradient of the statistics",
-        f"{_DOMAIN}/reductions.py",
+        f"{_DOMAIN}/norms.py",
         "(g * rows).sum(within, keepdim=True) for g, rows in both)",
         "(g * rows).sum(within, keepdim=True) for g, rows in both[:1])",
         _HALOS,
     ),
     Mutant(
         "sums of gradients are each rank's own",
-        f"{_DOMAIN}/reductions.py",
+        f"{_DOMAIN}/norms.py",
         "statistics = theirs.sum(0)",
         "statistics = statistics * len(theirs)",
         _HALOS,
