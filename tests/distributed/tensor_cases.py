@@ -147,7 +147,8 @@ def heads_with_masks(x, y, *parameters):
     padded = (torch.arange(7).expand(3, 7) + torch.arange(3).view(3, 1)) % 4 == 1
     how = {"key_padding_mask": padded, "attn_mask": mask}
     a, seen = F.multi_head_attention_forward(x, y, y.sin(), *arguments, **how)
-    b, each = F.multi_head_attention_forward(x, y, y, *arguments, average_attn_weights=False, attn_mask=mask > 0.3)
+    hidden = (mask > 0.3) & (mask < mask.amax(-1, keepdim=True))  # not all keys of a query
+    b, each = F.multi_head_attention_forward(x, y, y, *arguments, average_attn_weights=False, attn_mask=hidden)
     c, _ = F.multi_head_attention_forward(x, y, y, *arguments, need_weights=False, **how)
     return (
         a
@@ -206,6 +207,15 @@ def taken(x, y):
     order = y.argsort(2)
     z = torch.gather(x, 2, order) + x.take_along_dim(order, 2) * y
     return z + x.gather(1, (y > 0).long()) + x[:, [0, 2, 1, 3]][..., torch.tensor([0, 2, 1]), :].sum(2, keepdim=True)
+
+
+def shown(x, y):
+    return torch.cat([x[x > 0.2], y[x.sum((2, 3)) > 0].flatten(), torch.masked_select(y, x[:, :1] < 0.1)])
+
+
+def shown_rows(x, y):
+    found = (x * y)[(x > y).flatten(2).any(2)]
+    return (found * found.shape[0]).sum(0)
 
 
 def equation(x, w, b):
@@ -564,6 +574,8 @@ ALONG = [
     ),
     case("sampled at sharded places", sampled, (3, 8, 6, 2), sharded=(0, 2), others=(0, 1)),
     case("taken along", taken, SHAPE, sharded=ALL, others=(0, 3)),
+    case("shown by a mask", shown, SHAPE, others=(2,)),
+    case("rows shown by a mask", shown_rows, SHAPE, sharded=ALL, others=(0, 1)),
     case("derivatives in the loss", equation, (4, 4, 3, 3), (4,), sharded=(0, 2)),
     case("shuffled pixels", shuffles, sharded=(0, 2, 3)),
     case("product of all", lambda x: x.prod() + x.prod(2).sum() * x.prod(-1, keepdim=True), sharded=ALL),

@@ -149,6 +149,8 @@ def messages() -> dict[str, Counter | int]:
         with torch.inference_mode():
             again = model(DomainTensor(local(x, domain), domain)).local
         found["inference"] = door.calls - before
+        parallelize(model, DomainTensor(local(uneven(12)[1], uneven(12)[0]), uneven(12)[0]))
+        found["both layouts"] = step(model, x, domain)[1] + step(model, uneven(12)[1], uneven(12)[0])[1]
         assert error(again, plain) < 1e-14
         alone = nn.Sequential(nn.GroupNorm(1, 3), nn.Conv2d(3, 2, (1, 3))).double()  # which needs no other rows
         parallelize(alone, DomainTensor(local(x, domain), domain))
@@ -189,6 +191,7 @@ def test_one_message_a_direction(pool: WorkerPool) -> None:
         assert found["before"] == {"statistics": 2, "exchange": 2}
         assert found["after"] == {"statistics": 2}
         assert found["another layout"] == found["before"]
+        assert found["both layouts"] == {"statistics": 4}
         assert found["inference"] == {"statistics": 1, "exchange": 1}
         assert found["hooks"] == 0
 

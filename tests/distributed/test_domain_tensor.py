@@ -95,7 +95,7 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         lambda x, _: nn.MultiheadAttention(5, 1, add_zero_attn=True).double()(*[x[0]] * 3, need_weights=False),
         "a bias of keys, or keys that are given",
     ),
-    "rows by a mask": (lambda x, _: x[:, :, torch.arange(6) > 2], "the number of rows depends on data; multiply by th"),
+    "rows by a mask": (lambda x, _: x[:, :, torch.arange(6) > 2], "a mask of truths stands alone; index by it first"),
     "two tensors as indices": (
         lambda x, y: x[torch.tensor([0]), torch.tensor([1])],
         "but for one tensor of numbers th",

@@ -564,4 +564,18 @@ DOMAIN = (
         "rows = tuple(row for row, *_ in sources[: stop - start])",
         _RESAMPLE,
     ),
+    Mutant(
+        "rows that a mask shows lie in the order of the ranks",
+        f"{_DOMAIN}/indexing.py",
+        "ranges = sorted((start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own)",
+        "ranges = [(start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own]",
+        _ALONG,
+    ),
+    Mutant(
+        "a norm forgets other layouts",
+        f"{_DOMAIN}/modules.py",
+        "if asked is not None and not asked:  # not yet of other layouts",
+        "if asked is not None:",
+        f"{_HALOS}::test_one_message_a_direction",
+    ),
 )

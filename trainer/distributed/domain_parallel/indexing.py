@@ -1,5 +1,6 @@
 """Rules of functions that take and add rows by their numbers in the whole tensor, as graphs and meshes do.
 
+    x[mask], masked_select        rows stay at their owners; how many each shows is summed over the ranks
     x[numbers], index_select      each rank asks the owners for the rows that it lacks, each row once
     index_add, scatter_add        the adjoint: what several ranks have for a row is added up at its owner
 
@@ -18,8 +19,10 @@ from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
 from trainer.distributed.domain_parallel.elementwise import common_domain, merged, own_part
 from trainer.distributed.domain_parallel.reductions import wide
 from trainer.distributed.domain_parallel.transfer import gather
-from trainer.distributed.sharding.exchange import exchange_counts, send_rows
+from trainer.distributed.sharding.exchange import all_reduce, exchange_counts, send_rows
+from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import added_up, places_on, with_adjoint
+from trainer.distributed.sharding.ranges import union
 from trainer.distributed.sharding.rows import connected
 
 Numbers = DomainTensor | torch.Tensor
@@ -170,14 +173,64 @@ def _rows_of_points(
 def by_tensor(x: DomainTensor, index: tuple, place: int) -> DomainTensor:
     """Return x[index], in which one tensor of numbers stands at `place` among slices, numbers and None."""
     numbers = index[place]
+    if numbers.dtype == torch.bool and len(index) == 1:
+        return by_mask(x, numbers)
     if numbers.dtype == torch.bool or numbers.is_floating_point():
-        raise refused("indexing", x, "the number of rows depends on data; multiply by the mask, or use torch.where")
+        raise refused("indexing", x, "a mask of truths stands alone; index by it first, or use torch.where")
     y = x[(*index[:place], slice(None), *index[place + 1 :])]
     before, after = ([i for i in part if not isinstance(i, int)] for part in (index[:place], index[place + 1 :]))
     dim = y.ndim - 1 - len(after) if Ellipsis in before else len(before)
     numbers = torch.where(numbers < 0, numbers + y.shape[dim], numbers)
     rows = torch.index_select(y, dim, numbers.reshape(-1))
     return rows.reshape(*y.shape[:dim], *numbers.shape, *y.shape[dim + 1 :])
+
+
+@rule("masked_select")
+def masked_select(function, x, mask) -> DomainTensor:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return by_mask(x.expand(shape), mask.expand(shape))
+
+
+def by_mask(x: Numbers, mask: Numbers) -> DomainTensor:
+    """Return x[mask], with a mask of truths of the first dimensions of x: rows in their order, at their owners.
+
+    A collective: how many rows there are depends on data, for which the host waits. The result is sharded as the first
+    of these dimensions that is; of others it is gathered.
+
+    Raises:
+        IndexError: the mask has other sizes than x.
+    """
+    dims = mask.ndim
+    if tuple(mask.shape) != tuple(x.shape[:dims]):
+        raise IndexError(f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}")
+    domains = [t.domain if isinstance(t, DomainTensor) else Domain({}) for t in (x, mask)]
+    axes = [of.axes for of in domains if min(of.axes, default=dims) < dims]
+    if not axes:
+        return DomainTensor(wrapped(x, Domain({})).local[wrapped(mask, Domain({})).local], domains[0].moved(1 - dims))
+    dim = min(axes[0])
+    axis = axes[0][dim]
+    domain = merged([{dim: axis}, {d: a for d, a in domains[0].axes.items() if d >= dims}])
+    own = own_part(mask, Domain({dim: axis}), mask.shape)
+    rows = own_part(x, domain, x.shape)[own]
+    counts = own.flatten(dim + 1).sum(-1) if own.ndim > dim + 1 else own.long()
+    layout = _layout_of_shown(counts.reshape(own.shape[:dim].numel(), axis.rows), axis)
+    beside = {d - dims + 1: a for d, a in domain.axes.items() if d >= dims}
+    return DomainTensor(rows, Domain({0: Axis(layout, axis.group)} | beside))
+
+
+def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
+    """Return which rank has which of the rows that a mask shows. counts: (blocks, rows of this rank), of each row."""
+    ranges = sorted((start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own)
+    mine = [place for place, (*_, rank) in enumerate(ranges) if rank == axis.rank]
+    shown = counts.new_zeros(len(counts), len(ranges))
+    sizes = [stop - start for start, stop, rank in ranges if rank == axis.rank]
+    for place, part in zip(mine, counts.split(sizes, 1), strict=True):
+        shown[:, place] = part.sum(1)
+    ends = all_reduce(shown, axis.group).flatten().cumsum(0).tolist()
+    owners = [rank for *_, rank in ranges] * len(counts)
+    parts = [*zip([0, *ends], ends, owners, strict=False)]
+    shards = (union((start, stop) for start, stop, owner in parts if owner == rank) for rank in range(axis.degree))
+    return AxisLayout("shown", ends[-1] if ends else 0, tuple(shards))
 
 
 def _own_numbers(index: Numbers, of_rows: Axis | None) -> tuple[torch.Tensor, Axis | None]:

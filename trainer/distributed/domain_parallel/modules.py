@@ -12,6 +12,7 @@ they must have in common: layouts, shapes, types, and the states of random numbe
 
 import hashlib
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -50,25 +51,29 @@ _CIRCULAR = {cls: type(f"Domain{cls.__name__}", (_CircularConv, cls), {}) for cl
 
 _NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules whose statistics take along the halo of a convolution behind them (halos.py)."""
+_ASKED: weakref.WeakKeyDictionary[nn.Module, Reaches] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def _find_halos(model: nn.Module) -> Iterator[None]:
     """Let a forward without data find what convolutions ask of norms, which are told it from then on."""
-    asked = {module: {} for module in model.modules() if isinstance(module, _NORMS)}
-    hooks = {module: module.register_forward_pre_hook(partial(_ask, reaches)) for module, reaches in asked.items()}
+    hooks = []
+    for module in model.modules():
+        asked = _ASKED.setdefault(module, {}) if isinstance(module, _NORMS) else None
+        if asked is not None and not asked:  # not yet of other layouts
+            hooks.append((asked, module.register_forward_pre_hook(partial(_ask, asked))))
     try:
         yield
     finally:
-        for module, hook in hooks.items():
-            if not asked[module]:
+        for asked, hook in hooks:
+            if not asked:
                 hook.remove()
 
 
 def _ask(asked: Reaches, _: nn.Module, args: tuple) -> tuple:
-    x, *others = args
-    if not is_sharded(x) or torch.compiler.is_compiling():
+    if not (args and is_sharded(args[0])) or torch.compiler.is_compiling():
         return args
+    x, *others = args
     return DomainTensor(x.local, x.domain, x.base, asked), *others
 
 
