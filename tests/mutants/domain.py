@@ -574,8 +574,8 @@ DOMAIN = (
     Mutant(
         "a norm forgets other layouts",
         f"{_DOMAIN}/modules.py",
-        "if asked is not None and not asked:  # not yet of other layouts",
-        "if asked is not None:",
+        "asked = _ASKED.setdefault(module, {}) if isinstance(module, _NORMS) else None",
+        "asked = {} if isinstance(module, _NORMS) else None",
         f"{_HALOS}::test_one_message_a_direction",
     ),
 )
