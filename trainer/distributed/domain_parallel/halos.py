@@ -108,9 +108,9 @@ def current(halo: Halo | None, shard: torch.Tensor) -> Halo | None:
 
 def reach_of(asked: Reaches | None, domain: Domain) -> Reach | None:
     """Return what is known to be asked of a tensor of a domain; nothing in inference mode, which counts no changes."""
-    if torch.is_inference_mode_enabled():
+    if not asked or torch.is_inference_mode_enabled():
         return None
-    found = ((asked or {}).get((dim, axis.layout)) for dim, axis in domain.axes.items())
+    found = (asked.get((dim, axis.layout)) for dim, axis in domain.axes.items())
     return next((reach for reach in found if reach is not None), None)
 
 
