@@ -399,8 +399,8 @@ DOMAIN = (
     Mutant(
         "a merged shard has one range",
         f"{_DOMAIN}/views.py",
-        "own = layout.repeated(before)",
-        "own = layout if before == 1 else sized([layout.local_length(r) * before for r in range(layout.degree)])",
+        'own = AxisLayout("rows", length, ranges).repeated(before)',
+        "own = sized([sum(b - a for a, b in shard) * before for shard in ranges])",
         _ALONG,
     ),
     Mutant(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,7 +82,9 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
         axis = x.domain.axes[dim]
         if before > _MANY:
             raise refused(name, x, f"dimension {dim} is merged behind {before} rows, more than {_MANY}")
-        found, layout = _refitted(axis.layout, before, after, tuple(sizes[d] for d in new))
+        shards, shape = axis.layout.ranges, tuple(int(sizes[d]) for d in new)
+        found, length, ranges = _refitted(axis.layout.length, shards, before, after, shape)
+        layout = AxisLayout(axis.layout.name, length, ranges)
         if found is None:  # `layout` is that of all rows of the group, with ends where it can be cut
             flat = [*x.shape[: old[0]], layout.length, *x.shape[old[-1] + 1 :]]
             x = reshard(_reshaped(name, x, flat), {old[0]: layout})
@@ -107,31 +108,34 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ran
         a, b = i, j
 
 
-@lru_cache(maxsize=1024)
-def _refitted(layout: AxisLayout, before: int, after: int, sizes: tuple[int, ...]) -> tuple[int | None, AxisLayout]:
-    """Return which of the new dimensions of a group is sharded, and its layout.
+@planned
+def _refitted(
+    length: int, ranges: tuple[Ranges, ...], before: int, after: int, sizes: tuple[int, ...]
+) -> tuple[int | None, int, tuple[Ranges, ...]]:
+    """Return which of the new dimensions of a group is sharded, and length and ranges of its layout.
 
-    If none fits: None, and the layout of all rows of the group in which the first new dimension would.
+    If none fits: None, and those of all rows of the group in which the first new dimension would.
 
-    layout: of a dimension with `before` rows before it, and elements of `after` behind each of its rows.
+    length, ranges: the layout of a dimension with `before` rows before it, and elements of `after` behind each of its
+    rows.
     """
-    own = layout.repeated(before)
-    rows = [[(a * after, b * after) for a, b in ranges] for ranges in own.ranges]
+    own = AxisLayout("rows", length, ranges).repeated(before)
+    rows = [[(a * after, b * after) for a, b in shard] for shard in own.ranges]
     first = None
-    for place, length in enumerate(sizes):
+    for place, n in enumerate(sizes):
         blocks, unit = math.prod(sizes[:place]), math.prod(sizes[place + 1 :])
-        if length == 1 and max(sizes) > 1:
+        if n == 1 and max(sizes) > 1:
             continue
         first = unit if first is None else first
-        inside = [intersection(union(ranges), ((0, length * unit),)) for ranges in rows]
-        if any(end % unit for ranges in inside for part in ranges for end in part):
+        inside = [intersection(union(shard), ((0, n * unit),)) for shard in rows]
+        if any(end % unit for shard in inside for part in shard for end in part):
             continue
-        fitting = AxisLayout(layout.name, length, tuple(tuple((a // unit, b // unit) for a, b in r) for r in inside))
+        fitting = AxisLayout("rows", n, tuple(tuple((a // unit, b // unit) for a, b in r) for r in inside))
         repeated = fitting.repeated(blocks).ranges
         if all(union(r) == union((a * unit, b * unit) for a, b in s) for r, s in zip(rows, repeated, strict=True)):
-            return place, fitting
-    flat = AxisLayout(layout.name, layout.length * before * after, tuple(map(union, rows)))
-    return None, flat.rounded(first)
+            return place, n, fitting.ranges
+    flat = AxisLayout("rows", length * before * after, tuple(map(union, rows))).rounded(first)
+    return None, flat.length, flat.ranges
 
 
 @rule("expand", "expand_as")
