@@ -25,6 +25,7 @@ from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
 from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding import exchange as door
+from trainer.distributed.sharding.layout import AxisLayout
 
 TIMES = (1, pytest.param(12, marks=pytest.mark.slow))
 
@@ -375,3 +376,20 @@ def running_statistics() -> list[float]:
 
 def test_batch_norm_keeps_the_running_statistics_of_one_process(pool: WorkerPool) -> None:
     assert max(value for errors in pool.run(3, running_statistics) for value in errors) <= 1e-12
+
+
+def rows_by_masks() -> list[bool]:
+    """Whether what a mask shows is in the order of the whole tensor, where later rows are at earlier ranks."""
+    found = []
+    with meshes() as (mesh, *_):
+        x = torch.arange(3 * 9 * 2.0).view(3, 9, 2)
+        for ranges in ((((4, 9),), ((0, 4),)), (((0, 2), (7, 9)), ((2, 7),)), ((), ((0, 9),))):
+            domain = Domain({1: Axis(AxisLayout("drawn", 9, ranges), mesh.get_group())})
+            for mask in (x % 5 < 2, (x % 7 < 3)[..., 0], x < 0):
+                shown = DomainTensor(local(x, domain), domain)[mask]
+                found.append(torch.equal(gather(shown).local, x[mask]))
+    return found
+
+
+def test_rows_by_a_mask_are_in_their_order(pool: WorkerPool) -> None:
+    assert pool.run(2, rows_by_masks) == [[True] * 9] * 2

@@ -569,7 +569,7 @@ DOMAIN = (
         f"{_DOMAIN}/indexing.py",
         "ranges = sorted((start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own)",
         "ranges = [(start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own]",
-        _ALONG,
+        f"{_TENSORS}::test_rows_by_a_mask_are_in_their_order",
     ),
     Mutant(
         "a norm forgets other layouts",
