@@ -523,10 +523,10 @@ DOMAIN = (
         _HALOS,
     ),
     Mutant(
-        "parts of a halo in the order of the ranks",
-        f"{_DOMAIN}/halos.py",
-        "order = tuple(part[1:] for part in sorted(order))",
-        "order = tuple(part[1:] for part in order)",
+        "parts of a halo from behind",
+        f"{_DOMAIN}/norms.py",
+        "halo.narrow(dim, start, stop - start).copy_(part)",
+        "halo.narrow(dim, halo.shape[dim] - stop, stop - start).copy_(part)",
         _HALOS,
     ),
     Mutant(

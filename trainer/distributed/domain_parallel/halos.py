@@ -12,15 +12,13 @@ convolution fetches the rows as without it.
 """
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
 from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.sharding.exchange import plan_movement, send_rows
+from trainer.distributed.sharding.exchange import send_rows
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Range, Ranges, difference, intersection, size
 from trainer.distributed.sharding.rows import Axis, Wanted, plan_rows
@@ -35,34 +33,10 @@ class Reach(NamedTuple):
     periodic: bool
 
 
+Places = tuple[tuple[Range, ...], ...]
+"""Ranges of rows, for each rank."""
 Reaches = dict[tuple[int, AxisLayout], Reach]
 """What the convolution behind a norm reads, by dimension and layout of the norm's input."""
-
-
-def one_after_another(ranges: Iterable[Range]) -> Iterator[Range]:
-    """Yield where each range begins and ends when they are laid one after another."""
-    return pairwise(accumulate((stop - start for start, stop in ranges), initial=0))
-
-
-class HaloPlan(NamedTuple):
-    """What one rank sends, and how it puts together what it gets.
-
-    sent, received: for each rank places in the shard, and in the halo. arriving: for each rank the number of rows that
-    come from it. order: the halo as parts (rank, first, last) of what came from the ranks.
-    foreign: the rows that each rank wants of others, its halo.
-    """
-
-    sent: tuple[Ranges, ...]
-    arriving: tuple[int, ...]
-    order: tuple[tuple[int, int, int], ...]
-    received: tuple[Ranges, ...]
-    foreign: Wanted
-
-    @property
-    def reversed(self) -> "HaloPlan":
-        """The plan by which gradients of the halo return, in the order in which the rows were sent."""
-        order = tuple((r, *part) for r, places in enumerate(self.sent) for part in one_after_another(places))
-        return HaloPlan(self.received, tuple(map(size, self.sent)), order, self.sent, ())
 
 
 @dataclass
@@ -115,47 +89,33 @@ def reach_of(asked: Reaches | None, domain: Domain) -> Reach | None:
 
 
 @planned
-def plan_halo(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool, rank: int) -> HaloPlan:
-    """Return the plan of a rank; the arguments are those of `rows.plan_rows`."""
+def foreign_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> Wanted:
+    """Return the rows that each rank wants of others, its halo; the arguments are those of `rows.plan_rows`."""
     wanted, _ = plan_rows(owned, length, wanted, periodic)
-    whole = ((0, length),)
-    foreign = tuple(
-        tuple(part for parts in ranges for part in difference(intersection((parts,), whole), owned[r]))
-        for r, ranges in enumerate(wanted)
+    return tuple(
+        tuple(part for parts in ranges for part in difference(intersection((parts,), ((0, length),)), own))
+        for ranges, own in zip(wanted, owned, strict=True)
     )
-    movement = plan_movement(owned, foreign, rank)
-    order = [
-        (place, r, *part)
-        for r, places in enumerate(movement.received)
-        for (place, _), part in zip(places, one_after_another(places), strict=True)
-    ]
-    arriving = tuple(map(size, movement.received))
-    order = tuple(part[1:] for part in sorted(order))
-    return HaloPlan(movement.sent, arriving, order, movement.received, foreign)
 
 
 def send_with(
-    statistics: torch.Tensor, x: torch.Tensor | None, plan: HaloPlan | None, axis: Axis, dim: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the statistics of all ranks of an axis, (ranks, *shape), and rows of their x; one all-to-all.
+    statistics: torch.Tensor, x: torch.Tensor, sent: Places, received: Places, axis: Axis, dim: int
+) -> tuple[torch.Tensor, list[tuple[Range, torch.Tensor]]]:
+    """Return the statistics of all ranks of an axis, (ranks, *shape), and rows that came with them; one all-to-all.
 
-    statistics: of one shape on every rank. x: of the same type; its rows in `dim` are sent as the plan says. Without a
-    plan there are no rows. Not differentiable.
+    statistics: of one shape on every rank. x: of the same type. sent, received: as of `Movement`, places in dimension
+    `dim` of x, and where what comes belongs. The rows come with their places. Not differentiable.
     """
-    number, flat = statistics.numel(), statistics.reshape(-1)
-    message, sent, arriving = [flat] * axis.degree, [0] * axis.degree, [0] * axis.degree
-    if plan is not None:
-        width = math.prod((*x.shape[:dim], *x.shape[dim + 1 :]))
-        rows = [[x.narrow(dim, start, stop - start).reshape(-1) for start, stop in ranges] for ranges in plan.sent]
-        message = [part for mine in rows for part in (flat, *mine)]
-        sent, arriving = ([n * width for n in each] for each in (map(size, plan.sent), plan.arriving))
-    sizes = [[number + n for n in each] for each in (sent, arriving)]
-    arrived = send_rows(torch.cat(message), *sizes, axis.group, kind="statistics").split(sizes[1])
-    theirs = torch.stack([part[:number] for part in arrived]).view(axis.degree, *statistics.shape)
-    if plan is None:
-        return theirs, None
-    shape, halo = [*x.shape], []
-    for rank, first, last in plan.order:
-        shape[dim] = last - first
-        halo.append(arrived[rank][number + first * width : number + last * width].view(shape))
-    return theirs, torch.cat(halo, dim) if halo else x.narrow(dim, 0, 0)
+    number, width = statistics.numel(), math.prod((*x.shape[:dim], *x.shape[dim + 1 :]))
+    rows = [[x.narrow(dim, start, stop - start).reshape(-1) for start, stop in places] for places in sent]
+    message = torch.cat([part for mine in rows for part in (statistics.reshape(-1), *mine)])
+    sizes = [[number + size(places) * width for places in each] for each in (sent, received)]
+    arrived = send_rows(message, *sizes, axis.group, kind="statistics").split(sizes[1])
+    shape, parts = [*x.shape], []
+    for piece, places in zip(arrived, received, strict=True):
+        first = number
+        for start, stop in places:
+            shape[dim], last = stop - start, first + (stop - start) * width
+            parts.append(((start, stop), piece[first:last].view(shape)))
+            first = last
+    return torch.stack([piece[:number] for piece in arrived]).view(axis.degree, *statistics.shape), parts

@@ -7,9 +7,9 @@ import torch
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule
 from trainer.distributed.domain_parallel.domain import Axis, Domain
-from trainer.distributed.domain_parallel.halos import Halo, Reach, Use, plan_halo, reach_of, send_with
+from trainer.distributed.domain_parallel.halos import Halo, Reach, Use, foreign_rows, reach_of, send_with
 from trainer.distributed.domain_parallel.reductions import gathered, moments, wide
-from trainer.distributed.sharding.exchange import exchange, put_rows
+from trainer.distributed.sharding.exchange import exchange, plan_movement
 from trainer.distributed.sharding.tensors import version_of
 
 
@@ -127,7 +127,7 @@ def _beside(parameter: torch.Tensor | None, mean: torch.Tensor, channel: int) ->
     """Return the parameter of channels in a shape that broadcasts with x."""
     if parameter is None:
         return None
-    return parameter.view(*[1] * (channel > 0), *mean.shape[1:channel], -1, *[1] * (mean.ndim - channel - 1))
+    return parameter.view(1, *mean.shape[1:channel], -1, *[1] * (mean.ndim - channel - 1))
 
 
 class _Norm(torch.autograd.Function):
@@ -135,22 +135,25 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, domain, dims, reach, eps, channel):
-        axis = domain.axes[reach.dim]
-        plan = plan_halo(axis.layout.ranges, axis.layout.length, reach.wanted, reach.periodic, axis.rank)
-        dtype, halo = wide(x.dtype), None
+        axis, dtype, shape = domain.axes[reach.dim], wide(x.dtype), [*x.shape]
+        foreign = foreign_rows(axis.layout.ranges, axis.layout.length, reach.wanted, reach.periodic)
+        movement = plan_movement(axis.layout.ranges, foreign, axis.rank)
+        shape[reach.dim] = movement.rows
+        halo = x.new_empty(shape, dtype=dtype)
 
         def send(statistics: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-            nonlocal halo
             if dim != reach.dim:
                 return gathered(statistics, axis)
-            theirs, halo = send_with(statistics, x.to(dtype), plan, axis, dim)
+            theirs, parts = send_with(statistics, x.to(dtype), movement.sent, movement.received, axis, dim)
+            for (start, stop), part in parts:
+                halo.narrow(dim, start, stop - start).copy_(part)
             return theirs
 
         found = moments(x, domain, dims, dtype, send)
         var = found.squares / found.number
         y, of_halo = (_scaled(rows, found.mean, var, weight, bias, eps, channel).to(x.dtype) for rows in (x, halo))
         ctx.save_for_backward(x, halo, weight, bias, found.mean, (var + eps).rsqrt())
-        ctx.options = domain, dims, reach, eps, channel, plan, found.number
+        ctx.options = domain, dims, reach, eps, channel, movement, foreign, found.number
         ctx.mark_non_differentiable(found.mean, found.squares)
         return y, of_halo, *found
 
@@ -159,7 +162,7 @@ class _Norm(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _Norm.differentiable(ctx, gradient, halo_gradient)
         x, halo, weight, bias, mean, scale = ctx.saved_tensors
-        domain, dims, reach, _, channel, plan, number = ctx.options
+        domain, dims, reach, _, channel, movement, _, number = ctx.options
         dtype, within = mean.dtype, tuple(range(channel + 1, x.ndim))
         both = [(g.to(dtype), rows.to(dtype)) for g, rows in ((gradient, x), (halo_gradient, halo))]
         sums = sum(g.sum(within, keepdim=True) for g, _ in both)
@@ -170,18 +173,19 @@ class _Norm(torch.autograd.Function):
         if entries is not None:
             statistics = statistics * entries
         statistics = statistics.sum([dim + 1 for dim in dims], keepdim=True)
-        returned = None
+        parts = []
         for dim in dims:
             if dim == reach.dim:
                 rows = both[1][0] * slopes
-                theirs, returned = send_with(statistics, rows, plan.reversed, domain.axes[dim], dim)
+                theirs, parts = send_with(statistics, rows, movement.received, movement.sent, domain.axes[dim], dim)
                 statistics = theirs.sum(0)
             elif dim in domain.axes:
                 statistics = gathered(statistics, domain.axes[dim]).sum(0)
         of_sums, of_products = statistics / number * scale
         slope = -of_products * scale
         result = torch.addcmul(-of_sums - slope * mean, both[0][1], slope).addcmul_(both[0][0], slopes)
-        put_rows(result.movedim(reach.dim, 0), sum(plan.sent, ()), returned.movedim(reach.dim, 0), add=True)
+        for (start, stop), part in parts:
+            result.narrow(reach.dim, start, stop - start).add_(part)
         of_weight, of_bias = (
             None if like is None else total.sum_to_size(_beside(like, mean, channel).shape).view_as(like).to(like.dtype)
             for like, total in ((weight, products), (bias, sums))
@@ -192,10 +196,10 @@ class _Norm(torch.autograd.Function):
     def differentiable(ctx, *gradients):
         """Return gradients that have derivatives: those of a norm, and of a halo that is fetched behind it."""
         x, _, weight, bias, *_ = ctx.saved_tensors
-        domain, dims, reach, eps, channel, plan, _ = ctx.options
+        domain, dims, reach, eps, channel, _, foreign, _ = ctx.options
         axis, inputs = domain.axes[reach.dim], [p for p in (x, weight, bias) if p is not None and p.requires_grad]
         y = _normed(x, domain, dims, None, weight, bias, eps, channel=channel).y
-        halo = exchange(y, axis.layout, plan.foreign, dim=reach.dim, group=axis.group)
+        halo = exchange(y, axis.layout, foreign, dim=reach.dim, group=axis.group)
         found = iter(torch.autograd.grad([y, halo], inputs, gradients, create_graph=True))
         return *(next(found) if p is not None and p.requires_grad else None for p in (x, weight, bias)), *[None] * 5
 
