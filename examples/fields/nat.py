@@ -1,12 +1,11 @@
 """A transformer with neighbourhood attention as single-device code; see nat_args.py for its sources."""
 
-import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from examples.fields.layers import FeedForward, draw_parameter
 from examples.fields.nat_args import NATArgs
 from examples.fields.parallelize import parallelize_fields
 from trainer.distributed.domain_parallel.modules import NeighborhoodAttention
@@ -27,17 +26,6 @@ class Attention(nn.Module):
         # -1: with tensor parallelism each rank has some of the heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (N, H, W, heads, D)
         return self.wo(self.inner_attention(q, k, v).flatten(-2))
-
-
-class FeedForward(nn.Module):
-    """Two linear maps with a GELU between them."""
-
-    def __init__(self, dim: int, hidden_dim: int) -> None:
-        super().__init__()
-        self.w1, self.w2 = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.gelu(self.w1(x)))
 
 
 class Layer(nn.Module):
@@ -86,19 +74,8 @@ class NAT(nn.Module):
         """No buffers."""
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Set norms to one and biases to zero; draw matrices that keep the scale of activations.
-
-        Ends of residual branches are smaller with depth. The output starts small, and so does the predicted change.
-        """
-        if parameter.ndim == 1:
-            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-            return
-        scale = 1.0
-        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
-            scale = 1.0 / math.sqrt(2 * self.args.n_layers)
-        elif name == "output.weight":
-            scale = 0.1
-        parameter.normal_(0.0, scale / math.sqrt(parameter[0].numel()), generator=generator)
+        ends = ("attention.wo.weight", "feed_forward.w2.weight")
+        draw_parameter(name, parameter, generator, ends, 2 * self.args.n_layers)
 
 
 # Linear modules of a layer, by the dimension of their weight that tensor parallelism shards.

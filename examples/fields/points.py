@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from examples.fields.layers import FeedForward, draw_parameter
 from examples.fields.parallelize import parallelize_fields
 from examples.fields.points_args import PLACES, PointsArgs
 from trainer.distributed.domain_parallel.domain import Domain
@@ -47,17 +48,6 @@ class Slices(nn.Module):
         return self.out(torch.einsum("pns,nsd->pnd", weights, F.scaled_dot_product_attention(q, k, v)))
 
 
-class FeedForward(nn.Module):
-    """Two linear maps with a GELU between them."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.w1, self.w2 = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.gelu(self.w1(x)))
-
-
 class Layer(nn.Module):
     """Messages of neighbours, attention between slices and feed-forward, each with a residual around it."""
 
@@ -65,7 +55,7 @@ class Layer(nn.Module):
         super().__init__()
         self.messages_norm, self.messages = nn.LayerNorm(args.dim), Messages(args)
         self.slices_norm, self.slices = nn.LayerNorm(args.dim), Slices(args)
-        self.ffn_norm, self.feed_forward = nn.LayerNorm(args.dim), FeedForward(args.dim)
+        self.ffn_norm, self.feed_forward = nn.LayerNorm(args.dim), FeedForward(args.dim, 2 * args.dim)
 
     def forward(self, x: torch.Tensor, numbers: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         x = x + self.messages(self.messages_norm(x), numbers, offsets)
@@ -118,19 +108,8 @@ class Points(nn.Module):
         """No buffers."""
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Set norms to one and biases to zero; draw matrices that keep the scale of activations.
-
-        Ends of residual branches are smaller with depth. The output starts small, and so does the predicted change.
-        """
-        if parameter.ndim == 1:
-            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-            return
-        scale = 1.0
-        if name.endswith(("messages.out.weight", "slices.out.weight", "feed_forward.w2.weight")):
-            scale = 1.0 / math.sqrt(3 * self.args.n_layers)
-        elif name == "output.weight":
-            scale = 0.1
-        parameter.normal_(0.0, scale / math.sqrt(parameter.shape[1]), generator=generator)
+        ends = ("messages.out.weight", "slices.out.weight", "feed_forward.w2.weight")
+        draw_parameter(name, parameter, generator, ends, 3 * self.args.n_layers)
 
 
 SPEC = ModelSpec(build=Points, parallelize=parallelize_fields)

@@ -1,11 +1,10 @@
 """A U-Net on periodic fields as single-device code; see unet_args.py for its source."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from examples.fields.layers import draw_parameter
 from examples.fields.parallelize import parallelize_fields
 from examples.fields.unet_args import UNetArgs
 from trainer.models.model_spec import ModelSpec
@@ -86,16 +85,7 @@ class UNet(nn.Module):
         """No buffers."""
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Set norms to one and biases to zero; draw kernels that keep the scale of activations.
-
-        The output starts small, and so does the change that the model predicts.
-        """
-        if parameter.ndim == 1:
-            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-        else:
-            fan_in = parameter[0].numel()
-            small = {"output.weight": 0.1}.get(name, 1.0)
-            parameter.normal_(0.0, small / math.sqrt(fan_in), generator=generator)
+        draw_parameter(name, parameter, generator)
 
 
 SPEC = ModelSpec(build=UNet, parallelize=parallelize_fields)
