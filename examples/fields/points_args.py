@@ -20,6 +20,7 @@ class PointsArgs:
     task: ClassVar[str] = "fields"
     norms_have_parameters: ClassVar[bool] = True
     free_to_change: ClassVar[frozenset[str]] = frozenset(["height"])
+    axes: ClassVar[tuple[str, ...]] = ("points",)
     compiles: ClassVar[bool] = False
     assumed_shape: ClassVar[tuple[int, int, int]] = (3 + PLACES, 4096, 1)
 

@@ -13,15 +13,15 @@ from trainer.families.args import ModelArgs
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory
 
-_AXES = ("height", "width")
-
 
 class FieldArgs(ModelArgs, Protocol):
     """Arguments of a model of fields (channels, height, width).
 
-    compiles: whether torch.compile takes its layers. assumed_shape: of fields that are not at hand.
+    axes: what ranks may divide, height first. compiles: whether torch.compile takes its layers. assumed_shape: of
+    fields that are not at hand.
     """
 
+    axes: tuple[str, ...]
     compiles: bool
     assumed_shape: tuple[int, int, int]
 
@@ -81,14 +81,14 @@ class FieldSpec(TaskSpec):
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
         model, fields, training = job.model, job.config.fields, job.config.training
         streams = f", in {training.data_streams} streams" if training.data_streams else ""
-        grid = model.height if model.width == 1 else f"{model.height} x {model.width}"
+        grid = " x ".join(map(str, (model.height, model.width)[: len(model.axes)]))
         data = (
             f"{training.dataset} {training.dataset_path}: {model.channels} channels on {grid} points{streams}; "
             f"predicted {fields.lead} frame{'s' * (fields.lead > 1)} ahead; {fields.held_out} "
             "trajectories held out"
         )
         parts = []
-        for axis, layout in zip(("points",) if model.width == 1 else _AXES, job.details, strict=False):
+        for axis, layout in zip(model.axes, job.details, strict=False):
             rows = [layout.local_length(rank) for rank in range(layout.degree)]
             shown = ", ".join(map(str, rows)) if len(rows) <= 8 else f"{rows[0]}, {rows[1]} ... {rows[-1]}"
             parts.append(f"{axis} {layout.length} as {shown}")
@@ -152,15 +152,10 @@ def _check_features(config: JobConfig, model: FieldArgs) -> None:
 def _layouts(config: JobConfig, model: FieldArgs) -> tuple[AxisLayout, ...]:
     """Return which rank has which rows of each axis that is divided."""
     degrees, rows = config.parallelism.domain_parallel_degrees, config.parallelism.domain_parallel_rows
-    if len(degrees) > len(_AXES):
+    if len(degrees) > len(model.axes):
         raise ConfigError(
-            f"parallelism.domain_parallel_degrees = {list(degrees)} has {len(degrees)} entries, and fields have two "
-            "axes; give one or two"
-        )
-    if len(degrees) > 1 and model.width == 1:
-        raise ConfigError(
-            f"parallelism.domain_parallel_degrees = {list(degrees)} divides two axes, and points have one; give one "
-            f"entry, [{math.prod(degrees)}]"
+            f"parallelism.domain_parallel_degrees = {list(degrees)} has {len(degrees)} entries, and model.name = "
+            f"{config.model.name!r} divides {' and '.join(model.axes)}; give at most {len(model.axes)}"
         )
     if min(degrees, default=1) < 1:
         return ()  # refused with the other degrees
@@ -172,7 +167,7 @@ def _layouts(config: JobConfig, model: FieldArgs) -> tuple[AxisLayout, ...]:
     lengths = (model.height, model.width)
     layouts = []
     for i, degree in enumerate(degrees):
-        layouts.append(_given(rows[i], degree, lengths[i], _AXES[i]) if rows else contiguous(lengths[i], degree))
+        layouts.append(_given(rows[i], degree, lengths[i], model.axes[i]) if rows else contiguous(lengths[i], degree))
     return tuple(layouts)
 
 

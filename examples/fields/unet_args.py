@@ -27,6 +27,7 @@ class UNetArgs:
     task: ClassVar[str] = "fields"
     norms_have_parameters: ClassVar[bool] = True
     free_to_change: ClassVar[frozenset[str]] = frozenset(["height", "width"])
+    axes: ClassVar[tuple[str, ...]] = ("height", "width")
     compiles: ClassVar[bool] = True
     assumed_shape: ClassVar[tuple[int, int, int]] = (3, 256, 256)
 

@@ -103,7 +103,10 @@ REFUSED = {
         "must have an entry for each of parallelism.domain_parallel_degrees = [2]",
     ),
     "rows without degrees": (["--parallelism.domain_parallel_rows=9,7"], "without parallelism.domain_parallel_degrees"),
-    "three axes": (["--parallelism.domain_parallel_degrees", "2", "1", "1"], "fields have two axes; give one or two"),
+    "three axes": (
+        ["--parallelism.domain_parallel_degrees", "2", "1", "1"],
+        "'unet' divides height and width; give at most 2",
+    ),
     "a degree of zero": (["--parallelism.domain_parallel_degrees=0"], "must be degrees of at least 1"),
     "context parallelism": (["--parallelism.context_parallel_degree=2"], "use parallelism.domain_parallel_degrees"),
     "both": (
@@ -186,7 +189,7 @@ def test_presets_work_without_notes(preset: str, degrees: list[str], tmp_path: P
 
 
 REFUSED_POINTS = {
-    "two axes": (["--parallelism.domain_parallel_degrees", "2", "1"], "points have one; give one entry, [2]"),
+    "two axes": (["--parallelism.domain_parallel_degrees", "2", "1"], "'points' divides points; give at most 1"),
     "compiled": (["--compile.enable"], "depends on where its points are, which is no graph; leave it out"),
     "a large neighbourhood": (["--model.flavor=base"], "12 points are fewer than the 16 neighbours"),
     "a grid": (["--model.name=unet"], "fields of 12 x 1 cannot be halved"),
