@@ -57,11 +57,14 @@ format: $(INSTALLED_DEV)
 
 $(INSTALLED): PINS := requirements.txt
 $(INSTALLED_DEV): PINS := requirements-dev.txt
-$(INSTALLED_DEV): requirements-dev.txt
+$(INSTALLED_DEV): KERNELS := requirements-kernels.txt
+$(INSTALLED_DEV): requirements-dev.txt requirements-kernels.txt
 $(INSTALLED) $(INSTALLED_DEV): requirements.txt pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r $(PINS)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	test -z "$(KERNELS)" || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(VENV)/interpreted -r $(KERNELS)
 	touch $@
 
 clean:

@@ -16,7 +16,7 @@ from scripts.benchmarks import attention_kernels
 from scripts.benchmarks.linear_attention import KINDS
 from scripts.gpu_blocks.block import Check
 from scripts.gpu_blocks.layer import memory_found, reset_memory
-from trainer.distributed.context_parallel import linear_attention as operator
+from trainer.distributed.context_parallel.execution import linear_chunks
 from trainer.distributed.context_parallel.linear_attention import linear_attention
 
 _BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative errors of outputs and gradients
@@ -72,7 +72,7 @@ def _error(check: Check, kind: str, dtype: torch.dtype) -> float:
     exact = _results(rounded, torch.float64, "cpu")
     worst = 0.0
     for run in (2, math.inf):
-        with mock.patch.dict(operator.LONGEST_RUN, {check.device: run}):
+        with mock.patch.dict(linear_chunks.LONGEST_RUN, {check.device: run}):
             found = _results(rounded, dtype, check.device)
         errors = [((a.cpu().double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
         check.expect(max(errors) <= _BOUNDS[dtype], f"{kind}, {dtype}, runs of {run} chunks: relative errors {errors}")

@@ -8,6 +8,8 @@ _FAMILIES = "tests/distributed/test_families.py"
 _RANDOM = f"{_LINEAR}::test_random_layouts_and_documents"
 _SCANS = "tests/distributed/test_transformers_scans.py"
 _BITS = "tests/unit/test_thread_linear.py::test_deterministic_ranks_have_the_bits_of_one_process"
+_KERNELS = "tests/unit/test_linear_kernels.py"
+_INTERPRETED = f"{_KERNELS}::test_kernels_are_the_recurrence[quick]"
 _METHODS = f"{_LATENT}::test_every_method_layout_and_mask_equals_one_process"
 
 HYBRID = (
@@ -48,7 +50,7 @@ HYBRID = (
     ),
     Mutant(
         "chunks are in runs with deterministic algorithms",
-        f"{_CP}/linear_attention.py",
+        f"{_CP}/linear_pass.py",
         "longest <= most or torch.are_deterministic_algorithms_enabled()",
         "longest <= most",
         f"{_BITS}[delta-head_tail-torch.float32]",
@@ -97,10 +99,45 @@ HYBRID = (
     ),
     Mutant(
         "the entry state is lost in the backward",
-        f"{_CP}/linear_attention.py",
-        "before, _ = chunks.states(place.fragments, Given(entries), of_runs)",
-        "before, _ = chunks.states(place.fragments, Given(torch.zeros_like(entries)), of_runs)",
+        f"{_CP}/linear_pass.py",
+        "chunks.states(place.fragments, Given(entries), self._maps_of_runs())",
+        "chunks.states(place.fragments, Given(torch.zeros_like(entries)), self._maps_of_runs())",
         f"{_RANDOM}[gathered-4-0]",
+    ),
+    Mutant(
+        "kernels run on through the start of a document",
+        f"{_CP}/execution/linear_kernels.py",
+        "decay.masked_fill(begins, RESET), ~begins",
+        "decay, ~begins",
+        _INTERPRETED,
+    ),
+    Mutant(
+        "kernels take the transition of a state of zeros",
+        f"{_CP}/execution/linear_kernels.py",
+        "state[..., v_dim:] = torch.eye(k_dim, dtype=state.dtype, device=state.device)",
+        "pass",
+        _INTERPRETED,
+    ),
+    Mutant(
+        "kernels give the gradients of one sequence to another",
+        f"{_CP}/execution/linear_kernels.py",
+        "of_group.unflatten(0, (-1, len(numbers))).unbind(1)",
+        "of_group.unflatten(0, (len(numbers), -1)).unbind(0)",
+        _INTERPRETED,
+    ),
+    Mutant(
+        "kernels leave out what the states behind a fragment give back",
+        f"{_CP}/execution/linear_kernels.py",
+        "(dout, self._of_group(exits, numbers))",
+        "(dout, torch.zeros_like(results[1]))",
+        _INTERPRETED,
+    ),
+    Mutant(
+        "kernels run with deterministic algorithms",
+        f"{_CP}/planning/capabilities.py",
+        "key_dim <= 256 and not deterministic",
+        "key_dim <= 256",
+        f"{_KERNELS}::test_they_run_on_gpus_in_half_precision",
     ),
     Mutant(
         "gradients of the rotated part of a latent are those of one head",

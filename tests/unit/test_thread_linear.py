@@ -101,7 +101,7 @@ def test_any_layout_is_the_recurrence(examples: int) -> None:
     def law(layout: AxisLayout, kind: str, share: float, strength: float, most: int, chunk: int, run: int) -> None:
         with (
             mock.patch.object(linear_scan, "GATHERED_BYTES", most),
-            mock.patch("trainer.distributed.context_parallel.linear_attention.CHUNK", chunk),
+            mock.patch("trainer.distributed.context_parallel.linear_pass.CHUNK", chunk),
             mock.patch.dict(LONGEST_RUN, cpu=run),
         ):
             parts = run_ranks(layout.degree, scanned, layout, kind, torch.float64, False, share, strength)

@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.tokenizer import vocab_size_of
+from trainer.distributed.context_parallel.planning.capabilities import runs_fla
 from trainer.families.args import DecoderArgs, experts_of, has_grouped_product, has_windows, mtp_layers_of
 from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, resolve_attention
@@ -100,6 +101,7 @@ class Language(TaskSpec):
             "experts": _experts(job),
             "pipeline": _pipeline(job),
             "attention": _attention(job),
+            "linear": _linear(job),
             "loss": _loss(job),
             "offloaded": _offloaded(job),
         }
@@ -196,6 +198,16 @@ def _attention(job: ResolvedJob) -> str:
     how = "auto: by device, type and tiles" if options.kernel == "auto" else "as set"
     faster = faster_packages(job.kernel, config)
     return "; ".join([*parts, f"kernel {job.kernel} ({how})", *([faster] if faster else [])])
+
+
+def _linear(job: ResolvedJob) -> str:
+    """Return what computes the recurrence of linear attention."""
+    if (linear := getattr(job.model, "linear", None)) is None:
+        return ""
+    kind = job.device_type, job.compute_dtype, linear.states[1]
+    if runs_fla(*kind, deterministic=job.config.training.deterministic):
+        return "attention by the kernels of flash-linear-attention if fla-core is installed, else by PyTorch in chunks"
+    return "attention by PyTorch in chunks"
 
 
 def _loss(job: ResolvedJob) -> str:

@@ -34,6 +34,19 @@ Fragments = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """The inputs of `linear_attention`, with its shapes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    log_decay: torch.Tensor
+    beta: torch.Tensor | None
+    positions: torch.Tensor | None
+    scale: float
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Tokens in chunks, of one dtype: (B, H, N, C, ...). A token of zeros changes nothing.
 

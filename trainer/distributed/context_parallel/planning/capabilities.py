@@ -113,6 +113,11 @@ _MANY_CALLS = 4  # of a stage; with more calls, one launch saves more than the c
 _HOPPER = (9, 0)
 
 
+def runs_fla(device_type: str, dtype: str, key_dim: int, *, deterministic: bool) -> bool:
+    """Return whether flash-linear-attention's kernels can compute linear attention with keys of this size."""
+    return device_type == "cuda" and dtype in _HALVES and key_dim <= 256 and not deterministic
+
+
 def kernel_words(name: str, capability: tuple[int, int], package: FlashPackage | None, *, deterministic: bool) -> str:
     """Return a kernel on a GPU in words: what computes it, and which packages would be faster.
 

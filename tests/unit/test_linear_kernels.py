@@ -1,0 +1,74 @@
+"""Law: kernels of flash-linear-attention compute linear attention where they can, and they compute what it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.slow import slow
+from trainer.distributed.context_parallel.execution import linear_kernels
+from trainer.distributed.context_parallel.execution.linear_chunks import Tokens
+from trainer.distributed.context_parallel.planning.capabilities import runs_fla
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = Path(sys.prefix) / "interpreted"
+CASES = "tests/interpreted/linear_kernels.py"
+
+
+@pytest.mark.skipif(not KERNELS.exists(), reason="no Triton in .venv/interpreted, which `make` installs on Linux")
+@pytest.mark.parametrize("which", ["not slow", *slow("slow")], ids=["quick", "slow"])
+def test_kernels_are_the_recurrence(which: str) -> None:
+    """In a process of its own: Triton decides at its import whether kernels are interpreted."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{KERNELS}", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, CASES]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "deterministic", "runs"),
+    [
+        (("cuda", "bfloat16", 128), False, True),
+        (("cuda", "float16", 256), False, True),
+        (("cuda", "float32", 128), False, False),
+        (("cuda", "bfloat16", 512), False, False),
+        (("cuda", "bfloat16", 128), True, False),
+        (("cpu", "bfloat16", 128), False, False),
+    ],
+)
+def test_they_run_on_gpus_in_half_precision(kind: tuple[str, str, int], deterministic: bool, runs: bool) -> None:
+    assert runs_fla(*kind, deterministic=deterministic) is runs
+
+
+def tokens(device: str, *, of_channels: bool = False, beta: bool = True) -> Tokens:
+    x = torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16, device=device)
+    return Tokens(x, x, x, x if of_channels else x[..., 0], x[..., 0] if beta else None, None, 1.0)
+
+
+def test_an_installed_package_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with fake tensors, of which a plan of memory is made, and not for what it has no kernel for."""
+    monkeypatch.setattr(linear_kernels, "_has_package", lambda: True)
+    monkeypatch.setattr(linear_kernels, "runs_fla", lambda *_, deterministic: not deterministic)
+    assert linear_kernels.runs_kernels(tokens("cpu"))
+    assert linear_kernels.runs_kernels(tokens("cpu", of_channels=True))
+    assert linear_kernels.runs_kernels(tokens("cpu", beta=False))
+    assert not linear_kernels.runs_kernels(tokens("cpu", of_channels=True, beta=False))
+    with FakeTensorMode():
+        assert not linear_kernels.runs_kernels(tokens("cpu"))
+
+
+def test_a_missing_package_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_kernels, "is_installed", lambda _: False)
+    linear_kernels._has_package.cache_clear()
+    with caplog.at_level("INFO", logger="trainer"):
+        assert not linear_kernels._has_package()
+        assert not linear_kernels._has_package()
+    linear_kernels._has_package.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "linear attention is computed by PyTorch in chunks; faster here: pip install fla-core"
+    ]
