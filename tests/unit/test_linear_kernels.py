@@ -1,31 +1,27 @@
 """Law: kernels of flash-linear-attention compute linear attention where they can, and they compute what it is."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.interpreted.process import ENVIRONMENT, ROOT, needs_triton
 from tests.slow import slow
 from trainer.distributed.context_parallel.execution import linear_kernels
 from trainer.distributed.context_parallel.execution.linear_chunks import Tokens
 from trainer.distributed.context_parallel.planning.capabilities import runs_fla
 
-ROOT = Path(__file__).resolve().parents[2]
-KERNELS = Path(sys.prefix) / "interpreted"
 CASES = "tests/interpreted/linear_kernels.py"
 
 
-@pytest.mark.skipif(not KERNELS.exists(), reason="no Triton in .venv/interpreted, which `make` installs on Linux")
+@needs_triton
 @pytest.mark.parametrize("which", ["not slow", *slow("slow")], ids=["quick", "slow"])
 def test_kernels_are_the_recurrence(which: str) -> None:
     """In a process of its own: Triton decides at its import whether kernels are interpreted."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{KERNELS}", "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, CASES]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout
 

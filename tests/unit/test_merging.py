@@ -1,19 +1,16 @@
 """Law: results of tiles merge to attention over all keys; the result of a lone tile is the kernel's own."""
 
-import importlib.util
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.interpreted.process import ENVIRONMENT, ROOT, needs_triton
 from trainer.distributed.context_parallel.execution import merging
 from trainer.distributed.context_parallel.execution.stages import Merged
 
-ROOT = Path(__file__).resolve().parents[2]
 B, H, S, D = 2, 4, 6, 8
 HEADS, ALL = slice(0, H), slice(0, S)
 
@@ -156,12 +153,11 @@ print("equal")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_fused_kernel_interpreted_is_the_eager_merge() -> None:
     """On a CPU, by Triton's interpreter, in a process of its own: the interpreter is chosen when Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", _INTERPRETED]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "equal", done.stderr
 
 
