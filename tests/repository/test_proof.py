@@ -78,9 +78,9 @@ def test_an_answer_has_the_tokens_that_its_fact_has(tokenizer: Tokenizer) -> Non
 
 
 def test_each_question_of_a_document_has_its_answer_before_it() -> None:
-    messages = proof_data.document(Random(0), 3000, 30)
+    messages = proof_data.document(Random(0), 9000, 30)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    assert len(answers) == 30 * (1 + 3000 // 2048)
+    assert len(answers) == 30 * (1 + 9000 // 8192)
     for i in answers:
         before = "".join(message["content"] for message in messages[:i])
         name = before.rsplit(" of ", 1)[1].removesuffix(" is")
