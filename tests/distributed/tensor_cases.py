@@ -174,14 +174,25 @@ def edges(x, y, targets):
     messages = x[to] * y + x[back].sin() + x.index_select(0, back).cos()
     out = torch.zeros_like(x).index_add(0, to, messages) + x.index_add(0, back, y, alpha=0.5)
     out = out.scatter_add(0, to.unsqueeze(-1).expand(-1, 4), messages * 2)
+    into = to.unsqueeze(-1).expand(-1, 4)
+    for reduce in ("mean", "amax", "amin", "sum"):
+        out = out + (x * 2).scatter_reduce(0, into, messages, reduce) * targets.amax()
+        out = out + (x * 3).scatter_reduce(0, into, y.sin(), reduce, include_self=False)
     out = out + F.embedding(to, torch.arange(36.0, dtype=x.dtype).view(9, 4)).sum() + F.one_hot(to, 9).sum()
     neighbours = torch.stack([to, back, to], 1)  # (11, 3)
     sums = torch.zeros(9, 4, dtype=x.dtype).index_add_(0, to, x[neighbours].amax(1))
+    sums = sums + torch.zeros(9, 4, dtype=x.dtype).scatter_reduce(0, into, messages, "amax")
     return (
         out * 2
         + sums * targets.mean()
         + x[None, :, 1:3, None][:, (torch.arange(9) * 2) % 9 - 9].sum((0, 2, 3))[:, None]
     )
+
+
+def equal_edges(x, y):
+    to = torch.arange(11) * 5 % 9
+    into = to.unsqueeze(-1).expand(-1, 4)
+    return x.scatter_reduce(0, into, y, "amax") + (x * 2).scatter_reduce(0, into, y.clamp(max=1), "amin")
 
 
 def crossed(x):
@@ -216,6 +227,14 @@ def shown(x, y):
 def shown_rows(x, y):
     found = (x * y)[(x > y).flatten(2).any(2)]
     return (found * found.shape[0]).sum(0)
+
+
+def changed_where_shown(x, y):
+    z = x * 2
+    z[y > 0.5] = -1.0
+    z[x.sum((2, 3)) > 0] = y[0, 0] * 3
+    z[(x > y).flatten(1).any(1)] = (y * x)[(x > y).flatten(1).any(1)].sin()
+    return z
 
 
 def equation(x, w, b):
@@ -564,6 +583,7 @@ ALONG = [
     case("assignments of what is whole", assigned, SHAPE, sharded=ALL),
     case("edges", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0, 1), others=(0,)),
     case("edges that are whole", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0,)),
+    case("edges that are equal", equal_edges, (11, 4), shape=(9, 4), sharded=(0, 1), others=(0, 1), ties=True),
     case("numbers of the other ranks", crossed, shape=(6, 6), sharded=(0, 1)),
     case("sampled at places", sampled, (3, 5, 6, 2), sharded=(0, 1, 2, 3)),
     case(
@@ -575,6 +595,7 @@ ALONG = [
     case("sampled at sharded places", sampled, (3, 8, 6, 2), sharded=(0, 2), others=(0, 1)),
     case("taken along", taken, SHAPE, sharded=ALL, others=(0, 3)),
     case("shown by a mask", shown, SHAPE, others=(2,)),
+    case("changed where a mask shows", changed_where_shown, SHAPE, sharded=ALL, others=(0, 1)),
     case("rows shown by a mask", shown_rows, SHAPE, sharded=ALL, others=(0, 1)),
     case("derivatives in the loss", equation, (4, 4, 3, 3), (4,), sharded=(0, 2)),
     case("shuffled pixels", shuffles, sharded=(0, 2, 3)),

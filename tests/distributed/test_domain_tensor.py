@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.domain_cases import DomainCase, check, error, layout_of, local, meshes, worst
 from tests.distributed.pool import WorkerPool
 from tests.distributed.tensor_cases import FAMILIES
 from tests.slow import slow
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced, sized
 from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
 from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding import exchange as door
@@ -106,6 +106,10 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "numbers of each element": (
         lambda x, y: x.scatter_add(2, torch.arange(240).view(X) % 6, y),
         "numbers that differ beside the dimension; expand them",
+    ),
+    "products of rows": (
+        lambda x, y: x.scatter_reduce(2, torch.zeros(6).long()[:, None].expand(X), y, "prod"),
+        "scatter_reduce of a tensor of shape (2, 4, 6, 5), sharded in dimension 2, is not handled: products",
     ),
     "numbers of some rows": (lambda x, y: x.gather(1, torch.zeros(1, 4, 6, 5).long()), "numbers of some rows only"),
     "classes of data": (lambda x, y: F.one_hot(x.long()), "a number of classes that depends on data"),
@@ -389,6 +393,30 @@ def rows_by_masks() -> list[bool]:
                 shown = DomainTensor(local(x, domain), domain)[mask]
                 found.append(torch.equal(gather(shown).local, x[mask]))
     return found
+
+
+def rows_for_a_mask() -> list[str]:
+    """What is said of rows that cannot be given to a mask, on ranks that share two of its dimensions or one."""
+    told = []
+    with meshes() as (mesh, *_):
+        groups = init_device_mesh("cpu", (2, mesh.size() // 2)).get_all_groups()
+        domain = Domain({dim: Axis(balanced(4, group.size()), group) for dim, group in enumerate(groups)})
+        x = DomainTensor(torch.zeros(domain.local_shape([4, 4])), domain)
+        for mask, rows in ((torch.ones(4, 4) > 0, 16), (torch.ones(4) > 0, 3), (torch.ones(3) > 0, 3)):
+            try:
+                x[mask] = torch.zeros(rows, *[4] * (2 - mask.ndim))
+            except (DomainOperatorError, IndexError) as error:
+                told.append(str(error))
+    return told
+
+
+def test_rows_for_a_mask_fit_it(pool: WorkerPool) -> None:
+    for told in pool.run(4, rows_for_a_mask):
+        assert "rows for a mask of several sharded dimensions; use torch.where" in told[0]
+        assert told[1:] == [
+            "a mask that shows 4 rows got 3 rows",
+            "a mask of shape (3,) does not fit the first dimensions of (4, 4)",
+        ]
 
 
 def test_rows_by_a_mask_are_in_their_order(pool: WorkerPool) -> None:

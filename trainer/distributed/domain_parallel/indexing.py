@@ -3,6 +3,7 @@
     x[mask], masked_select        rows stay at their owners; how many each shows is summed over the ranks
     x[numbers], index_select      each rank asks the owners for the rows that it lacks, each row once
     index_add, scatter_add        the adjoint: what several ranks have for a row is added up at its owner
+    scatter_reduce                sums and means by it; extremes are found at the owners, and gradients divided by ties
 
 Numbers that are sharded, such as those of a rank's edges, give rows where they are. Which rows a rank asks for depends
 on data: their numbers are sent first, and on a GPU the host waits for them.
@@ -56,19 +57,9 @@ def index_add(function, x, dim, index, source, *, alpha=1) -> Any:
     """index: 1-D. x is whole: the ranks' sums are added up; x is sharded: each row's owner gets what is added to it."""
     dim %= x.ndim
     mine = wrapped(x, Domain({}))
-    of_rows, of_source = (t.domain.axes.get(dim) if isinstance(t, DomainTensor) else None for t in (mine, source))
-    taken = [axis.group for d, axis in mine.domain.axes.items() if d != dim]  # ranks that share another dimension
-    if is_sharded(index) and any(index.domain.axes[0].group is group for group in taken):
-        index = gather(index)
-    if of_source is not None and not is_sharded(index) and all(of_source.group is not group for group in taken):
-        index = DomainTensor(own_part(index, Domain({0: of_source}), index.shape), Domain({0: of_source}))
-    if isinstance(source, DomainTensor):
-        source = gather(source, [d for d in source.domain.axes if d != dim and d not in mine.domain.axes])
-    own, target = _own_numbers(index, of_rows)
-    domain = Domain(
-        {d: axis for d, axis in mine.domain.axes.items() if d != dim} | ({} if target is None else {dim: target})
-    )
-    source = own_part(source, domain, source.shape) * alpha
+    of_rows = mine.domain.axes.get(dim)
+    source, own, target = _own_sources(mine, dim, index, source)
+    source = source * alpha
     if of_rows is None:
         sums = torch.zeros_like(mine.local, dtype=wide(source.dtype)).index_add(dim, own, source.to(wide(source.dtype)))
         if target is not None:
@@ -85,6 +76,37 @@ def index_add(function, x, dim, index, source, *, alpha=1) -> Any:
 @rule("scatter_add", "scatter_add_")
 def scatter_add(function, x, dim, index, src) -> Any:
     """index: one number for each row, expanded over the other dimensions, as graph layers have it."""
+    number = _number_of_rows(function, x, dim, index, src)
+    return getattr(x, function.__name__.replace("scatter", "index"))(dim, number, src)
+
+
+@rule("scatter_reduce")
+def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -> DomainTensor:
+    """index: as of `scatter_add`; reduce: sum, mean, amax or amin. Equal extremes share a gradient."""
+    shown = next(t for t in (x, index, src) if is_sharded(t))
+    refuse_unless(reduce != "prod", function, shown, "products")
+    number = _number_of_rows(function, x, dim, index, src)
+    if isinstance(src, DomainTensor) and not is_sharded(number) and (axis := src.domain.axes.get(dim % x.ndim)):
+        number = DomainTensor(own_part(number, Domain({0: axis}), number.shape), Domain({0: axis}))
+    none = torch.zeros_like(x).detach()
+    hits = none.index_add(dim, number, torch.ones_like(src).detach())
+    if reduce in ("sum", "mean"):
+        total = torch.zeros_like(x).index_add(dim, number, src)
+        own, counts = (x + total, hits + 1) if include_self else (torch.where(hits > 0, total, x), hits.clamp(min=1))
+        return own / counts if reduce == "mean" else own
+    extreme = _extreme_of_rows(x.detach(), dim % x.ndim, number, src.detach(), reduce)
+    better = torch.maximum if reduce == "amax" else torch.minimum
+    extreme = better(extreme, x.detach()) if include_self else torch.where(hits > 0, extreme, x.detach())
+    of_self = (x.detach() == extreme) if include_self else hits == 0
+    of_src = (src.detach() == extreme.index_select(dim, number)).to(src.dtype)
+    ties = none.index_add(dim, number, of_src) + of_self
+    share = of_src / ties.index_select(dim, number)
+    mean = torch.zeros_like(x).index_add(dim, number, src * share) + x * (of_self / ties)
+    return extreme + (mean - mean.detach())
+
+
+def _number_of_rows(function, x: Any, dim: int, index: Numbers, src: Any) -> Numbers:
+    """Return the number of each row, 1-D, of which `index` has one for each element."""
     local = index.local if isinstance(index, DomainTensor) else index
     dim %= x.ndim
     others = [d for d in range(local.ndim) if d != dim]
@@ -96,7 +118,34 @@ def scatter_add(function, x, dim, index, src) -> Any:
     )
     for d in reversed(others):
         index = index.select(d, 0)
-    return getattr(x, function.__name__.replace("scatter", "index"))(dim, index, src)
+    return index
+
+
+def _extreme_of_rows(x: Numbers, dim: int, number: Numbers, src: Any, reduce: str) -> DomainTensor:
+    """Return the extremes of what is scattered to each row of x, and where nothing is, of nothing."""
+    mine = wrapped(x, Domain({}))
+    of_rows = mine.domain.axes.get(dim)
+    source, own, target = _own_sources(mine, dim, number, src)
+    least = float("-inf" if reduce == "amax" else "inf")
+
+    def found(like: torch.Tensor, rows: int, places: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        shape = [*like.shape[:dim], rows, *like.shape[dim + 1 :]]
+        places = places.view(-1, *[1] * (like.ndim - dim - 1)).expand_as(given)
+        return like.new_full(shape, least).scatter_reduce(dim, places, given, reduce)
+
+    local = mine.local
+    if of_rows is None:
+        result = found(local, local.shape[dim], own, source)
+        if target is not None:
+            result = all_reduce(result, target.group, reduce.removeprefix("a"))
+    elif local.is_meta:
+        result = local
+    else:
+        asked = _asked(of_rows, own)
+        rows = found(local, sum(asked.arriving), asked.back, source).movedim(dim, 0)
+        arrived = send_rows(rows, asked.arriving, asked.sent, of_rows.group, kind=_KIND).movedim(0, dim)
+        result = found(local, of_rows.rows, asked.places, arrived)
+    return DomainTensor(result, mine.domain)
 
 
 @rule("gather", "take_along_dim")
@@ -218,6 +267,31 @@ def by_mask(x: Numbers, mask: Numbers) -> DomainTensor:
     return DomainTensor(rows, Domain({0: Axis(layout, axis.group)} | beside))
 
 
+def assign_by_mask(x: DomainTensor, mask: Numbers, value: Any) -> None:
+    """Do x[mask] = value in place: a number, one row for all, or rows as x[mask] has them.
+
+    Raises:
+        IndexError: the mask has other sizes than x, or there are more or fewer rows.
+    """
+    dims = mask.ndim
+    if tuple(mask.shape) != tuple(x.shape[:dims]):
+        raise IndexError(f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}")
+    own = own_part(mask, Domain({d: axis for d, axis in x.domain.axes.items() if d < dims}), mask.shape)
+    if isinstance(value, DomainTensor | torch.Tensor):
+        domain = Domain({d - dims + 1: axis for d, axis in x.domain.axes.items() if d >= dims})
+        shape = torch.Size([1, *x.shape[dims:]])
+        if value.ndim == len(shape) and value.shape[0] != 1:
+            cut = [d for d in x.domain.axes if d < dims]
+            if len(cut) > 1:
+                raise refused("__setitem__", x, "rows for a mask of several sharded dimensions; use torch.where")
+            shown = by_mask(x.detach(), mask)
+            domain, shape = shown.domain, torch.Size(shown.shape)
+            if value.shape[0] != shape[0]:
+                raise IndexError(f"a mask that shows {shape[0]} rows got {value.shape[0]} rows")
+        value = own_part(value, domain, shape)
+    x.local[own] = value
+
+
 def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
     """Return which rank has which of the rows that a mask shows. counts: (blocks, rows of this rank), of each row."""
     ranges = sorted((start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own)
@@ -231,6 +305,23 @@ def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
     parts = [*zip([0, *ends], ends, owners, strict=False)]
     shards = (union((start, stop) for start, stop, owner in parts if owner == rank) for rank in range(axis.degree))
     return AxisLayout("shown", ends[-1] if ends else 0, tuple(shards))
+
+
+def _own_sources(
+    x: DomainTensor, dim: int, index: Numbers, source: Numbers
+) -> tuple[torch.Tensor, torch.Tensor, Axis | None]:
+    """Return what this rank gives to rows of x, their numbers, and over which ranks both are dealt."""
+    of_source = source.domain.axes.get(dim) if isinstance(source, DomainTensor) else None
+    taken = [axis.group for d, axis in x.domain.axes.items() if d != dim]  # ranks that share another dimension
+    if is_sharded(index) and any(index.domain.axes[0].group is group for group in taken):
+        index = gather(index)
+    if of_source is not None and not is_sharded(index) and all(of_source.group is not group for group in taken):
+        index = DomainTensor(own_part(index, Domain({0: of_source}), index.shape), Domain({0: of_source}))
+    if isinstance(source, DomainTensor):
+        source = gather(source, [d for d in source.domain.axes if d != dim and d not in x.domain.axes])
+    own, target = _own_numbers(index, x.domain.axes.get(dim))
+    rest = {d: axis for d, axis in x.domain.axes.items() if d != dim}
+    return own_part(source, Domain(rest if target is None else rest | {dim: target}), source.shape), own, target
 
 
 def _own_numbers(index: Numbers, of_rows: Axis | None) -> tuple[torch.Tensor, Axis | None]:

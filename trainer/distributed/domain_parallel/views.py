@@ -19,7 +19,7 @@ from trainer.distributed.domain_parallel.dispatch import (
 )
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
-from trainer.distributed.domain_parallel.indexing import by_tensor
+from trainer.distributed.domain_parallel.indexing import assign_by_mask, by_tensor
 from trainer.distributed.domain_parallel.transfer import gather, reshard
 from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.ranges import Range, Ranges, intersection, union
@@ -259,6 +259,9 @@ def assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
         return
     if x.base is not None:
         raise refused("__setitem__", x, f"{VIEW}; change a `clone` of it")
+    if isinstance(index, DomainTensor | torch.Tensor) and index.dtype == torch.bool:
+        assign_by_mask(x, index, value)
+        return
     local_index, domain, single = _own_index(x, index)
     part = wrapped(x.local.detach()[local_index], domain)
     if isinstance(value, DomainTensor | torch.Tensor):
