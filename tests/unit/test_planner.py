@@ -350,6 +350,7 @@ def test_other_answers_as_json_print_json_alone(tmp_path: Path, capfd: pytest.Ca
 def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
     for arguments, words in (
         (["debug_model", "--gpu", "h10"], "is none of h100"),
+        (["debug_model", "--gpu", "missing.toml"], "--gpu 'missing.toml' is none of h100"),
         (["debug_model", "--world-size", "x"], "--world-size"),
         (["debug_model", "--gpu", cpu_record(tmp_path), "--training.seq_len", "0"], "training.seq_len"),
         (

@@ -52,12 +52,13 @@ def device(name: str) -> Device:
         ConfigError: no such record, or a key that is missing or not known.
     """
     path = Path(name)
-    records = load_toml(path) if path.suffix == ".toml" else load_toml(RECORDS)
-    key = next(iter(records), "") if path.suffix == ".toml" else name
+    is_file = path.suffix == ".toml" and path.exists()
+    records = load_toml(path if is_file else RECORDS)
+    key = next(iter(records), "") if is_file else name
     if key not in records:
         known = ", ".join(load_toml(RECORDS))
         raise ConfigError(
-            f"--gpu {name!r} is none of {known}, nor a .toml file{did_you_mean(name, load_toml(RECORDS))}"
+            f"--gpu {name!r} is none of {known}, nor a .toml file with a record{did_you_mean(name, load_toml(RECORDS))}"
         )
     given: dict[str, Any] = records[key]
     names = {f.name for f in fields(Device)}
