@@ -64,7 +64,7 @@ class Size:
     long_steps: int = 8
     long_rate: float = 1e-3
     one_rank_steps: int = 3
-    samples: int = 2
+    samples: int = 4
     asked: int = 4
     """Prompts for `lct generate` and transformers."""
 
@@ -263,9 +263,9 @@ def _of_transformers(folder: Path, prompts: list[str]) -> list[str]:
 def config_of(size: Size, vocab_size: int) -> dict[str, Any]:
     """Return the `config.json` of the model.
 
-    Short convolutions before the linear attention tell each token which ones stand before it, so that full attention
-    behind it finds a number by its city after few steps. All of a head is rotated, so that lengths matter. The family
-    has experts: the first layer has a single one, and the others have none.
+    Linear and full attention are both there, so that both are compared on four ranks and on one. All of a head is
+    rotated: with the quarter of this family, models find needles beyond their length, and nothing is left to extend.
+    The family has experts: the first layer has a single one, and the others have none.
     """
     kinds = ["linear_attention", "full_attention"]
     rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}

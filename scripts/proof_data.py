@@ -69,13 +69,12 @@ def document(random: Random, tokens: int, facts: int) -> list[dict[str, str]]:
     """Return the messages of a document of about so many tokens, with questions for each fact, somewhere behind it.
 
     A fact is asked for once, in longer documents once more for each 8,192 tokens: a second question is answered from
-    the first one's answer, which is nearer than the fact. One fact in eleven stands at the very start, where
-    convolutions see no token before it, and where models find it last.
+    the first one's answer, which is nearer than the fact.
     """
     times = 1 + tokens // 8192
     pieces: list[tuple[float, str, str]] = []  # place, text, answer
     for name in random.sample(PLACES, facts):
-        number, place = random.randrange(10**6, 10**7), max(0.0, random.uniform(-0.1, 1))
+        number, place = random.randrange(10**6, 10**7), random.random()
         pieces.append((place, f" The magic number of {name} is {number}.", ""))
         pieces += [(random.uniform(place, 1), _question(name), f" {number}") for _ in range(times)]
     for _ in range((tokens - facts * (_FACT + times * _QUESTION)) // _SENTENCE):
