@@ -195,6 +195,18 @@ def test_biases_bring_experts_to_equal_loads() -> None:
     assert router.selection_bias[first.argmax()] < 0 < router.selection_bias[first.argmin()]
 
 
+def test_a_model_whose_layers_are_all_dense_has_no_loads() -> None:
+    """Published settings may have experts, and a list of dense layers that names all of them."""
+    args = SimpleNamespace(experts=ExpertArgs(6, 2, 8), n_layers=2, layer=lambda _: SimpleNamespace(experts=False))
+    args.router_aux_loss_coef, args.router_aux_loss_load = 0.01, "step_before"
+    part = torch.nn.Module()
+    part.args = args
+    balance = moe.ExpertBalance([part], {})
+    balance.start_step()
+    balance.end_step(torch.zeros(()))
+    assert balance.record({}) == {}
+
+
 def test_matrices_of_experts_decay_and_their_biases_do_not() -> None:
     module = MoE(DIM, ExpertArgs(4, 2, 8, biases=True))
     names = {parameter: name for name, parameter in module.named_parameters()}

@@ -175,7 +175,7 @@ class ExpertBalance(Observer):
         self._args, self._dims = model_parts[0].args, dims
         self._routers = routers_of(model_parts)
         """By layer, in the order of the forward."""
-        if self._args.experts is not None and self._args.router_aux_loss_load == "micro_batch":
+        if expert_layers(self._args) and self._args.router_aux_loss_load == "micro_batch":
             model_parts[0].register_forward_pre_hook(lambda *_: self._count(before=True))
             model_parts[0].register_forward_hook(lambda *_: self._count(before=False))
 
@@ -196,7 +196,7 @@ class ExpertBalance(Observer):
     def start_step(self) -> None:
         """Set the mean load of all layers of the model; with pipelines one collective."""
         args, dims = self._args, self._dims
-        if args.experts is None or args.router_aux_loss_coef == 0 or args.router_aux_loss_load == "micro_batch":
+        if not expert_layers(args) or args.router_aux_loss_coef == 0 or args.router_aux_loss_load == "micro_batch":
             return
         total = torch.zeros(args.experts.number, dtype=torch.float64, device=dims["world"].device_type)
         for router in self._routers.values():
@@ -228,9 +228,8 @@ class ExpertBalance(Observer):
         """Return the load of every expert over the mean, by layer with experts, and the largest of all; one
         collective."""
         args = self._args
-        if args.experts is None:
+        if not (layers := expert_layers(args)):
             return {}
-        layers = expert_layers(args)
         loads = torch.zeros(len(layers), args.experts.number, device=self._dims["world"].device_type)
         for layer, router in self._routers.items():
             loads[layers.index(layer)] = router.load * router.number
