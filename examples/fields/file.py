@@ -1,5 +1,7 @@
 """The file format of fields: a zarr group with trajectories of a 2-D field, made by make_fields.py. Torch-free.
 
+Files whose names end in .nc are NetCDF: see netcdf.py.
+
 fields.zarr
   fields        (trajectories, times, channels, height, width) float32, in chunks of a few times and a piece of the
                 grid, so that a rank reads little beside its part
@@ -14,12 +16,14 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from examples.fields import netcdf
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.distributed.sharding.ranges import Range, Ranges, size
 
@@ -77,8 +81,10 @@ def chunk_of(shape: tuple[int, ...]) -> tuple[int, int]:
 def create(folder: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) -> Any:
     """Return the array of a new file, (trajectories, times, channels, height, width), which is not a number yet.
 
-    Several processes may open it and write parts, if each writes whole chunks (`chunk_of`).
+    Several processes may open it and write parts, if each writes whole chunks (`chunk_of`), or of NetCDF in turn.
     """
+    if folder.suffix == netcdf.ENDING:
+        return netcdf.create(folder, shape, attributes)
     group = _zarr().create_group(folder)
     group.attrs.update({"format_version": FORMAT_VERSION, **attributes})
     return group.create_array(
@@ -98,12 +104,12 @@ def write_part(folder: Path, frames: np.ndarray, part: Part) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
+    if folder.suffix == netcdf.ENDING:
+        return netcdf.write_part(folder, frames, partial(_placed_cells, part))
     array = _zarr().open_group(folder, mode="r+")[_NAME]
-    rows, columns = (_ranges(axis, n) for axis, n in zip(part, array.shape[3:], strict=True))
     try:
-        for to_rows, from_rows in _placed(rows):
-            for to_columns, from_columns in _placed(columns):
-                array[:, :, :, from_rows, from_columns] = frames[:, :, :, to_rows, to_columns]
+        for to_rows, to_columns, from_rows, from_columns in _placed_cells(part, array.shape[3:]):
+            array[:, :, :, from_rows, from_columns] = frames[:, :, :, to_rows, to_columns]
     except OSError as error:
         raise ConfigError(f"a part of {folder} cannot be written ({error}); all ranks must see this folder") from None
 
@@ -138,22 +144,15 @@ class FieldSource:
         """Return the fields at `path`; nothing but their attributes is read.
 
         Raises:
-            ConfigError: no such file, no zarr group of this format and version, or attributes that do not fit the
-                array; or zarr is missing.
+            ConfigError: no such file, no zarr group of this format and version, no NetCDF file of fields, or attributes
+                that do not fit the array; or a package is missing.
         """
-        path, zarr = Path(path).expanduser(), _zarr()
+        path = Path(path).expanduser()
         if not path.exists():
             raise MissingFile(
                 f"{path} does not exist; make it with `python -m examples.fields.make_fields --output {path}`"
             )
-        try:
-            group = zarr.open_group(path, mode="r")
-            attributes, array = dict(group.attrs), group.get(_NAME)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _foreign(path, f"no zarr group ({type(error).__name__})") from None
-        if (version := attributes.get("format_version")) != FORMAT_VERSION:
-            found = "without a format version" if version is None else f"of format version {version}"
-            raise _foreign(path, f"{found}, and this program reads version {FORMAT_VERSION}")
+        array, attributes = netcdf.opened(path) if path.suffix == netcdf.ENDING else _opened(path)
         shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
         if len(shape) != 5 or dtype != np.float32 or not all(shape):
             raise _foreign(path, f"its array {_NAME!r} must have 5 dimensions in float32, and has {shape} in {dtype}")
@@ -192,16 +191,14 @@ class FieldSource:
             ConfigError: a chunk is missing or cannot be read.
             ValueError: the part reaches beyond the grid.
         """
-        rows, columns = (
-            _ranges(axis, n) for axis, n in zip(part or ((0, n) for n in self.grid), self.grid, strict=True)
-        )
+        part = part or tuple((0, n) for n in self.grid)
         count = len(range(*times.indices(self.times)))
-        frames = np.empty((count, len(self.channels), size(rows), size(columns)), np.float32)
+        sizes = (size(_ranges(axis, n)) for axis, n in zip(part, self.grid, strict=True))
+        frames = np.empty((count, len(self.channels), *sizes), np.float32)
         try:
-            for to_rows, from_rows in _placed(rows):
-                for to_columns, from_columns in _placed(columns):
-                    piece = self.array[trajectory, times, :, from_rows, from_columns]
-                    frames[:, :, to_rows, to_columns] = piece
+            for to_rows, to_columns, from_rows, from_columns in _placed_cells(part, self.grid):
+                piece = self.array[trajectory, times, :, from_rows, from_columns]
+                frames[:, :, to_rows, to_columns] = piece
         except (OSError, ValueError, RuntimeError) as error:
             raise self._damaged(trajectory, f"cannot be read ({error})") from None
         if not np.isfinite(frames).all():
@@ -237,6 +234,27 @@ def _ranges(axis: Range | Ranges, length: int) -> Ranges:
     if not all(0 <= start <= stop <= length for start, stop in ranges):
         raise ValueError(f"the part {ranges} must lie within the {length} rows or columns of the grid")
     return tuple(ranges)
+
+
+def _opened(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the array and the attributes of a zarr group of this format."""
+    try:
+        group = _zarr().open_group(path, mode="r")
+        attributes, array = dict(group.attrs), group.get(_NAME)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _foreign(path, f"no zarr group ({type(error).__name__})") from None
+    if (version := attributes.get("format_version")) != FORMAT_VERSION:
+        found = "without a format version" if version is None else f"of format version {version}"
+        raise _foreign(path, f"{found}, and this program reads version {FORMAT_VERSION}")
+    return array, attributes
+
+
+def _placed_cells(part: Part, grid: tuple[int, ...]) -> Iterator[netcdf.Places]:
+    """Yield rows and columns of each rectangle of a part: their places in the part, then in the grid."""
+    rows, columns = (_ranges(axis, n) for axis, n in zip(part, grid, strict=True))
+    for to_rows, from_rows in _placed(rows):
+        for to_columns, from_columns in _placed(columns):
+            yield to_rows, to_columns, from_rows, from_columns
 
 
 def _placed(ranges: Ranges) -> Iterator[tuple[slice, slice]]:

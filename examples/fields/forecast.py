@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from examples.fields.file import FieldSource, chunk_of, create, refuse_existing, unfinished_file, write_part
+from examples.fields.netcdf import ENDING
 from examples.fields.points_args import PLACES
 from examples.fields.spec import fields_of
 from trainer.commands.finished_run import configuration, loaded_model
@@ -102,7 +103,10 @@ def forecast(job: ResolvedJob, model: "nn.Module", dims: "ParallelDims", steps: 
 
 
 def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path, world: object) -> None:
-    """Write the predicted fields, each rank whole chunks of the grid; a collective. folder: seen by all ranks."""
+    """Write the predicted fields, each rank whole chunks of the grid; a collective. folder: seen by all ranks.
+
+    All ranks write a zarr group at once, and a NetCDF file in turn.
+    """
     from trainer.distributed.domain_parallel.transfer import reshard
     from trainer.runtime.agreement import raise_on_all_ranks
 
@@ -111,9 +115,11 @@ def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path,
     x = reshard(x, {dim: axis.layout.rounded(chunk[dim]) for dim, axis in x.domain.axes.items()})
     frames = x.local.cpu().numpy() * source.std + source.mean
     part = tuple(x.domain.ranges(dim, x.shape[dim]) for dim in (3, 4))
-    first = world.get_local_rank() == 0
-    raise_on_all_ranks(lambda: create(folder, tuple(x.shape), attributes) if first else None, world)
-    raise_on_all_ranks(lambda: write_part(folder, frames, part), world)
+    rank = world.get_local_rank()
+    raise_on_all_ranks(lambda: None if rank else create(folder, tuple(x.shape), attributes), world)
+    for turn in range(world.size() if folder.suffix == ENDING else 1):
+        mine = turn == rank or folder.suffix != ENDING
+        raise_on_all_ranks(lambda mine=mine: write_part(folder, frames, part) if mine else None, world)
 
 
 @contextmanager
@@ -171,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=8, help="predictions, each from the one before (default: 8)")
     add("--step", type=int, default=-1, help="saved step of the training (default: the latest)")
     add("--picture", type=Path, help="file for a figure of truth and prediction, .png or .svg")
-    add("--output", type=Path, help="new file for the predicted fields, in the format of the data")
+    add("--output", type=Path, help="new file for the predicted fields, .zarr as the data or .nc")
     add("--degrees", type=int, nargs="+", help="ranks along height and width (default: all along the height)")
     return described
 

@@ -179,8 +179,8 @@ RULES = [
         why="it downloads gigabytes; the version must be the one that is tested",
     ),
     Rule(
-        r"\.venv/bin/pip install '\.\[float8\]'",
-        "grep '^float8 = ' pyproject.toml",
+        r"\.venv/bin/pip install '\.\[(float8|linear)\]'",
+        r"grep '^\1 = ' pyproject.toml",
         why="packages are installed; test_package.py builds and installs the package",
         slow=False,
     ),
@@ -589,6 +589,15 @@ RULES = [
     Rule(rf"{BENCHMARK}train\.py .*", r"\g<0> --seq-len 32 --rounds 1 --no-memory --features kernel=cpu_flash", SLOW),
     Rule(rf"{BENCHMARK}linear_attention\.py .*", r"\g<0> --seq-len 64 --degrees 2 --repeats 1", SLOW),
     Rule(rf"{BENCHMARK}context_parallel\.py .*", r"\g<0> --seq-len 64 --repeats 1", SLOW),
+    Rule(
+        r"(python -m examples\.fields\.netcdf) weather\.nc",
+        r"\1 weather.nc; rm weather.nc",
+        first="python -c \"import numpy, xarray; xarray.Dataset({'t': (('time', 'y', 'x'), numpy.ones((2, 3, 4)))})"
+        ".to_netcdf('weather.nc', engine='h5netcdf')\"",
+        says="weather.nc: t has mean 1",
+        slow=False,
+        why="",
+    ),
     Rule(
         r"(python scripts/compare_shard_tensor\.py) --packages packages( .*)",
         r"\1",

@@ -123,21 +123,22 @@ def on_ranks(folder: str, output: str, degrees: list[str]) -> tuple[int, str, st
 @pytest.mark.usefixtures("one_rank")
 def test_ranks_forecast_as_one_process_and_each_writes_its_part(folder: Path, pool: WorkerPool, tmp_path: Path) -> None:
     outputs = {}
-    for ranks, degrees in ((1, []), (2, []), (4, ["--degrees", "2", "2"])):
-        file = tmp_path / f"{ranks}.zarr"
+    squares = ["--degrees", "2", "2"]
+    for ranks, ending, degrees in ((1, "zarr", []), (2, "zarr", []), (4, "zarr", squares), (4, "nc", squares)):
+        file = tmp_path / f"{ranks}.{ending}"
         (code, printed, _), *others = pool.run(ranks, on_ranks, str(folder), str(file), degrees)
         assert code == 0
         assert all(other == (0, "", "") for other in others)
         assert printed.splitlines()[-1] == str(file)
         source = FieldSource.open(file)
-        outputs[ranks] = printed.splitlines()[:-1], source.read(source.trajectories - 1, slice(None))
-    table, fields = outputs[1]
+        outputs[ranks, ending] = printed.splitlines()[:-1], source.read(source.trajectories - 1, slice(None))
+    table, fields = outputs[1, "zarr"]
     assert len(table) == 5
     assert fields.shape[0] == 5
     for lines, other in outputs.values():
         assert lines == table
         np.testing.assert_allclose(other, fields, rtol=1e-4, atol=1e-5)
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["1.zarr", "2.zarr", "4.zarr"]
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["1.zarr", "2.zarr", "4.nc", "4.zarr"]
     for code, _, said in pool.run(2, on_ranks, str(folder), str(tmp_path / "2.zarr"), []):
         assert code == 2
         assert said.count("\n") <= 1

@@ -1,0 +1,170 @@
+"""Fields in NetCDF files, of which a rank reads and writes its part. Torch-free.
+
+    python -m examples.fields.netcdf weather.nc       adds the attributes mean and std to each variable of the file
+
+Channels are the variables with the dimensions (time, y, x) or (trajectory, time, y, x); others, such as coordinates,
+are left alone. xarray reads the part that is asked for, with scales and offsets of packed numbers applied. HDF5 takes
+one writer at a time, so ranks write their parts of a forecast in turn.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+
+Places = tuple[slice, slice, slice, slice]
+"""Rows and columns in a part, then in the grid."""
+
+ENDING = ".nc"
+_DIMS = ("trajectory", "time", "height", "width")
+_STATISTICS = "python -m examples.fields.netcdf"
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Variables as one array (trajectories, times, channels, height, width) in float32; see `file.FieldSource`."""
+
+    variables: Sequence[Any]
+
+    dtype = np.dtype("float32")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *trajectories_and_times, height, width = self.variables[0].shape
+        before = (1, *trajectories_and_times)[-2:]
+        return *before, len(self.variables), height, width
+
+    def __getitem__(self, index: tuple[int, slice, slice, slice, slice]) -> np.ndarray:
+        """Return (times, channels, rows, columns) of a trajectory. Channels are taken whole."""
+        trajectory, times, _, rows, columns = index
+        before = (trajectory,) if self.variables[0].ndim == 4 else ()
+        where = (*before, times, rows, columns)
+        return np.stack([variable[where].to_numpy() for variable in self.variables], 1).astype(np.float32)
+
+
+def opened(path: Path) -> tuple[Variables, dict[str, Any]]:
+    """Return the variables of a file, and attributes with names, means and standard deviations of its channels.
+
+    Raises:
+        ConfigError: no NetCDF file, no variables of one shape that are fields, or no statistics; or xarray is missing.
+    """
+    try:
+        data = _xarray().open_dataset(path, engine="h5netcdf", decode_times=False, cache=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no NetCDF file that can be read ({type(error).__name__}: {error})") from None
+    fields = {name: x for name, x in data.data_vars.items() if x.ndim in (3, 4) and x.dtype.kind in "iuf"}
+    dims = {x.dims for x in fields.values()}
+    if len(dims) != 1:
+        found = "; ".join(f"{name} {x.dims}" for name, x in fields.items()) or "none"
+        raise ConfigError(
+            f"{path} must have variables with the same dimensions, (time, y, x) or (trajectory, time, y, x); its "
+            f"variables of numbers with 3 or 4 dimensions are: {found}"
+        )
+    attributes = {**data.attrs, "channels": [*fields]}
+    for name in ("mean", "std"):
+        found = [x.attrs.get(name) for x in fields.values()]
+        if None in found:
+            raise ConfigError(
+                f"the variables {', '.join(fields)} of {path} need the attributes mean and std, by which they are "
+                f"normalised; add them with `{_STATISTICS} {path}`"
+            )
+        attributes[name] = [float(x) for x in found]
+    return Variables([*fields.values()]), attributes
+
+
+def create(path: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) -> None:
+    """Make a file for fields, (trajectories, times, channels, height, width), that are not numbers yet.
+
+    attributes: `channels`, `mean` and `std` go to the variables; of others, those that are texts or numbers are kept.
+    """
+    trajectories, times, _, height, width = shape
+    sizes = dict(zip(_DIMS, (trajectories, times, height, width), strict=True))
+    with _h5netcdf().File(path, "w") as file:
+        file.dimensions = sizes
+        file.attrs.update({name: x for name, x in attributes.items() if isinstance(x, str | int | float)})
+        for name, *statistics in zip(*(attributes[key] for key in ("channels", "mean", "std")), strict=True):
+            variable = file.create_variable(name, _DIMS, "float32", fillvalue=np.nan)
+            variable.attrs.update(zip(("mean", "std"), map(float, statistics), strict=True))
+
+
+def write_part(path: Path, frames: np.ndarray, places: Callable[[tuple[int, int]], Iterable[Places]]) -> None:
+    """Write parts of the grid of all trajectories and times; one process at a time.
+
+    frames: (trajectories, times, channels, rows, columns); places: takes the sizes of the grid.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with _h5netcdf().File(path, "a") as file:
+            for channel, variable in enumerate(file.variables.values()):
+                for to_rows, to_columns, from_rows, from_columns in places(variable.shape[2:]):
+                    variable[:, :, from_rows, from_columns] = frames[:, :, channel, to_rows, to_columns]
+    except OSError as error:
+        raise ConfigError(f"a part of {path} cannot be written ({error}); all ranks must see this file") from None
+
+
+def add_statistics(path: Path) -> dict[str, tuple[float, float]]:
+    """Add the attributes mean and std to the variables that are fields; one time after another is read."""
+    data = _xarray().open_dataset(path, engine="h5netcdf", decode_times=False, cache=False)
+    found = {}
+    for name, x in data.data_vars.items():
+        if x.ndim not in (3, 4) or x.dtype.kind not in "iuf":
+            continue
+        sums = np.zeros(2)
+        for place in np.ndindex(x.shape[:-2]):
+            frame = np.asarray(x[place], np.float64)
+            sums += frame.mean(), np.square(frame).mean()
+        mean, squares = sums / np.prod(x.shape[:-2])
+        found[str(name)] = float(mean), float(np.sqrt(squares - mean**2))
+    data.close()
+    with _h5netcdf().File(path, "a") as file:
+        for name, statistics in found.items():
+            file.variables[name].attrs.update(zip(("mean", "std"), statistics, strict=True))
+    return found
+
+
+def _xarray() -> Any:
+    try:
+        import h5netcdf  # noqa: F401
+        import xarray
+    except ImportError as error:
+        raise _missing(error) from None
+    return xarray
+
+
+def _h5netcdf() -> Any:
+    try:
+        import h5netcdf
+    except ImportError as error:
+        raise _missing(error) from None
+    return h5netcdf
+
+
+def _missing(error: ImportError) -> ConfigError:
+    return ConfigError(f"NetCDF files need xarray and h5netcdf ({error}); pip install xarray h5netcdf h5py")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Add statistics to the files that are named, and print them."""
+    paths = sys.argv[1:] if argv is None else argv
+    if not paths or paths[0].startswith("-"):
+        print(__doc__, end="")
+        return 0 if paths else 2
+    try:
+        for path in paths:
+            for name, (mean, std) in add_statistics(Path(path)).items():
+                print(f"{path}: {name} has mean {mean:.6g} and standard deviation {std:.6g}")
+    except (ConfigError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
