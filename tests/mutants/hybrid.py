@@ -71,14 +71,14 @@ HYBRID = (
     ),
     Mutant(
         "pairs of neighbouring blocks are left out",
-        f"{_CP}/execution/linear_chunks.py",
+        f"{_CP}/execution/linear_pairs.py",
         "range(1, (x.shape[-2] // BLOCK).bit_length())]",
         "range(1, (x.shape[-2] // BLOCK).bit_length() - 1)]",
         f"{_LINEAR}::test_chunks_are_the_recurrence",
     ),
     Mutant(
         "first halves fade from the first token",
-        f"{_CP}/execution/linear_chunks.py",
+        f"{_CP}/execution/linear_pairs.py",
         "reference = second[..., :1, :]",
         "reference = second[..., -1:, :]",
         f"{_LINEAR}::test_strong_decays_neither_overflow_nor_divide",

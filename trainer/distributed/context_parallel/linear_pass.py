@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.execution.linear_chunks import (
-    BLOCK,
     CHUNK,
     LONGEST_RUN,
     Chunks,
@@ -26,6 +25,7 @@ from trainer.distributed.context_parallel.execution.linear_chunks import (
     stacked,
     through_runs,
 )
+from trainer.distributed.context_parallel.execution.linear_pairs import BLOCK
 from trainer.distributed.context_parallel.linear_scan import Given, InOrder, aligned, fragments_of
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError

@@ -13,8 +13,8 @@ lower triangle A_ts = sum of k_t e^(G_t - G_s) k_s, and the lower triangle P the
 
     (I + b A) u = b (v - k e^G S)        o = q e^G S + P u        S' = e^(G_C) S + (k e^(G_C - G))' u
 
-so that S' is affine in S. No exponent is above 0 (`_halves` says how, with decays of single channels). Where a document
-begins, what comes from before is masked, and all else stays as it is.
+so that S' is affine in S. No exponent is above 0 (`linear_pairs.py` says how, with decays of single channels). Where a
+document begins, what comes from before is masked, and all else stays as it is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,12 @@ from typing import Protocol
 
 import torch
 
+from trainer.distributed.context_parallel.execution.linear_pairs import of_decay, pairs, pairs_adjoint
+
 CHUNK = 64
 LONGEST_RUN = {"cuda": 32}
 """By device: the most chunks of a fragment that follow one another without runs. Runs take a tenth more arithmetic, and
 few launches; on a CPU, where a launch costs little, there are none."""
-BLOCK = 4  # a divisor of a chunk, by a power of two
 
 Fragments = Sequence[tuple[int, int]]
 """(First chunk, end) of each run of tokens that follow one another."""
@@ -100,7 +101,7 @@ class Chunks:
         self.rest = _masked((x.decay[..., -1:, :] - x.decay).exp(), self.ends)
         self.through = _masked(x.decay[..., -1:, :].exp(), self.goes_on).mT  # (..., 1 or K, 1)
         self.q_in, self.k_in, self.k_out = x.q * self.grown, x.k * self.grown, x.k * self.rest
-        self.reads, *among = _pairs((x.q,) if x.beta is None else (x.q, x.k), x.k, x.decay, self.lower)
+        self.reads, *among = pairs((x.q,) if x.beta is None else (x.q, x.k), x.k, x.decay, self.lower)
         self.new, self.erased = x.v, None
         if x.beta is not None:
             self.among = among[0].masked_fill(~self.strict, 0)
@@ -232,23 +233,23 @@ class Chunks:
     ) -> Inputs:
         """Return the gradients of the inputs; that of decay belongs to the running sums. See `states`, `adjoint`."""
         x, added = self.x, self.added(before)
-        pairs, rows = [(dout @ added.mT).masked_fill(~self.lower, 0)], [x.q]
+        of_pairs, rows = [(dout @ added.mT).masked_fill(~self.lower, 0)], [x.q]
         dv, dbeta = dadded, None
         if x.beta is not None:
             dy = self.solve.mT @ dadded
             dbeta = (dy * (x.v - self.k_in @ before - self.among @ added)).sum(-1, keepdim=True)
             dv = x.beta * dy
-            pairs.append((-dv @ added.mT).masked_fill(~self.strict, 0))
+            of_pairs.append((-dv @ added.mT).masked_fill(~self.strict, 0))
             rows.append(x.k)
-        (dq, *more), dk, ddecay = _pairs_adjoint(pairs, rows, x.k, x.decay)
+        (dq, *more), dk, ddecay = pairs_adjoint(of_pairs, rows, x.k, x.decay)
         if x.beta is not None:
             dk_in = -(dv @ before.mT) * self.grown
-            dk, ddecay = dk + more[0] + dk_in, ddecay + _of_decay(x.k * dk_in, x.decay)
+            dk, ddecay = dk + more[0] + dk_in, ddecay + of_decay(x.k * dk_in, x.decay)
         dq_in = dout @ before.mT * self.grown
         dk_out = added @ dbehind.mT * self.rest
-        from_rest = _of_decay(x.k * dk_out, x.decay)
-        through = _of_decay((self.through * (before * dbehind)).sum(-1).unsqueeze(-2), x.decay)
-        ddecay = ddecay + _of_decay(x.q * dq_in, x.decay) - from_rest
+        from_rest = of_decay(x.k * dk_out, x.decay)
+        through = of_decay((self.through * (before * dbehind)).sum(-1).unsqueeze(-2), x.decay)
+        ddecay = ddecay + of_decay(x.q * dq_in, x.decay) - from_rest
         ddecay[..., -1:, :] += from_rest.sum(-2, keepdim=True) + through
         return Inputs(dq + dq_in, dk + dk_out, dv, ddecay, dbeta, None)
 
@@ -333,106 +334,3 @@ def _in_order(steps: list[torch.Tensor], number: int) -> torch.Tensor:
 
 def _joined_along_chunks(fragments: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.cat(fragments, 2) if fragments else like.unsqueeze(2)[:, :, :0]
-
-
-def _of_decay(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """Return a gradient of all channels as that of decays, which all channels may share."""
-    return x.sum(-1, keepdim=True) if decay.shape[-1] == 1 else x
-
-
-# ---- products of all pairs of tokens of a chunk, decayed in between
-
-
-def _pairs(xs: Sequence[torch.Tensor], y: torch.Tensor, decay: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-    """Return for each x the sums over channels of x_t e^(G_t - G_s) y_s where the mask is, else 0: (..., C, C)."""
-    if decay.shape[-1] == 1:
-        between = _between(decay, mask).squeeze(-1)
-        return [(x @ y.mT) * between for x in xs]
-    found = [x.new_empty(*x.shape[:-1], x.shape[-2]) for x in xs]
-    for half in _halves(y):
-        grown, fades = _decayed(decay, half)
-        before = _half(y, half, 0) * fades
-        for x, products in zip(xs, found, strict=True):
-            _squares(products, 2 * half)[..., half:, :half] = (_half(x, half, 1) * grown) @ before.mT
-    near = _near(decay) * _in_blocks(y).unsqueeze(-3)
-    for x, products in zip(xs, found, strict=True):
-        _squares(products, BLOCK).copy_((near @ _in_blocks(x).unsqueeze(-1)).squeeze(-1))
-    return [products.masked_fill_(~mask, 0) for products in found]
-
-
-def _pairs_adjoint(
-    gradients: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], y: torch.Tensor, decay: torch.Tensor
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Return the gradients of each x, of y and of decay. gradients: zero where the mask of `_pairs` is not."""
-    if decay.shape[-1] == 1:
-        between = _between(decay, _lower(y)).squeeze(-1)
-        gradients = [gradient * between for gradient in gradients]
-        dxs = [gradient @ y for gradient in gradients]
-        dy = sum(gradient.mT @ x for gradient, x in zip(gradients, xs, strict=True))
-    else:
-        dxs, dy = [torch.zeros_like(x) for x in xs], torch.zeros_like(y)
-        for half in _halves(y):
-            grown, fades = _decayed(decay, half)
-            before, more = _half(y, half, 0) * fades, 0
-            for gradient, x, dx in zip(gradients, xs, dxs, strict=True):
-                there = _squares(gradient, 2 * half)[..., half:, :half]
-                _half(dx, half, 1).add_((there @ before) * grown)
-                more = more + there.mT @ (_half(x, half, 1) * grown)
-            _half(dy, half, 0).add_(more * fades)
-        near, weights = _near(decay), 0
-        for gradient, x, dx in zip(gradients, xs, dxs, strict=True):
-            here = _squares(gradient, BLOCK)
-            _in_blocks(dx).add_(torch.einsum("...ts,...tsc->...tc", here, near * _in_blocks(y).unsqueeze(-3)))
-            weights = weights + here.unsqueeze(-1) * _in_blocks(x).unsqueeze(-2)
-        _in_blocks(dy).add_((weights * near).sum(-3))
-    ddecay = sum(_of_decay(x * dx, decay) for x, dx in zip(xs, dxs, strict=True))
-    return dxs, dy, ddecay - _of_decay(y * dy, decay)
-
-
-def _lower(x: torch.Tensor) -> torch.Tensor:
-    return torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril()
-
-
-def _between(decay: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return e^(G_t - G_s) of all pairs, (..., T, T, 1 or K), where the mask is, else 0."""
-    exponent = decay.unsqueeze(-2) - decay.unsqueeze(-3)
-    return exponent.masked_fill(~mask.unsqueeze(-1), -torch.inf).exp()
-
-
-# Decays of single channels. Tokens of two halves of 2, 4, ... blocks are taken against the first token of the second
-# half, so that no exponent is above 0, and pairs inside a block one by one:
-#
-#     8 blocks:   half of 16 tokens: 0-3 with 4-7    of 8: 0-1 with 2-3, 4-5 with 6-7    of 4: 0 with 1, 2 with 3, ...
-
-
-def _halves(x: torch.Tensor) -> list[int]:
-    """Return the tokens of halves, of which each pair of tokens of different blocks is in one."""
-    return [x.shape[-2] >> i for i in range(1, (x.shape[-2] // BLOCK).bit_length())]
-
-
-def _half(x: torch.Tensor, half: int, which: int) -> torch.Tensor:
-    """Return the first halves, or the second ones, as a view: (..., C, K) -> (..., N, half, K)."""
-    return x.unflatten(-2, (-1, 2, half))[..., which, :, :]
-
-
-def _decayed(decay: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the decays from the first token of second halves to theirs, and from those of first halves to it."""
-    second = _half(decay, half, 1)
-    reference = second[..., :1, :]
-    return (second - reference).exp(), (reference - _half(decay, half, 0)).exp()
-
-
-def _near(decay: torch.Tensor) -> torch.Tensor:
-    """Return the decays between the pairs of each block: (..., N, block, block, K)."""
-    blocks = _in_blocks(decay)
-    return _between(blocks, _lower(blocks))
-
-
-def _in_blocks(x: torch.Tensor) -> torch.Tensor:
-    """Return tokens by blocks, as a view: (..., C, K) -> (..., N, block, K)."""
-    return x.unflatten(-2, (-1, BLOCK))
-
-
-def _squares(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the squares on the diagonal, as a view: (..., C, C) -> (..., N, size, size)."""
-    return x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
