@@ -1,9 +1,11 @@
 """The recurrences of linear attention on one device: right against float64, and as fast as what."""
 
+import importlib
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ from scripts.benchmarks.linear_attention import KINDS
 from scripts.gpu_blocks.block import Check
 from scripts.gpu_blocks.layer import memory_found, reset_memory
 from trainer.distributed.context_parallel.execution import linear_chunks
+from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
 from trainer.distributed.context_parallel.linear_attention import linear_attention
 
 _BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative errors of outputs and gradients
@@ -28,20 +31,34 @@ Tensors = list[torch.Tensor | None]
 def linear(check: Check) -> None:
     """Each kind: errors of outputs and gradients, in runs of chunks and without; milliseconds and memory by length."""
     errors: dict[str, float] = {}
-    for kind, dtype in itertools.product(KINDS, _BOUNDS):
-        errors[f"{kind} {str(dtype).removeprefix('torch.')}"] = _error(check, kind, dtype)
-        check.note(errors=errors)
+    for kind, dtype, by in itertools.product(KINDS, _BOUNDS, _ways(check)):
+        if by == "chunks" or dtype == torch.bfloat16:
+            errors[f"{kind} {str(dtype).removeprefix('torch.')} by {by}"] = _error(check, kind, dtype, by)
+            check.note(errors=errors)
     rows: list[dict[str, Any]] = []
     lengths, shape = ((256,), (2, 16)) if check.is_dry else ((8192, 32768), (32, 128))
-    for length, kind in itertools.product(lengths, ("attention", *KINDS)):
-        same = [row["seconds"] for row in rows if row["kind"] == kind]
+    layers = [("attention", ""), *itertools.product(KINDS, _ways(check))]
+    for length, (kind, by) in itertools.product(lengths, layers):
+        same = [row["seconds"] for row in rows if (row["kind"], row["by"]) == (kind, by)]
         if same and check.left() < _GROWTH * same[-1]:
-            check.note(left_out_for_time=f"{kind}, {length} tokens")
+            check.note(left_out_for_time=f"{kind} {by}, {length} tokens")
             continue
-        rows.append(_timed(check, kind, length, *shape))
+        with _by(by):
+            rows.append({"by": by} | _timed(check, kind, length, *shape))
         check.note(rows=rows)
-    shown = {f"{row['kind']} {row['tokens']}": row["both_ms"] for row in rows}
+    shown = {f"{row['kind']} {row['by']} {row['tokens']}": row["both_ms"] for row in rows}
     check.headline(f"largest error {max(errors.values()):.1e}; forward and backward, ms: {shown}")
+
+
+def _ways(check: Check) -> tuple[str, ...]:
+    """Return what can compute the recurrence here."""
+    return ("chunks", "kernels") if check.device == "cuda" and is_installed("fla.ops") else ("chunks",)
+
+
+def _by(way: str) -> AbstractContextManager[object]:
+    """Enter a context in which plain chunks compute it, or whatever the operator chooses."""
+    operator = importlib.import_module("trainer.distributed.context_parallel.linear_attention")
+    return mock.patch.object(operator, "runs_kernels", return_value=False) if way == "chunks" else nullcontext()
 
 
 def inputs(kind: str, length: int, heads: int, dim: int, device: str) -> Tensors:
@@ -64,18 +81,18 @@ def _results(given: Tensors, dtype: torch.dtype, device: str) -> list[torch.Tens
     return [out, *torch.autograd.grad(out, [t for t in x if t is not None], cotangent)]
 
 
-def _error(check: Check, kind: str, dtype: torch.dtype) -> float:
+def _error(check: Check, kind: str, dtype: torch.dtype, by: str) -> float:
     """Return the largest relative error of a result, against float64 of inputs that were rounded alike."""
     given = inputs(kind, 200 if check.is_dry else 3000, 2, 16 if check.is_dry else 64, "cpu")
     precise = torch.float32 if dtype == torch.bfloat16 else dtype
     rounded = [None if t is None else t.to(precise if i in (3, 4) else dtype) for i, t in enumerate(given)]
     exact = _results(rounded, torch.float64, "cpu")
     worst = 0.0
-    for run in (2, math.inf):
-        with mock.patch.dict(linear_chunks.LONGEST_RUN, {check.device: run}):
+    for run in (2, math.inf) if by == "chunks" else (math.inf,):
+        with _by(by), mock.patch.dict(linear_chunks.LONGEST_RUN, {check.device: run}):
             found = _results(rounded, dtype, check.device)
         errors = [((a.cpu().double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
-        check.expect(max(errors) <= _BOUNDS[dtype], f"{kind}, {dtype}, runs of {run} chunks: relative errors {errors}")
+        check.expect(max(errors) <= _BOUNDS[dtype], f"{kind}, {dtype}, {by}, runs of {run}: relative errors {errors}")
         worst = max(worst, *errors)
     return float(f"{worst:.2e}")
 
