@@ -92,6 +92,7 @@ def meshes() -> Iterator[list[DeviceMesh]]:
     process = Process.from_environment()
     with process_group(process, parse_command_line([]).config.comm):
         yield [init_device_mesh(process.device.type, shape) for shape in MESHES[process.world_size]]
+        dist.barrier()  # a rank that sent nothing would leave before others have connected to it
 
 
 def error(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor | None = None) -> float:
