@@ -8,6 +8,7 @@
     one rank    the first steps of it again with one rank: the losses are compared
     after       the same with the extended model; and with YaRN alone, not trained
     export      `lct convert to-hf`; transformers and `lct generate` answer the same questions
+    facts       answers in documents of the short length that have several facts
 
 python scripts/proof.py --output outputs/proof --json docs/measurements/proof.json --picture docs/images/proof.svg
 
@@ -24,11 +25,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
-from scripts.proof_data import write_documents, write_tokenizer
+from scripts.proof_data import document, write_documents, write_tokenizer
 from scripts.provenance import made_with
 from trainer.config.schema import Model
 from trainer.data.evaluation.needle import needle_prompts
@@ -37,6 +39,7 @@ from trainer.families.registry import flavor_args
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (0, 25, 50, 75, 100)
+FACTS = (1, 2, 4, 8, 12)
 ANSWER_TOKENS = 4
 FAMILY = "qwen3_next"
 _SEED = 1  # of the prompts
@@ -260,6 +263,32 @@ def _of_transformers(folder: Path, prompts: list[str]) -> list[str]:
     return found
 
 
+def _of_several_facts(folder: Path, tokens: int, documents: int) -> list[dict[str, float]]:
+    """Return for each number of facts how many answers are right, and how many are those of another fact."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, rows = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    for facts in FACTS:
+        random, right, others, asked = Random(f"facts {facts}"), 0, 0, 0
+        for _ in range(documents):
+            ids, places = [], []
+            for message in document(random, tokens, facts):
+                part = tokenizer(message["content"], add_special_tokens=False).input_ids
+                places += [(len(ids), len(ids) + len(part))] * (message["role"] == "assistant")
+                ids += part
+            with torch.no_grad():
+                said = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+            numbers = {tuple(ids[begin:end]) for begin, end in places}
+            found = [(tuple(said[begin - 1 : end - 1]), tuple(ids[begin:end])) for begin, end in places]
+            right += sum(answer == wanted for answer, wanted in found)
+            others += sum(answer != wanted and answer in numbers for answer, wanted in found)
+            asked += len(found)
+        rows.append({"facts": facts, "asked": asked, "right": right, "of_another_fact": others})
+    return rows
+
+
 def config_of(size: Size, vocab_size: int) -> dict[str, Any]:
     """Return the `config.json` of the model.
 
@@ -319,6 +348,8 @@ def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any
     after = proof.part("after", partial(proof.needles, "needles-after", f"long-{cp}"))
     exported = proof.part("export", proof.export)
     untrained = proof.part("untrained", partial(proof.needles, "needles-untrained", "short", **proof.scaled()))
+    several = partial(_of_several_facts, folder / "exported", size.seq_len * 7 // 8, size.samples * 3)
+    facts = proof.part("facts", several)
     apart = [abs(a - b) / b for a, b in zip(long, one, strict=False)]
     return {
         "parameters": parameters(folder / "model"),
@@ -332,6 +363,7 @@ def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any
         "before": before,
         "yarn_untrained": untrained,
         "after": after,
+        "facts": facts,
         **exported,
         "took": proof.took,
     }
