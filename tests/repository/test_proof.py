@@ -52,6 +52,21 @@ def test_needles_are_sought_at_all_lengths_and_depths(proved: Path) -> None:
     assert (proved / "picture.svg").stat().st_size > 10_000
 
 
+def test_the_page_has_the_numbers_of_the_file() -> None:
+    root = Path(__file__).resolve().parents[2]
+    numbers = json.loads((root / "docs" / "measurements" / "proof.json").read_text())
+    page = " ".join((root / "docs" / "proof.md").read_text().split())
+    samples = numbers["size"]["samples"]
+    assert f"of {samples * len(proof.DEPTHS)} |" in page
+    for name in ("before", "yarn_untrained", "after"):
+        lengths = sorted({cell["length"] for cell in numbers[name]})
+        right = [sum(cell["accuracy"] for cell in numbers[name] if cell["length"] == n) * samples for n in lengths]
+        assert f"| {' | '.join(f'{number:.0f}' for number in right)} |" in page
+    assert f"| {' | '.join('{right} of {asked}'.format(**row) for row in numbers['facts'])} |" in page
+    assert f"is {numbers['largest_relative_difference']:.1e}".replace("e-0", "e-") in page
+    assert all(row["lct"] == row["transformers"] == row["right"] for row in numbers["answers"])
+
+
 def test_a_part_that_is_done_is_not_done_again(proved: Path) -> None:
     again = proof.Proof(TINY, proved / "runs", lambda text: None)
     assert again.part("export", lambda: pytest.fail("done again"))["answers"]
