@@ -596,7 +596,7 @@ RULES = [
         ".to_netcdf('weather.nc', engine='h5netcdf')\"",
         says="weather.nc: t has mean 1",
         slow=False,
-        why="",
+        why="the file is made first and removed",
     ),
     Rule(
         r"(python scripts/compare_shard_tensor\.py) --packages packages( .*)",
