@@ -117,9 +117,9 @@ def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path,
     part = tuple(x.domain.ranges(dim, x.shape[dim]) for dim in (3, 4))
     rank = world.get_local_rank()
     raise_on_all_ranks(lambda: None if rank else create(folder, tuple(x.shape), attributes), world)
-    for turn in range(world.size() if folder.suffix == ENDING else 1):
-        mine = turn == rank or folder.suffix != ENDING
-        raise_on_all_ranks(lambda mine=mine: write_part(folder, frames, part) if mine else None, world)
+    turns = [[turn] for turn in range(world.size())] if folder.suffix == ENDING else [range(world.size())]
+    for ranks in turns:
+        raise_on_all_ranks(lambda ranks=ranks: write_part(folder, frames, part) if rank in ranks else None, world)
 
 
 @contextmanager

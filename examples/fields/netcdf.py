@@ -54,10 +54,9 @@ def opened(path: Path) -> tuple[Variables, dict[str, Any]]:
         ConfigError: no NetCDF file, no variables of one shape that are fields, or no statistics; or xarray is missing.
     """
     try:
-        data = _xarray().open_dataset(path, engine="h5netcdf", decode_times=False, cache=False)
+        data, fields = _open(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no NetCDF file that can be read ({type(error).__name__}: {error})") from None
-    fields = {name: x for name, x in data.data_vars.items() if x.ndim in (3, 4) and x.dtype.kind in "iuf"}
     dims = {x.dims for x in fields.values()}
     if len(dims) != 1:
         found = "; ".join(f"{name} {x.dims}" for name, x in fields.items()) or "none"
@@ -84,7 +83,7 @@ def create(path: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) ->
     """
     trajectories, times, _, height, width = shape
     sizes = dict(zip(_DIMS, (trajectories, times, height, width), strict=True))
-    with _h5netcdf().File(path, "w") as file:
+    with _packages()[1].File(path, "w") as file:
         file.dimensions = sizes
         file.attrs.update({name: x for name, x in attributes.items() if isinstance(x, str | int | float)})
         for name, *statistics in zip(*(attributes[key] for key in ("channels", "mean", "std")), strict=True):
@@ -101,7 +100,7 @@ def write_part(path: Path, frames: np.ndarray, places: Callable[[tuple[int, int]
         ConfigError: it cannot be written.
     """
     try:
-        with _h5netcdf().File(path, "a") as file:
+        with _packages()[1].File(path, "a") as file:
             for channel, variable in enumerate(file.variables.values()):
                 for to_rows, to_columns, from_rows, from_columns in places(variable.shape[2:]):
                     variable[:, :, from_rows, from_columns] = frames[:, :, channel, to_rows, to_columns]
@@ -111,43 +110,38 @@ def write_part(path: Path, frames: np.ndarray, places: Callable[[tuple[int, int]
 
 def add_statistics(path: Path) -> dict[str, tuple[float, float]]:
     """Add the attributes mean and std to the variables that are fields; one time after another is read."""
-    data = _xarray().open_dataset(path, engine="h5netcdf", decode_times=False, cache=False)
-    found = {}
-    for name, x in data.data_vars.items():
-        if x.ndim not in (3, 4) or x.dtype.kind not in "iuf":
-            continue
+    (data, fields), found = _open(path), {}
+    for name, x in fields.items():
         sums = np.zeros(2)
         for place in np.ndindex(x.shape[:-2]):
             frame = np.asarray(x[place], np.float64)
             sums += frame.mean(), np.square(frame).mean()
         mean, squares = sums / np.prod(x.shape[:-2])
-        found[str(name)] = float(mean), float(np.sqrt(squares - mean**2))
+        found[name] = float(mean), float(np.sqrt(squares - mean**2))
     data.close()
-    with _h5netcdf().File(path, "a") as file:
+    with _packages()[1].File(path, "a") as file:
         for name, statistics in found.items():
             file.variables[name].attrs.update(zip(("mean", "std"), statistics, strict=True))
     return found
 
 
-def _xarray() -> Any:
-    try:
-        import h5netcdf  # noqa: F401
-        import xarray
-    except ImportError as error:
-        raise _missing(error) from None
-    return xarray
-
-
-def _h5netcdf() -> Any:
+def _packages() -> tuple[Any, Any]:
+    """Return xarray and h5netcdf."""
     try:
         import h5netcdf
+        import xarray
     except ImportError as error:
-        raise _missing(error) from None
-    return h5netcdf
+        raise ConfigError(
+            f"NetCDF files need xarray and h5netcdf ({error}); pip install xarray h5netcdf h5py"
+        ) from None
+    return xarray, h5netcdf
 
 
-def _missing(error: ImportError) -> ConfigError:
-    return ConfigError(f"NetCDF files need xarray and h5netcdf ({error}); pip install xarray h5netcdf h5py")
+def _open(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return a file, of which nothing but attributes is read, and its variables that can be fields."""
+    xarray, _ = _packages()
+    data = xarray.open_dataset(path, engine="h5netcdf", decode_times=False, cache=False)
+    return data, {str(name): x for name, x in data.data_vars.items() if x.ndim in (3, 4) and x.dtype.kind in "iuf"}
 
 
 def main(argv: list[str] | None = None) -> int:

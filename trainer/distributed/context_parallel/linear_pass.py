@@ -186,7 +186,7 @@ class ChunkedPass:
         before, behind = self._chunks.states(fragments, ends, self._maps_of_runs())
         out = self._place.rows_of(self._chunks.outputs(before))
         entries = stacked([before[:, :, first] for first, _ in fragments], ends.zero)
-        last = behind[:, -1] if behind.shape[1] else self.zeros.new_zeros(ends.zero.shape)
+        last = behind[:, -1] if behind.shape[1] else ends.zero
         return out, entries, last
 
     def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:

@@ -87,7 +87,7 @@ def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -
     refuse_unless(reduce != "prod", function, shown, "products")
     number = _number_of_rows(function, x, dim, index, src)
     if isinstance(src, DomainTensor) and not is_sharded(number) and (axis := src.domain.axes.get(dim % x.ndim)):
-        number = DomainTensor(own_part(number, Domain({0: axis}), number.shape), Domain({0: axis}))
+        number = _dealt(number, axis)
     none = torch.zeros_like(x).detach()
     hits = none.index_add(dim, number, torch.ones_like(src).detach())
     if reduce in ("sum", "mean"):
@@ -249,9 +249,7 @@ def by_mask(x: Numbers, mask: Numbers) -> DomainTensor:
     Raises:
         IndexError: the mask has other sizes than x.
     """
-    dims = mask.ndim
-    if tuple(mask.shape) != tuple(x.shape[:dims]):
-        raise IndexError(f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}")
+    dims = _dims_of(mask, x)
     domains = [t.domain if isinstance(t, DomainTensor) else Domain({}) for t in (x, mask)]
     axes = [of.axes for of in domains if min(of.axes, default=dims) < dims]
     if not axes:
@@ -273,9 +271,7 @@ def assign_by_mask(x: DomainTensor, mask: Numbers, value: Any) -> None:
     Raises:
         IndexError: the mask has other sizes than x, or there are more or fewer rows.
     """
-    dims = mask.ndim
-    if tuple(mask.shape) != tuple(x.shape[:dims]):
-        raise IndexError(f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}")
+    dims = _dims_of(mask, x)
     own = own_part(mask, Domain({d: axis for d, axis in x.domain.axes.items() if d < dims}), mask.shape)
     if isinstance(value, DomainTensor | torch.Tensor):
         domain = Domain({d - dims + 1: axis for d, axis in x.domain.axes.items() if d >= dims})
@@ -290,6 +286,13 @@ def assign_by_mask(x: DomainTensor, mask: Numbers, value: Any) -> None:
                 raise IndexError(f"a mask that shows {shape[0]} rows got {value.shape[0]} rows")
         value = own_part(value, domain, shape)
     x.local[own] = value
+
+
+def _dims_of(mask: Numbers, x: Numbers) -> int:
+    """Return of how many first dimensions a mask is, if it has their sizes."""
+    if tuple(mask.shape) != tuple(x.shape[: mask.ndim]):
+        raise IndexError(f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}")
+    return mask.ndim
 
 
 def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
@@ -316,7 +319,7 @@ def _own_sources(
     if is_sharded(index) and any(index.domain.axes[0].group is group for group in taken):
         index = gather(index)
     if of_source is not None and not is_sharded(index) and all(of_source.group is not group for group in taken):
-        index = DomainTensor(own_part(index, Domain({0: of_source}), index.shape), Domain({0: of_source}))
+        index = _dealt(index, of_source)
     if isinstance(source, DomainTensor):
         source = gather(source, [d for d in source.domain.axes if d != dim and d not in x.domain.axes])
     own, target = _own_numbers(index, x.domain.axes.get(dim))
@@ -332,7 +335,12 @@ def _own_numbers(index: Numbers, of_rows: Axis | None) -> tuple[torch.Tensor, Ax
     if of_rows is None:
         return index, None
     axis = Axis(balanced(len(index), of_rows.degree), of_rows.group)
-    return own_part(index, Domain({0: axis}), index.shape), axis
+    return _dealt(index, axis).local, axis
+
+
+def _dealt(index: Numbers, axis: Axis) -> DomainTensor:
+    """Return whole numbers, 1-D, of which each rank keeps its own."""
+    return DomainTensor(own_part(index, Domain({0: axis}), index.shape), Domain({0: axis}))
 
 
 # ---- rows from their owners, and back

@@ -101,7 +101,7 @@ class KernelPass:
             rows, states = _by_kernels(tokens, self._of_group(entries, numbers), self._x.scale)
             self._fill(behind, numbers, states)
             self._fill_rows(out, numbers, rows)
-        last = behind[:, -1] if self._lengths else self.zeros.new_zeros(self.zeros[:, :0].sum(1).shape)
+        last = behind[:, -1] if self._lengths else ends.zero
         return self._joined(out, self._given[2]), entries, last
 
     def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
@@ -166,10 +166,9 @@ def _by_kernels(tokens: Sequence[torch.Tensor], state: torch.Tensor, scale: floa
     tokens: q, k, v, log_decay and, with erasure, beta; state: (N, H, K, V).
     """
     options = {"scale": scale, "initial_state": state, "output_final_state": True}
-    *_, decay = tokens[:4]
     if len(tokens) == 4:
         from fla.ops.simple_gla import chunk_simple_gla as run
-    elif decay.ndim == 4:
+    elif tokens[3].ndim == 4:
         from fla.ops.kda import chunk_kda as run
     else:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as run
