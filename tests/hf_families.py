@@ -45,6 +45,9 @@ _GEMMA = replace(
     sliding_window=5,
 )
 _YARN = RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
+_LONGROPE = RopeScaling(
+    4.0, original_max_seq_len=16, kind="longrope", short_factors=(1.0, 1.1, 1.3), long_factors=(1.5, 2.0, 5.0)
+)
 _WINDOWS = tuple(LayerKind(window=window) for window in (False, True, True))
 _EXPERTS = replace(LLAMA, ffn_hidden_dim=24, experts=ExpertArgs(6, 2, 24))
 _SIGMOID = ExpertArgs(6, 2, 24, sigmoid=True)
@@ -100,6 +103,11 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
     ),
     "phi3": ("phi3", LLAMA),
     "phi3, a window, heads rotated in part": ("phi3", replace(LLAMA, sliding_window=5, rope_share=0.75)),
+    "phi3, LongRoPE": ("phi3", replace(LLAMA, rope_share=0.75, rope_scaling=_LONGROPE)),
+    "phi3, LongRoPE, a factor of attention": (
+        "phi3",
+        replace(LLAMA, rope_share=0.75, rope_scaling=replace(_LONGROPE, attention_factor=1.3)),
+    ),
     "gemma2": (
         "gemma2",
         replace(_GEMMA, attention_softcap=2.0, layers=(LayerKind(), LayerKind(window=False))),

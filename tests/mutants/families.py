@@ -43,6 +43,27 @@ FAMILIES = (
         f"{_LOGITS}[glm4_moe-plain]",
     ),
     Mutant(
+        "LongRoPE has the short factors for any length",
+        "trainer/models/rotary.py",
+        "if longest > scaling.original_max_seq_len else scaling.short_factors",
+        "if longest < 0 else scaling.short_factors",
+        "tests/unit/test_model.py::test_longrope_is_that_of_transformers",
+    ),
+    Mutant(
+        "a part of a matrix in float8 has the scales of the first blocks",
+        "trainer/hugging_face/quantised.py",
+        "firsts = [start // FLOAT8_BLOCK for start in offsets[-2:]]",
+        "firsts = [0 * start for start in offsets[-2:]]",
+        "tests/unit/test_float8_weights.py",
+    ),
+    Mutant(
+        "the blocks of float8 begin where the part begins",
+        "trainer/hugging_face/quantised.py",
+        "torch.arange(offsets[dim], offsets[dim] + part.shape[dim])",
+        "offsets[dim] // FLOAT8_BLOCK * FLOAT8_BLOCK + torch.arange(part.shape[dim])",
+        "tests/unit/test_float8_weights.py",
+    ),
+    Mutant(
         "each fused matrix begins with the first row",
         "trainer/families/decoder_tensors.py",
         '"first_row": sum(group[each] for each in before)',

@@ -95,7 +95,12 @@ def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
         ("smollm3", {"mlp_bias": True}, "mlp_bias = True is not supported"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0 must be a number above 0"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop = 0.1 is not supported"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 2, 3, 4], "long_factor": [1, 2]}},
+            "long_factor = [1, 2] must be a list of 4 numbers above 0",
+        ),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),

@@ -109,7 +109,7 @@ def test_old_and_new_names_mean_the_same(folder: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
         ({"head_dim": 7}, "head_dim = 7 must be even"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "factor = None must be a number above 0"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported; it must be 'def"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic' is not supported; it must be 'def"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor = None must be a number above 0"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "type = 'dynamic' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported; it must be null"),

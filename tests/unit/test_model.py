@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from scripts.benchmarks.activation_checkpointing import Meter
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
 from trainer.distributed.sharding.random_bits import parameter_seed
 from trainer.families.decoder_args import TransformerArgs
@@ -366,6 +367,33 @@ def test_scaled_frequencies_are_those_of_transformers(kind: str, theta: float, o
     assert (ours - theirs.double()).norm() < 1e-6 * theirs.norm()
     assert ((ours / theirs.double()) - 1).abs().max() < 1e-5
     assert scaling.magnitude == pytest.approx(magnitude)
+
+
+@pytest.mark.parametrize(("longest", "attention_factor"), [(64, None), (65, None), (512, 1.25)])
+def test_longrope_is_that_of_transformers(longest: int, attention_factor: float | None) -> None:
+    """A model for more tokens than the original length has the long factors, whatever the sequence."""
+    from transformers import Phi3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    short, long = (tuple(a + b * i for i in range(8)) for a, b in ((1.0, 0.1), (1.5, 3.0)))
+    scaling = RopeScaling(8.0, original_max_seq_len=64, kind="longrope", short_factors=short, long_factors=long)
+    scaling = replace(scaling, attention_factor=attention_factor)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [*short], "long_factor": [*long]}
+    rope |= {} if attention_factor is None else {"attention_factor": attention_factor}
+    config = Phi3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        original_max_position_embeddings=64,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    theirs, magnitude = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=longest)
+    ours = rope_frequencies(16, 10000.0, scaling, longest=longest)
+    assert ((ours / theirs.double()) - 1).abs().max() < 1e-5
+    assert scaling.magnitude == pytest.approx(magnitude)
+    with pytest.raises(ConfigError, match=r"rope_scaling = 4\.0 is not for LongRoPE"):
+        replace(ARGS, rope_scaling=scaling).configured(Model(rope_scaling=4.0), vocab_size=1, max_seq_len=99)
 
 
 def test_another_factor_keeps_the_rest_of_the_flavors_scaling() -> None:

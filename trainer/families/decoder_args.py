@@ -194,6 +194,11 @@ class TransformerArgs:
         kind = settings.rope_scaling_type or ("llama3" if flavors is None else flavors.kind)
         if settings.rope_scaling == 1.0:
             return None
+        if kind == "longrope":
+            raise ConfigError(
+                f"model.rope_scaling = {settings.rope_scaling} is not for LongRoPE, whose factors are those of the "
+                f"model; leave it out, or set model.rope_scaling_type too"
+            )
         usual = RopeScaling(settings.rope_scaling, kind=kind)
         if kind == "linear":
             return usual

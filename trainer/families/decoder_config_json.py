@@ -15,6 +15,7 @@ from trainer.families.decoder_args import TABLES, TransformerArgs
 from trainer.families.decoder_tensors import hf_tensor
 from trainer.families.layer_kinds import LayerKind, RopeScaling, in_turns
 from trainer.hugging_face.config_json import Entries, HFConfig
+from trainer.hugging_face.files import FLOAT8_BLOCK
 from trainer.hugging_face.tensors import HFTensor
 
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -38,7 +39,7 @@ class HFDecoder:
     """The key and the name there of what it has in the gates of feed-forward networks."""
     rotates_a_share: bool = False
     """Whether the entry `partial_rotary_factor` counts."""
-    quantised: tuple[str, ...] = ()
+    quantised: tuple[str, ...] = ("fp8",)
     """The values of `quant_method` with which published weights can be read."""
     further: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer that predicts further tokens -> their names there, "" -> how the names of its others begin; {}
@@ -137,8 +138,12 @@ class HFDecoder:
             "head_size": None if head_dim * n_heads == dim else head_dim,
         }
         of_family = self.read(config)
-        if config.table("quantization_config").content.get("quant_method") not in self.quantised:
+        quantised = config.table("quantization_config")
+        if quantised.content.get("quant_method") not in self.quantised:
             config.only("quantization_config", None)
+        elif quantised.content["quant_method"] == "fp8":
+            quantised.only("weight_block_size", [FLOAT8_BLOCK, FLOAT8_BLOCK])
+            quantised.only("fmt", "e4m3")
         return TransformerArgs(**fields | of_family)
 
     def _write(self, args: TransformerArgs) -> dict[str, Any]:
@@ -229,10 +234,12 @@ def _rotary(config: Entries) -> tuple[float, RopeScaling | None]:
     """Return the base of the frequencies and their scaling."""
     table = rotary_table(config)
     theta = float((table if "rope_theta" in table.content else config).number("rope_theta", 10000.0))
-    kinds = "default", "linear", "llama3", "yarn"
+    kinds = "default", "linear", "llama3", "yarn", "longrope"
     kind = table.only("rope_type" if "rope_type" in table.content else "type", *kinds)
     if kind == "default":
         return theta, None
+    if kind == "longrope":
+        return theta, _longrope(config, table)
     scaling = RopeScaling(float(table.number("factor")), kind=kind)
     if kind == "linear":
         return theta, scaling
@@ -250,6 +257,28 @@ def _rotary(config: Entries) -> tuple[float, RopeScaling | None]:
         truncate=truncate,
         attention_factor=_attention_factor(table),
         mscale_all_dim=float(table.number("mscale_all_dim")) if of_scores else 0.0,
+    )
+
+
+def _longrope(config: Entries, table: Entries) -> RopeScaling:
+    """Return the scaling of LongRoPE. Phi's files have the original length outside the table, and no factor."""
+    key = "original_max_position_embeddings"
+    original = (config if key in config.content else table).whole(key)
+    head_dim = config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    pairs, factors = int(head_dim * _rotary_share(config)) // 2, []
+    for name in ("short_factor", "long_factor"):
+        values = table.content.get(name)
+        numbers = isinstance(values, list) and all(isinstance(x, (int, float)) and x > 0 for x in values)
+        if not numbers or len(values) != pairs:
+            raise ConfigError(f"{table.file}: {name} = {values!r} must be a list of {pairs} numbers above 0")
+        factors.append(tuple(map(float, values)))
+    return RopeScaling(
+        float(table.number("factor", config.whole("max_position_embeddings") / original)),
+        kind="longrope",
+        original_max_seq_len=original,
+        attention_factor=None if table.content.get("attention_factor") is None else _attention_factor(table),
+        short_factors=factors[0],
+        long_factors=factors[1],
     )
 
 
@@ -272,6 +301,10 @@ def _rope_entries(scaling: RopeScaling) -> dict[str, Any]:
     entries["original_max_position_embeddings"] = scaling.original_max_seq_len
     if scaling.kind == "llama3":
         return entries | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "longrope":
+        entries |= {"short_factor": [*scaling.short_factors], "long_factor": [*scaling.long_factors]}
+        own = scaling.attention_factor
+        return entries if own is None else entries | {"attention_factor": own}
     entries |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     if scaling.attention_factor is not None:
         entries["attention_factor"] = scaling.attention_factor

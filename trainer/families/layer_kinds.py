@@ -13,7 +13,8 @@ class RopeScaling:
     keep short ones, with a ramp between. That of 'llama3' (arXiv 2407.21783) is linear in the turns of a wave within
     `original_max_seq_len`, from `low_freq_factor` to `high_freq_factor`. That of 'yarn' (arXiv 2309.00071) is linear in
     the number of the pair, from the one that makes `beta_fast` turns to the one that makes `beta_slow`; `truncate`
-    widens it to whole pairs.
+    widens it to whole pairs. 'longrope' (arXiv 2402.13753) has a factor of its own for each pair: `long_factors` in a
+    model for sequences longer than `original_max_seq_len`, else `short_factors`.
     """
 
     factor: float
@@ -24,10 +25,13 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Of YaRN, by which rotated queries and keys are multiplied; None: 0.1 ln(factor) + 1."""
+    """By which YaRN and LongRoPE multiply rotated queries and keys. None: 0.1 ln(factor) + 1 for YaRN, and for LongRoPE
+    sqrt(1 + ln(factor) / ln(original_max_seq_len))."""
     truncate: bool = True
     mscale_all_dim: float = 0.0
     """Of latent attention, whose scores are multiplied by (0.1 m ln(factor) + 1)^2 of such an m."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     @property
     def score_factor(self) -> float:
@@ -37,9 +41,12 @@ class RopeScaling:
     @property
     def magnitude(self) -> float:
         """Return the factor of rotated queries and keys."""
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
-        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+        if self.attention_factor is not None:
+            return self.attention_factor
+        log = math.log(max(self.factor, 1.0))
+        return 0.1 * log + 1.0 if self.kind == "yarn" else math.sqrt(1.0 + log / math.log(self.original_max_seq_len))
 
 
 @dataclass(frozen=True)

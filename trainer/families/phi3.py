@@ -10,17 +10,19 @@ FLAVORS = sizes("phi3")
 
 
 def _read(config: Entries) -> dict[str, Any]:
-    """All layers have the window, if there is one; transformers takes any scaling for its own of long contexts."""
+    """All layers have the window, if there is one; transformers takes any scaling for LongRoPE."""
     for rate in ("resid_pdrop", "embd_pdrop"):
         config.only(rate, 0.0)
     table = rotary_table(config)
-    table.only("rope_type" if "rope_type" in table.content else "type", "default")
+    table.only("rope_type" if "rope_type" in table.content else "type", "default", "longrope")
     without = config.content.get("sliding_window") is None
     return {"sliding_window": None if without else config.whole("sliding_window")}
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
-    return {"sliding_window": args.sliding_window}
+    long = args.rope_scaling
+    original = {} if long is None else {"original_max_position_embeddings": long.original_max_seq_len}
+    return {"sliding_window": args.sliding_window, **original}
 
 
 _QKV, _GATES = "self_attn.qkv_proj", "mlp.gate_up_proj"

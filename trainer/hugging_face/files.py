@@ -19,19 +19,22 @@ from trainer.config.errors import ConfigError
 from trainer.hugging_face.tensors import Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
-"""Data types that are read and written, with the bytes of an element."""
+BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 1}
+"""Data types that are read or written, with the bytes of an element."""
+FLOAT8, FLOAT8_BLOCK = "F8_E4M3", 128
+"""Published weights in float8 have a scale for each block of 128 x 128."""
 _LONGEST_HEADER = 100 * 1000 * 1000
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file; `start` is the place of its first byte."""
+    """A tensor in a file; `start` is the place of its first byte. scales: of blocks of a tensor in float8."""
 
     file: Path
     dtype: str
     shape: Shape
     start: int
+    scales: "Stored | None" = None
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:

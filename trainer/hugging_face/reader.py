@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from trainer.config.errors import ConfigError
-from trainer.hugging_face.files import BYTES, Stored, headers_of, read_folder, stored_of
-from trainer.hugging_face.mxfp4 import BLOCKS, SCALES, dequantise, shapes_of
+from trainer.hugging_face.files import BYTES, FLOAT8, Stored, headers_of, read_folder, stored_of
+from trainer.hugging_face.quantised import BLOCKS, SCALES, blocks_of, dequantise, scaled, shapes_of, with_scales
 from trainer.hugging_face.tensors import HFModel, check_shapes
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPES = FLOATS | {"U8": torch.uint8}
+DTYPES = FLOATS | {"U8": torch.uint8, FLOAT8: torch.float8_e4m3fn}
 _ROWS = 4096  # that are compared at once
 
 
@@ -36,7 +36,11 @@ class HFReader(FileSystemReader):
     def __init__(self, folder: Path, model: HFModel, headers: bytes | None = None) -> None:
         """headers: what the attribute of a reader of another rank holds, which has read and checked the files."""
         super().__init__(folder)
-        self._stored = read_folder(folder) if headers is None else stored_of(folder, headers)
+        self._headers = headers_of(read_folder(folder)) if headers is None else headers
+        try:
+            self._stored = with_scales(stored_of(folder, self._headers))
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}") from None
         there = (name for ours in model.further for name in model.pairs[ours][1].names)
         self.lacks_further = model.has_further and not any(name in self._stored for name in there)
         """Whether the model's layers for further tokens are not there."""
@@ -48,7 +52,7 @@ class HFReader(FileSystemReader):
     @property
     def headers(self) -> bytes:
         """Names, shapes and places of all tensors, for readers of other ranks."""
-        return headers_of(self._stored)
+        return self._headers
 
     def _check(self, model: HFModel) -> None:
         second_names = {name: first for name, first in model.second_names.items() if {name, first} <= {*self._stored}}
@@ -56,7 +60,7 @@ class HFReader(FileSystemReader):
         found = {name: shape for name, shape in shapes_of(self._stored).items() if name not in others}
         try:
             for name in found:
-                if name in self._stored and self._stored[name].dtype not in FLOATS:
+                if name in self._stored and _dtype_of(self._stored[name]) not in FLOATS.values():
                     raise ConfigError(f"{name} is stored as whole numbers, without their scales")
             check_shapes(found, model.shapes())
             for name, first in second_names.items():
@@ -99,7 +103,7 @@ class HFReader(FileSystemReader):
         self, names: Sequence[Sequence[str]], shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
     ) -> torch.Tensor:
         """Return a part of a tensor whose rows are those of other tensors. names: of the parts of each row."""
-        part = torch.empty(tuple(lengths), dtype=DTYPES[self._stored[names[0][0]].dtype])
+        part = torch.empty(tuple(lengths), dtype=_dtype_of(self._stored[names[0][0]]))
         size = shape[1] // len(names[0])
         first, last = offsets[1], offsets[1] + lengths[1]
         for row, of_row in zip(part, names[offsets[0] : offsets[0] + lengths[0]], strict=True):
@@ -135,7 +139,7 @@ class HFReader(FileSystemReader):
         entries = {}
         for name, (ours, hf) in self.pairs.items():
             stored, shape = self._stored.get(hf.names[0]), ours.shape
-            dtype = torch.bfloat16 if stored is None else DTYPES[stored.dtype]
+            dtype = torch.bfloat16 if stored is None else _dtype_of(stored)
             whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             entries[f"model.{name}"] = TensorStorageMetadata(TensorProperties(dtype), shape, [whole])
         return Metadata(entries, storage_data={})
@@ -154,8 +158,20 @@ def _places(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]
     return tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))
 
 
+def _dtype_of(stored: Stored) -> torch.dtype:
+    """Return the data type that a tensor of a file has when it has been read."""
+    return DTYPES[stored.dtype] if stored.scales is None else torch.float32
+
+
 def _read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """Return a part of a tensor of a file, of shape `lengths`; no other bytes are read."""
+    """Return a part of a tensor of a file, of shape `lengths`; no other bytes are read but those of scales."""
+    part = _read_bytes(stored, offsets, lengths)
+    if stored.scales is None or 0 in lengths:
+        return part.to(_dtype_of(stored))
+    return scaled(part, _read_bytes(stored.scales, *blocks_of(offsets, lengths)), offsets)
+
+
+def _read_bytes(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     part = torch.empty(tuple(lengths), dtype=DTYPES[stored.dtype])
     into, done = memoryview(part.view(-1).view(torch.uint8).numpy()), 0
     with stored.file.open("rb", buffering=0) as file:

@@ -263,7 +263,8 @@ class Transformer(nn.Module):
         args = self.args
         self.rotary_dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
         rotated, unrotated = args.rotary_dim, args.table_dim - args.rotary_dim
-        self.frequencies = rope_frequencies(rotated, args.rope_theta, args.rope_scaling, unrotated).to(device)
+        whole = rope_frequencies(rotated, args.rope_theta, args.rope_scaling, unrotated, args.max_seq_len)
+        self.frequencies = whole.to(device)
         for theta in self.thetas:
             setattr(self, _own(theta), rope_frequencies(rotated, theta, None, unrotated).to(device))
         for router in routers_of([self]).values():

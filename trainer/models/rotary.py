@@ -10,21 +10,27 @@ import torch.nn.functional as F
 from trainer.families.layer_kinds import RopeScaling
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, unrotated: int = 0) -> torch.Tensor:
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, unrotated: int = 0, longest: int = 0
+) -> torch.Tensor:
     """Return the angle per position of each pair of a head: ((D + unrotated) / 2,) float64, on the CPU.
 
-    head_dim: D, channels of a head that are rotated; unrotated: those behind, whose angles are 0.
+    head_dim: D, channels of a head that are rotated; unrotated: those behind, whose angles are 0; longest: tokens of
+    the longest sequence that the model is for, by which LongRoPE chooses.
     """
-    return F.pad(_scaled_frequencies(head_dim, theta, scaling), (0, unrotated // 2))
+    return F.pad(_scaled_frequencies(head_dim, theta, scaling, longest), (0, unrotated // 2))
 
 
-def _scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
+def _scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, longest: int) -> torch.Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = theta**-exponents
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if longest > scaling.original_max_seq_len else scaling.short_factors
+        return frequencies / torch.tensor(factors, dtype=torch.float64, device="cpu")
     # High frequencies are kept, low ones divided by the factor, with a linear ramp between.
     if scaling.kind == "llama3":
         turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
