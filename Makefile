@@ -13,14 +13,18 @@ ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tes
 	tests/distributed/test_exchange.py tests/distributed/test_context_parallel.py tests/distributed/test_parity.py \
 	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 
-.PHONY: train test check test-all test-gpu test-versions mutants docs lint format clean
+.PHONY: train test test-wide check test-all test-gpu test-versions mutants docs lint format clean
 
 train: $(INSTALLED)
 	./run_llama_train.sh --checkpoint.enable
 	$(PY) -m trainer generate outputs/debug_model --prompt '    def __init__(self, ' --temperature 0.5
 
+# What every change runs; then what takes longer (tests/wide.py), and what only releases need (`slow`).
 test: $(INSTALLED_DEV)
-	$(PY) -m pytest $(TWO_FILES) -m "not slow and not check"
+	$(PY) -m pytest $(TWO_FILES) -m "not slow and not wide and not check"
+
+test-wide: $(INSTALLED_DEV)
+	$(PY) -m pytest $(TWO_FILES) -m "wide and not slow"
 
 test-all: $(INSTALLED_DEV)
 	$(PY) -m pytest $(TWO_FILES) -m "not check"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.distributed.pool import WorkerPool
+from tests.wide import is_wide
 
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.register_profile("whole", max_examples=300, deadline=None)
@@ -20,6 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if REPOSITORY in item.path.parents:
             item.add_marker("check")
+        if is_wide(item.nodeid):
+            item.add_marker("wide")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

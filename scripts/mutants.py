@@ -49,7 +49,8 @@ def run_tests(
     tree: Path, tests: list[str], *more: str, seconds: int = _TIMEOUT_SECONDS
 ) -> subprocess.CompletedProcess | None:
     """The quick ones of some tests in a copy; None: they did not end in time."""
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *more, *tests]
+    quick = ["-m", "not slow and not wide", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-B", "-m", "pytest", "-q", *quick, *more, *tests]
     try:
         return subprocess.run(
             command,

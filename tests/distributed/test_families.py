@@ -153,7 +153,7 @@ LAYOUTS = {
     "fsdp2, in parts": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mlp_chunk_tokens=5"]),
 }
 NEW = dict.fromkeys(family for family, _ in MODELS.values() if family not in ("qwen3", "qwen3_moe"))
-QUICK = {(family, "cp2+tp2") for family in ("olmo3", "deepseek_v3", "granitemoehybrid")}
+QUICK = {(family, layout) for family in ("olmo3", "deepseek_v3", "granitemoehybrid") for layout in ("cp2+tp2", "tp2")}
 QUICK |= {("smollm3", "pp2"), ("gemma3", "tp2"), ("qwen3_next", "cp2"), ("kimi_linear", "tp2")}
 
 

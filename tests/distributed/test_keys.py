@@ -21,6 +21,7 @@ import train
 from tests.distributed.harness import whole
 from tests.distributed.pool import WorkerPool, free_port
 from tests.keys import EFFECTS, Observed, Seen
+from tests.wide import WIDE
 from trainer.config.keys import keys_of
 from trainer.config.schema import JobConfig
 from trainer.distributed import data_parallel
@@ -295,6 +296,7 @@ def test_every_key_of_the_schema_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("name", sorted({entry for entry in EFFECTS.values() if isinstance(entry, str)}))
 def test_the_tests_that_are_named_exist_and_are_quick(name: str) -> None:
+    assert WIDE.get(name) != ()
     path, _, function = name.partition("::")
     tree = ast.parse((ROOT / path).read_text())
     (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]

@@ -424,6 +424,29 @@ def test_a_lowered_timeout_is_in_force(pool: WorkerPool, what: str) -> None:
     assert pool.run(2, timeout_case, what)[0] < 4
 
 
+def stage_timeout_case(folder: str) -> float:
+    """Seconds that rank 0 waits for a message of the other stage, which sends none, when steps have their time-out."""
+    import time
+
+    process, config, job = build(folder, *LAYOUTS["pp2"][1])
+    with process_group(process, config.comm):
+        trainer = RecordingTrainer(job, process.device, record=Record())
+        trainer._set_timeout(2.0)
+        started, group = time.monotonic(), trainer.pipeline._group
+        if process.rank == 0:
+            with pytest.raises(RuntimeError, match="Timed out"):
+                torch.distributed.recv(torch.ones(1), group=group, group_src=1)
+        else:
+            time.sleep(4)
+        waited = time.monotonic() - started
+        trainer.metrics.close()
+    return waited
+
+
+def test_stages_wait_for_each_other_as_long_as_for_a_step(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, stage_timeout_case, str(tmp_path))[0] < 4
+
+
 def init_timeout_case() -> timedelta:
     process = Process.from_environment()
     config = parse_command_line(["--comm.init_timeout_seconds=77"]).config

@@ -113,7 +113,7 @@ def differences(got: dict, wanted: dict) -> list[str]:
     return found
 
 
-QUICK = ["cp2+tp2"]
+QUICK = ["tp2", "cp2+tp2"]
 SLOW = ["fsdp2+tp2", "tp2+pp2", "fsdp2", "tp2", "pp2", "hsdp2x2", "fsdp2+cp2", "fsdp2+pp2", "cp2+pp2", "ddp2+tp2"]
 
 

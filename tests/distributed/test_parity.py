@@ -245,6 +245,12 @@ def test_methods_equal_single_process_under_a_plain_causal_mask(pool: WorkerPool
     assert_parity(got, reference(pool, *settings), 1e-10)
 
 
+def test_tied_weights_stay_one_parameter(pool: WorkerPool) -> None:
+    model = ["--model.flavor=tiny_tied", "--training.dtype=float64"]
+    got = pool.run(2, run_layout, [*model, *degrees(tp=2)])[0]
+    assert_parity(got, reference(pool, *model), 1e-10)
+
+
 def test_documents_and_windows_change_what_is_learnt(pool: WorkerPool) -> None:
     """Negative control: a mask that no layout applied would pass every comparison of layouts."""
     plain = reference(pool, "--training.dtype=float64")

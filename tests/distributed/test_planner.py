@@ -81,7 +81,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     ),
 }
 _RUNS = 3  # at most: on a busy machine a thread of gloo frees late
-QUICK = ("one", "fsdp2+cp2", "offloaded", "experts_in_parts")
+QUICK = ("one", "fsdp2", "fsdp2+cp2", "offloaded", "experts_in_parts")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])

@@ -12,7 +12,7 @@ FAMILIES = (
         "trainer/models/norms.py",
         "wide.square().mean(-1, keepdim=True) + self.eps",
         "DTensor.from_local(wide.to_local().square().mean(-1, keepdim=True), x.device_mesh) + self.eps",
-        f"{_LAYOUTS}[olmo3-cp2+tp2]",
+        f"{_LAYOUTS}[olmo3-tp2]",
     ),
     Mutant(
         "layers with a window have the frequencies of the others",

@@ -179,14 +179,14 @@ HYBRID = (
         "trainer/distributed/tensor_parallel.py",
         "return whole.to_local(grad_placements=[Partial()])",
         "return whole.to_local()",
-        f"{_FAMILIES}::test_a_layout_equals_one_process[deepseek_v3-cp2+tp2]",
+        f"{_FAMILIES}::test_a_layout_equals_one_process[deepseek_v3-tp2]",
     ),
     Mutant(
         "B and C have the gradient of one rank's heads",
         "trainer/distributed/tensor_parallel.py",
         "return x.to_local(grad_placements=[Partial()])",
         "return x.to_local()",
-        f"{_FAMILIES}::test_a_layout_equals_one_process[granitemoehybrid-cp2+tp2]",
+        f"{_FAMILIES}::test_a_layout_equals_one_process[granitemoehybrid-tp2]",
     ),
     Mutant(
         "YaRN's factor of scores is left out",

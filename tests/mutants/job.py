@@ -478,7 +478,7 @@ PROCESSES = (
         "trainer/runtime/launch.py",
         "        timers[0].start()\n",
         "",
-        "tests/integration/test_failures.py",
+        "tests/integration/test_launcher.py::test_a_rank_that_hangs_is_killed_and_named",
     ),
     Mutant(
         "the launcher takes a process beside the ranks for one",
@@ -534,7 +534,7 @@ PROCESSES = (
         "trainer/trainer.py",
         "            self.pipeline.set_timeout(seconds)\n",
         "            pass\n",
-        "tests/integration/test_failures.py",
+        "tests/distributed/test_loop.py::test_stages_wait_for_each_other_as_long_as_for_a_step",
     ),
     Mutant(
         "the preset of long context shares a sequence over half of the GPUs",

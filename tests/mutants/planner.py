@@ -17,7 +17,7 @@ PLANNER = (
         "            if any(issubclass(x, DTensor) for x in types):  # its parts come by themselves\n"
         "                return NotImplemented\n",
         "",
-        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[fsdp2+cp2]",
+        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[fsdp2]",
     ),
     Mutant(
         "the host reads a routing that is not there",
@@ -38,7 +38,7 @@ PLANNER = (
         "trainer/planner/tracing.py",
         "                self._changed(self._blocks[storage], size)",
         "                pass",
-        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[fsdp2+cp2]",
+        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[fsdp2]",
     ),
     Mutant(
         "attention of one rank counts as if every query saw every key",

@@ -475,7 +475,7 @@ LAYOUTS = (
         "trainer/distributed/tensor_parallel.py",
         "    with preserve_ties(module):\n",
         "    with nullcontext():\n",
-        _PAIRS,
+        "tests/distributed/test_parity.py::test_tied_weights_stay_one_parameter",
     ),
     Mutant(
         "a pipeline averages its micro-batches",

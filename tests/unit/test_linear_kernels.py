@@ -17,7 +17,7 @@ CASES = "tests/interpreted/linear_kernels.py"
 
 
 @needs_triton
-@pytest.mark.parametrize("which", ["not slow", *slow("slow")], ids=["quick", "slow"])
+@pytest.mark.parametrize("which", ["not slow and not wide", "wide", *slow("slow")], ids=["quick", "wide", "slow"])
 def test_kernels_are_the_recurrence(which: str) -> None:
     """In a process of its own: Triton decides at its import whether kernels are interpreted."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, CASES]
