@@ -123,6 +123,10 @@ _ON_TRAJECTORIES = (
     "--training.seq_len=128 --training.steps=2 --training.global_batch_size=-1"
 )
 TALK = f"{TRAJECTORIES}; test -d outputs/talk || {_ON_TRAJECTORIES} --job.dump_folder=outputs/talk"
+SERVED = (
+    "port=$((20000 + RANDOM % 10000)); lct serve outputs/talk --tokens 4 --port $port > served.log & server=$!; "
+    "trap 'kill $server' EXIT; until grep -q answers served.log; do kill -0 $server; sleep 1; done; "
+)
 PAIRS = """for i in $(seq 20); do
 echo '{"prompt": [{"role": "user", "content": "2 + 3?"}], "chosen": [{"role": "assistant", "content": "5"}],
  "rejected": [{"role": "assistant", "content": "6"}]}' | tr -d '\\n'; echo
@@ -170,7 +174,12 @@ RULES = [
         why=f"{LONG}; packages are installed",
         says=r"(?s)training done: 2 steps .*next +\S*lct generate .*def __init__",
     ),
-    Rule(r"make (test|check|test-all|test-versions|mutants)", r"make -n \1", why="this test is part of it", slow=False),
+    Rule(
+        r"make (test|test-wide|check|test-all|test-versions|mutants)",
+        r"make -n \1",
+        why="this test is part of it",
+        slow=False,
+    ),
     Rule(r"make test-gpu", r"ls $(make -n \g<0> | grep -o 'tests/[^ ]*')", why=BIG, slow=False),
     Rule(r"make (lint|docs)"),
     Rule(
@@ -291,6 +300,20 @@ RULES = [
         "echo '2 + 3?' | lct chat outputs/talk --tokens 4",
         why="the folder of a short run, and a message in the place of a user",
         first=TALK,
+    ),
+    Rule(
+        r"lct serve outputs/\w+ --port \d+",
+        f"{SERVED}curl -sS http://127.0.0.1:$port/v1/models",
+        why="the folder of a short run, and a server that ends",
+        first=TALK,
+        says='"id": ?"talk"',
+    ),
+    Rule(
+        r"curl http://127\.0\.0\.1:8000(/v1/chat/completions .*)",
+        rf"{SERVED}curl -sS http://127.0.0.1:$port\1",
+        why="the folder of a short run, and a server that ends",
+        first=TALK,
+        says=r'"role": ?"assistant"',
     ),
     Rule(
         r"lct generate outputs/\w+ --chat( .*)",

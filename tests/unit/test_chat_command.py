@@ -13,8 +13,7 @@ import transformers
 from tests.chat_files import CHATML, chat_folder
 from tests.slow import slow
 from trainer.commands import generate
-from trainer.commands.chat import Printer
-from trainer.commands.talk import Talk
+from trainer.commands.talk import Pieces, Talk
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
@@ -113,14 +112,11 @@ def test_reasoning_that_the_prompt_begins_is_part_of_the_answer(folder):
     assert talk.answer(tokenizer.encode("the"), written)["content"] == "five</think> fox"
 
 
-def test_a_character_of_several_tokens_is_printed_when_it_is_whole(folder, capsys):
+def test_a_character_of_several_tokens_is_text_when_it_is_whole(folder):
     tokenizer = open_tokenizer(str(folder))
-    tokens, shown = tokenizer.encode("a🦊b and c🦊🦊 the naïve five"), []
-    printer = Printer(tokenizer.decode)
-    for token in tokens:
-        printer.put(token)
-        shown.append(capsys.readouterr().out)
-    assert len(tokens) > 12, "more than the printer keeps, and the fox has several"
+    tokens, pieces = tokenizer.encode("a🦊b and c🦊🦊 the naïve five"), Pieces(tokenizer.decode)
+    shown = [pieces.put(token) for token in tokens]
+    assert len(tokens) > 12, "more than are kept, and the fox has several"
     assert "".join(shown) == "a🦊b and c🦊🦊 the naïve five"
     assert "\ufffd" not in "".join(shown)
 

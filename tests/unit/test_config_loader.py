@@ -139,6 +139,14 @@ def test_check_config_and_world_size():
     assert "an int" in refused("--check-config", "--world-size", "many")
 
 
+def test_arguments_of_a_template_may_be_a_table(toml):
+    text = (
+        '[chat]\ndate = "2026-01-31"\n[chat.arguments]\nenable_thinking = false\nlanguage = "English"\ntools = ["a"]\n'
+    )
+    chat = parse("--job.config_file", str(toml(text))).chat
+    assert chat.values == {"enable_thinking": False, "language": "English", "tools": ["a"]}
+
+
 def test_lists_from_both_sources():
     assert from_toml("a.b", [1, 2], Key(tuple[int, ...], ()), "in x") == (1, 2)
     assert from_words("a.b", ["1", "2"], Key(tuple[int, ...], ())) == (1, 2)

@@ -9,14 +9,13 @@ tool that the model has called, and Ctrl-D ends. Without a terminal, each line o
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer.commands.generate import job_of, model_parser, sampling_of
 from trainer.commands.options import Parser
 from trainer.commands.ranks import run, work_on_rank
-from trainer.commands.talk import Talk, talk_options
+from trainer.commands.talk import Pieces, Talk, talk_options
 from trainer.config.errors import ConfigError
 from trainer.job import ResolvedJob
 
@@ -25,27 +24,6 @@ if TYPE_CHECKING:
 
 
 _WEEK = 7 * 24 * 3600
-_BEFORE = 8  # tokens
-
-
-class Printer:
-    """Prints tokens as text as soon as they are whole characters. Some tokens before tell how a new one is written."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode, self._tokens, self._printed = decode, [], 0
-
-    def put(self, token: int) -> None:
-        """Print what this token completes."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if not text.endswith("\ufffd"):  # the rest of a character is to come
-            print(text[self._printed :], end="", flush=True)
-            self._tokens = self._tokens[-_BEFORE:]
-            self._printed = len(self._decode(self._tokens))
-
-    def finish(self) -> None:
-        """Print what has not become a whole character, and end the line."""
-        print(self._decode(self._tokens)[self._printed :], flush=True)
 
 
 def parser() -> Parser:
@@ -99,12 +77,12 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
             if is_first:
                 print(f"error: {error}", file=sys.stderr)
             continue
-        printer = Printer(talk.tokenizer.decode)
+        pieces = Pieces(talk.tokenizer.decode)
         settings = {"tokens": args.tokens, "sampling": sampling_of(args), "seed": args.seed, "ends": talk.ends}
-        put = (lambda _, token, put=printer.put: put(token)) if is_first else None
+        put = (lambda _, token, put=pieces.put: print(put(token), end="", flush=True)) if is_first else None
         (written,) = generate(model, job, dims, [prompt], **settings, on_token=put)
         if is_first:
-            printer.finish()
+            print(pieces.finish(), flush=True)
         messages += [message, talk.answer(prompt, written)]
     return ""
 

@@ -31,7 +31,7 @@ _KEPT = (
     *("loss_chunk_tokens", "dtype", "mixed_precision_param", "enable_cpu_offload"),
 )
 _RESET = ("parallelism", "validation", "activation_checkpoint", "compile")  # tables that whole weights need not
-_TEXT_COMMANDS = ("lct generate", "lct chat", "lct evaluate")
+_TEXT_COMMANDS = ("lct generate", "lct chat", "lct serve", "lct evaluate")
 
 
 def model_options(parser: Parser, *, seed: str) -> None:

@@ -16,6 +16,7 @@ COMMANDS = {
     ),
     "generate": ("generate", "continue a text with the weights of a run", "lct generate outputs/debug_model"),
     "chat": ("chat", "talk with the model of a run, through its chat template", "lct chat outputs/chat"),
+    "serve": ("serve", "answer requests in the format of OpenAI's API", "lct serve outputs/chat --port 8000"),
     "evaluate": (
         "evaluate",
         "measure a run on long sequences: loss by position, needles in a haystack",

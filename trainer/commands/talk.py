@@ -1,9 +1,10 @@
 """How commands talk to a model: its chat template, its tools, and the tokens that end its texts and answers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.options import Parser
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from trainer.data.tokenizers.tokenizer import Tokenizer
 
 _OPENED = "<think>"
+_BEFORE = 8  # tokens
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def ends_of(config: JobConfig, tokenizer: "Tokenizer", template: ChatTemplate | None = None) -> set[int]:
@@ -30,8 +33,13 @@ def talk_options(described: Parser, when: str = "") -> None:
     """Add the options of how a model is talked to."""
     add = described.add_argument
     add("--tools", type=Path, metavar="FILE", help=f"{when}tools of the model, a list in JSON")
+    argument_option(described, when)
+
+
+def argument_option(described: Parser, when: str = "") -> None:
+    """Add the option for arguments of the chat template."""
     text = f"{when}argument of the chat template, as enable_thinking=false; may be given again"
-    add("--argument", action="append", default=[], metavar="NAME=VALUE", help=text)
+    described.add_argument("--argument", action="append", default=[], metavar="NAME=VALUE", help=text)
 
 
 @dataclass(frozen=True)
@@ -63,16 +71,46 @@ class Talk:
             raise ConfigError(f"--tools {tools} must be a list of objects; write what the template's model expects")
         return cls(tokenizer, template, given or (), frozenset(ends_of(config, tokenizer, template)))
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages."""
-        text = self.template.prompt({"messages": messages, "tools": self.tools or None})
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[int]:
+        """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages.
+
+        more: may have tools, and chat_template_kwargs with arguments of the template.
+        """
+        brought = {"tools": more.get("tools") or self.tools or None, "values": more.get("chat_template_kwargs") or {}}
+        text = self.template.prompt({"messages": messages, **brought})
         return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
 
     def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
         """Return what the model has written as a message. Reasoning that the prompt has begun is part of it."""
-        opened = self.tokenizer.decode(prompt[-8:]).rstrip().endswith(_OPENED)
-        text = self.tokenizer.decode(tokens)
-        return {"role": "assistant", "content": f"{_OPENED}\n{text}" if opened else text}
+        return {"role": "assistant", "content": self.opening(prompt) + self.tokenizer.decode(tokens)}
+
+    def opening(self, prompt: Sequence[int]) -> str:
+        """Return the beginning of the answer that the prompt ends with."""
+        return f"{_OPENED}\n" if self.tokenizer.decode(prompt[-8:]).rstrip().endswith(_OPENED) else ""
+
+
+class Pieces:
+    """Text of tokens, as soon as they are whole characters. Some tokens before tell how a new one is written."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode, self._tokens, self._given = decode, [], 0
+
+    def put(self, token: int) -> str:
+        """Return the text that this token completes."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith("\ufffd"):  # the rest of a character is to come
+            return ""
+        piece = text[self._given :]
+        self._tokens = self._tokens[-_BEFORE:]
+        self._given = len(self._decode(self._tokens))
+        return piece
+
+    def finish(self) -> str:
+        """Return what has not become a whole character."""
+        return self._decode(self._tokens)[self._given :]
 
 
 def _json(file: Path) -> object:

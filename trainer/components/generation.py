@@ -49,13 +49,13 @@ def generate(
     sampling: Sampling,
     seed: int,
     ends: Collection[int] = (),
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: Callable[[int, int], bool | None] | None = None,
 ) -> list[list[int]]:
     """Return for each prompt, of one token at least, what the model writes after it: at most `tokens` tokens.
 
     A text ends before a token of `ends`. What is drawn for a prompt depends on `seed` and on its number, not on the
     other prompts. The model sees at most `training.seq_len` tokens: the older half of a longer text is dropped.
-    on_token: called with the number of a prompt and each token when it is written.
+    on_token: called with the number of a prompt and each token when it is written; True ends the text, on all ranks.
 
     Raises:
         SharedConfigError: on every rank, if logits are not numbers.
@@ -78,8 +78,8 @@ def generate(
                 open_texts.remove(i)
             else:
                 written[i].append(token)
-                if on_token is not None:
-                    on_token(i, token)
+                if on_token is not None and on_token(i, token):
+                    open_texts.remove(i)
         if not open_texts:
             break
         for i, text in enumerate(texts):  # an ended text continues with any token, which nobody reads

@@ -1,5 +1,6 @@
 """Read TOML files and their bases as typed settings."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def _typed_value(name: str, value: object, where: str, schema: type) -> tuple[ob
     key = accepted_keys(schema).get(name)
     if key is None:
         raise unknown_key(name, f"{name} = {shown(value)}", where, schema)
+    if name == "chat.arguments" and isinstance(value, dict):  # a table [chat.arguments]
+        value = [f"{argument}={json.dumps(given, default=str)}" for argument, given in value.items()]
     value, renamed = todays_value(name, value, where)
     if value is not None:
         value = from_toml(name, value, key, where)

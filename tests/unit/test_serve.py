@@ -1,0 +1,128 @@
+"""Law of `lct serve`: a client of OpenAI's API gets the answers that transformers writes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import openai
+import pytest
+
+from tests.distributed.pool import free_port
+from tests.slow import slow
+from tests.unit.test_chat_command import ROOT, SYSTEM, TOOLS, folder, theirs  # noqa: F401
+from trainer.commands import serve
+from trainer.commands.openai_format import Request, request_of
+from trainer.config.errors import ConfigError
+from trainer.data.tokenizers.tokenizer import open_tokenizer
+
+QUESTION = {"role": "user", "content": "two and three?"}
+GREEDY = {"model": "any", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module", params=[1, *slow(2)])
+def client(request, folder) -> Iterator[openai.OpenAI]:  # noqa: F811
+    port = free_port()
+    command = [sys.executable, "-m", "trainer", "serve", str(folder), f"--ngpu={request.param}", f"--port={port}"]
+    server = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout.readline() == f"{folder.name} answers at http://127.0.0.1:{port}/v1; Ctrl-C ends\n"
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) in (130, 1), "Ctrl-C ends all ranks"
+    finally:
+        server.kill()
+
+
+def test_a_conversation_is_answered_whole_and_in_pieces(client, folder):  # noqa: F811
+    messages = [SYSTEM, QUESTION]
+    wanted = theirs(folder, messages, TOOLS)
+    assert wanted != theirs(folder, messages, None), "negative control: tools matter"
+    asked = {"messages": messages, "tools": TOOLS, **GREEDY}
+    got = client.chat.completions.create(**asked)
+    assert (got.choices[0].message.role, got.choices[0].message.content) == ("assistant", wanted)
+    assert got.model == folder.name == client.models.list().data[0].id
+    pieces = [*client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == wanted
+    assert len(pieces) > 4
+    assert pieces[-1].usage == got.usage
+    assert got.usage.completion_tokens <= 12
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == got.choices[0].finish_reason
+
+
+def test_a_text_is_completed_up_to_a_stop(client, folder):  # noqa: F811
+    whole = client.completions.create(prompt="the quick", **GREEDY)
+    text = whole.choices[0].text
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("length", 12)
+    stop = text[len(text) // 2 :][:3]
+    cut = client.completions.create(prompt=["the quick"], stop=["never there", stop], **GREEDY)
+    assert (cut.choices[0].text, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+    assert cut.usage.completion_tokens < 12
+    pieces = client.completions.create(prompt="the quick", stop=stop, stream=True, **GREEDY)
+    assert "".join(piece.choices[0].text for piece in pieces) == text[: text.index(stop)]
+    tokens = open_tokenizer(str(folder)).encode("the quick")
+    asked = GREEDY | {"prompt": tokens, "temperature": 0.9}
+    drawn = [client.completions.create(**asked, seed=seed).choices[0].text for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_wrong_requests_are_refused_in_one_sentence_and_the_next_one_is_answered(client):
+    for wrong, message in (
+        ({"n": 2}, "n = 2 is not offered"),
+        ({"logit_bias": {"1": 2}}, "logit_bias is not offered"),
+        ({"max_tokens": 0}, "max_tokens = 0 must be a number of at least 1"),
+        ({"temperature": -1}, "temperature = -1 must be a number of at least 0"),
+        ({"messages": [{"content": "?"}]}, "messages must be a list of objects with role and content"),
+        ({"messages": [{"role": "user", "content": "five " * 600}]}, "and the model takes 1 to 511"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**{"messages": [QUESTION], **GREEDY} | wrong)
+    with pytest.raises(openai.BadRequestError, match="prompt must be one text"):
+        client.completions.create(prompt=["a", "b"], **GREEDY)
+    assert client.chat.completions.create(messages=[QUESTION], **GREEDY).choices[0].message.content
+
+
+def test_what_may_begin_a_stop_waits():
+    tokenizer = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
+    answer = serve.Answer(tokenizer, ["\n\n", "END"])
+    assert [answer.put(ord(x)) for x in "aEN\nb"] == ["", "", "a", "E", "N"]
+    assert (answer.finish(), answer.stopped) == ("\nb", False)
+    answer = serve.Answer(tokenizer, ["\n\n", "END"])
+    assert "".join(answer.put(ord(x)) for x in "aEND") == "a"
+    assert (answer.finish(), answer.stopped) == ("", True)
+
+
+def test_an_answer_has_at_most_the_tokens_that_are_left():
+    usual = Request([], 1024, 0.7, 0, 1.0, 3, [])
+    asked = request_of({"top_p": 0, "stop": "x"}, [1] * 10, usual, 16)
+    assert (asked.tokens, asked.top_p, asked.stops, asked.seed) == (6, 1.0, ["x"], 3)
+    assert request_of({"max_completion_tokens": 2, "max_tokens": 5}, [1], usual, 16).tokens == 2
+
+
+def test_a_port_that_is_taken_and_a_package_that_is_missing_are_one_sentence(folder, monkeypatch):  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        args, job = serve.checked([str(folder), f"--port={taken.getsockname()[1]}"])
+        tokenizer = open_tokenizer(str(folder))
+        with pytest.raises(ConfigError, match=r"is not available \(.*Address already in use.*\); name another"):
+            serve.Server(args, 16, tokenizer, serve._talk_of(job)).start()
+    monkeypatch.setattr(serve, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=r"needs starlette and uvicorn; install them with pip install '\.\[serve\]'"):
+        serve.checked([str(folder)])
+
+
+def test_a_model_without_a_template_completes_texts(folder, tmp_path: Path):  # noqa: F811
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in folder.iterdir():
+        (bare / file.name).write_bytes(file.read_bytes().replace(b'"chat_template"', b'"no_template"'))
+    args, job = serve.checked([str(bare)])
+    server = serve.Server(args, 64, open_tokenizer(str(bare)), serve._talk_of(job))
+    assert server._asked({"prompt": "the"}, chat=False).prompt
+    with pytest.raises(ConfigError, match="has no chat template"):
+        server._asked({"messages": [QUESTION]}, chat=True)
