@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 from scripts.proof_data import document, write_documents, write_tokenizer
 from scripts.provenance import made_with
 from trainer.config.schema import Model
-from trainer.data.evaluation.needle import needle_prompts
+from trainer.data.evaluation import needle_prompts
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.families.registry import flavor_args
 

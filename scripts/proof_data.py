@@ -16,7 +16,7 @@ from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.data.evaluation.needle import CITIES, sentence
+from trainer.data.evaluation import CITIES, sentence
 
 PLACES = (
     *CITIES,

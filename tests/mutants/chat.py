@@ -101,7 +101,7 @@ CHAT = (
     ),
     Mutant(
         "a text ends with one of the model's end tokens only",
-        "trainer/data/tokenizers/ends.py",
+        "trainer/data/tokenizers/chat_template.py",
         "ends |= set(named) if isinstance(named, list) else {named}",
         "pass",
         "tests/unit/test_hugging_face.py::test_every_end_that_a_model_names_ends_a_text",

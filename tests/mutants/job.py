@@ -186,7 +186,7 @@ DATA = (
     ),
     Mutant(
         "two processes write one shard",
-        "trainer/data/token_files/writer.py",
+        "trainer/data/token_files/made.py",
         "        if index.exists():\n            return\n",
         "",
         "tests/unit/test_token_files.py",

@@ -603,9 +603,9 @@ PREFERENCES = (
     ),
     Mutant(
         "answers of the prompt are learned",
-        "trainer/data/sources/preferences.py",
-        'message | {"weight": 0}',
-        'message | {"weight": 1}',
+        "trainer/data/sources/conversations.py",
+        '    prompt = [message | {"weight": 0} for',
+        '    prompt = [message | {"weight": 1} for',
         f"{_PAIRS_OF}::test_answers_of_the_prompt_are_not_learned",
     ),
     Mutant(

@@ -8,7 +8,7 @@ import pytest
 
 from scripts import proof, proof_data
 from scripts.proof import TINY, main
-from trainer.data.evaluation.needle import needle_prompts
+from trainer.data.evaluation import needle_prompts
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 

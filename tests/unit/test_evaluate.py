@@ -11,8 +11,7 @@ import pytest
 from trainer.commands import evaluate
 from trainer.commands.evaluate import edges_of, tables, write
 from trainer.config.errors import ConfigError
-from trainer.data.evaluation.long_documents import long_documents
-from trainer.data.evaluation.needle import NeedlePrompt, needle_prompts
+from trainer.data.evaluation import NeedlePrompt, long_documents, needle_prompts
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.data.tokenizers.encoders import Encoded
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer

@@ -10,8 +10,7 @@ import torch
 from trainer.checkpoint.weights import WeightsReader, load_tensors, open_step, open_weights
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizers.chat_template import find_template
-from trainer.data.tokenizers.ends import GENERATION_FILE, end_ids
+from trainer.data.tokenizers.chat_template import GENERATION_FILE, end_ids, find_template
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.data.tokenizers.tokenizer_json import read_settings
 from trainer.families.args import DecoderArgs

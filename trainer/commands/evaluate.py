@@ -149,7 +149,7 @@ def edges_of(seq_len: int, given: list[int] | None) -> tuple[int, ...]:
 
 def positions(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
     """Return the loss by position. A collective over all ranks."""
-    from trainer.data.evaluation.long_documents import long_documents
+    from trainer.data.evaluation import long_documents
     from trainer.data.token_files.catalog import documents_in_order
     from trainer.runtime.agreement import raise_on_all_ranks
 
@@ -165,7 +165,7 @@ def positions(wanted: argparse.Namespace, evaluation: "Evaluation", job: Resolve
 
 def needle(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
     """Return the answers by length and depth; log_probability: mean of a token of them. A collective over all ranks."""
-    from trainer.data.evaluation.needle import needle_prompts
+    from trainer.data.evaluation import needle_prompts
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 

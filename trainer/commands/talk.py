@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
+from trainer.data.tokenizers.chat_template import ChatTemplate, end_ids, find_template
 from trainer.stores.initial import hf_folder
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 def ends_of(config: JobConfig, tokenizer: "Tokenizer", template: ChatTemplate | None = None) -> set[int]:
     """Return the tokens that end a text; with a template also the one that ends an answer."""
-    from trainer.data.tokenizers.ends import end_ids
-
     file = Path(config.model.tokenizer_file)
     return end_ids(tokenizer, (file, file.parent, hf_folder(config)), template)
 

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.components.loss import token_losses, whole_logits, whole_sequence
 from trainer.components.metrics import perplexity
 from trainer.data.batch import TextBatch
-from trainer.data.evaluation.needle import NeedlePrompt
+from trainer.data.evaluation import NeedlePrompt
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce

@@ -22,7 +22,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, StreamState
 from trainer.data.packing.pairs import Pairs
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
-from trainer.data.sources.bad_records import Tally
+from trainer.data.sources.records import Tally
 from trainer.data.token_files.reader import TokenFiles
 
 WINDOW = 1024

@@ -79,14 +79,13 @@ def find_files(
     if os.path.isfile(expanded):
         return [expanded]
     is_folder = os.path.isdir(expanded)
-    if is_folder:
-        _check_folders_can_be_read(path, expanded, keys)
-    there = _files_below(expanded) if is_folder else glob.glob(expanded, recursive=True)
+    way = (expanded, *map(str, Path(expanded).absolute().parents))
+    _check_can_be_read(path, next(part for part in way if os.path.isdir(part)), keys)
+    there = _files_below(path, expanded, keys) if is_folder else glob.glob(expanded, recursive=True)
     there = sorted({file for file in there if os.path.isfile(file)})
     found = [file for file in there if file.endswith(endings)] if is_folder else there
     if found:
         return found
-    _check_folders_can_be_read(path, expanded, keys)
     what = f"a folder without *{' and *'.join(endings)} files" if is_folder else "neither a file nor a folder"
     what = "a glob that matches no file" if glob.has_magic(path) and not is_folder else what
     other = next((other for end, other in others.items() if any(file.endswith(end) for file in there)), None)
@@ -96,37 +95,27 @@ def find_files(
     raise MissingFile(f"{keys.path} = {path!r} is {what}; {advice}")
 
 
-def _files_below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield what lies below a folder, also behind links, but for hidden names and links to a folder `above`.
+def _files_below(path: str, folder: str, keys: DataKeys) -> Iterator[str]:
+    """Yield what lies below a folder, also behind links, but for hidden names and links to a folder above.
 
     `glob` would follow such links in circles, and find each file many times.
     """
-    above = (*above, os.path.realpath(folder))
-    try:
-        names = os.listdir(folder)
-    except OSError as error:  # behind a link
-        raise unreadable(folder, error) from None
-    for name in names:
-        path = os.path.join(folder, name)
-        if name.startswith("."):
-            continue
-        if not os.path.isdir(path):
-            yield path
-        elif os.path.realpath(path) not in above:
-            yield from _files_below(path, above)
+    for root, folders, names in os.walk(folder, followlinks=True):
+        above = {os.path.realpath(part) for part in (root, *Path(root).absolute().parents)}
+        shown = (name for name in folders if not name.startswith("."))
+        folders[:] = [name for name in shown if os.path.realpath(os.path.join(root, name)) not in above]
+        for name in folders:
+            _check_can_be_read(path, os.path.join(root, name), keys)
+        yield from (os.path.join(root, name) for name in names if not name.startswith("."))
 
 
-def _check_folders_can_be_read(path: str, expanded: str, keys: DataKeys) -> None:
-    """Refuse folders that this user may not read, on the way to the data or below: `glob` would find nothing there."""
-    parts = (expanded, *map(str, Path(expanded).absolute().parents))
-    way = [next(part for part in parts if os.path.isdir(part))]
-    below = (os.path.join(root, name) for root, names, _ in os.walk(expanded) for name in names)
-    for folder in (*way, *below):
-        if not os.access(folder, os.R_OK | os.X_OK):
-            raise ConfigError(
-                f"{keys.path} = {path!r}: the folder {folder} cannot be read (permission denied); "
-                "change its permissions, or give data that you may read"
-            )
+def _check_can_be_read(path: str, folder: str, keys: DataKeys) -> None:
+    """Refuse a folder that this user may not read: nothing would be found there."""
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(
+            f"{keys.path} = {path!r}: the folder {folder} cannot be read (permission denied); "
+            "change its permissions, or give data that you may read"
+        )
 
 
 def contents(files: Sequence[str]) -> list[int]:

@@ -6,8 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.sources.bad_records import BadRecord
-from trainer.data.sources.records import check_column, package, text_of_row
+from trainer.data.sources.records import BadRecord, check_column, package, text_of_row
 
 _ANSWER_SECONDS = 3.0
 

@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,19 +13,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from trainer.config.errors import ConfigError
-from trainer.data.sources.bad_records import BadRecord, Tally
+from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.tokenizers.encoders import NOTHING, Encoded
 from trainer.data.tokenizers.tokenizer import replace_surrogates, vocab_size_of
-
-
-@runtime_checkable
-class _ByNumber(Protocol):
-    """A sequence, or a data set of PyTorch with documents by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Any: ...
 
 
 class _Iterable(IterableDataset):
@@ -47,15 +38,11 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
     """Return the loader of a pass over an iterable, or over a sequence. epoch: number of the pass, for `set_epoch`."""
     if hasattr(iterable, "set_epoch"):
         iterable.set_epoch(epoch)
-    if not isinstance(iterable, _ByNumber):
+    if not (hasattr(iterable, "__len__") and hasattr(iterable, "__getitem__")):
         iterable = _Iterable(iterable)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by PyTorch, in torchdata
-        return StatefulDataLoader(iterable, batch_size=None, collate_fn=_unchanged)
-
-
-def _unchanged(document: Any) -> Any:
-    return document
+        return StatefulDataLoader(iterable, batch_size=None, collate_fn=lambda document: document)
 
 
 class IterableDocuments:
@@ -66,7 +53,7 @@ class IterableDocuments:
 
     def __init__(self, settings: DataSettings, stream: int, streams: int) -> None:
         self._settings, self._stream, self._streams = settings, stream, streams
-        self._place, self._encoder = source_of(settings).iterable, source_of(settings).encoder(settings)
+        self._place, self._encode = source_of(settings).iterable, source_of(settings).encoder(settings)
         self._vocab_size, self._skipped = vocab_size_of(settings.tokenizer), Tally()
         self._epoch = -1
 
@@ -162,7 +149,7 @@ class IterableDocuments:
         if isinstance(document, Mapping) and name in document:
             document = document[name]
         if isinstance(document, str):
-            return self._encoder.encode(replace_surrogates(document))
+            return self._encode(replace_surrogates(document))
         if isinstance(document, list | tuple | np.ndarray | torch.Tensor):
             return self._checked(Encoded(np.asarray(document)), number)
         raise self._bad(number, f"is of type {type(document).__name__}")

@@ -1,7 +1,8 @@
 """Documents of files, one after another: lines of JSON, rows of Parquet, whole texts. Torch-free.
 
-A reader yields each document, or a `BadRecord` in its place. The package `datasets` reads these formats too, but it
-cannot name or skip a bad line, and does not compare the check sums of Parquet's pages.
+A reader yields each document, or a `BadRecord` in its place: the run stops there, or leaves it out. The package
+`datasets` reads these formats too, but it cannot name or skip a bad line, and does not compare the check sums of
+Parquet's pages.
 """
 
 import gzip
@@ -17,15 +18,36 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.data.sources.bad_records import BadRecord
 from trainer.data.sources.files import BLOCK, unreadable
 from trainer.data.tokenizers.tokenizer import replace_surrogates
+from trainer.runtime.console import logger
 
 COMPRESSED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 STREAMED = (*COMPRESSED, ".parquet")
 """Endings of files that can only be read from their start to their end."""
 Where: TypeAlias = Callable[[], str]
 """Returns which record it is, such as "file, line 7". It is called for messages only, because it may take long."""
+
+
+class BadRecord(ConfigError):
+    """One document of a data set cannot be used; the others can."""
+
+
+class Tally:
+    """Counts what is left out. The log has the 1st, 10th, 100th ... with its reason.
+
+    number: so far; first: the reason of the first one.
+    """
+
+    def __init__(self, what: str = "bad records") -> None:
+        self._what, self.number, self.first = what, 0, ""
+
+    def count(self, reason: object) -> None:
+        """Count one."""
+        self.number += 1
+        self.first = self.first or str(reason)
+        if self.number == 10 ** (len(str(self.number)) - 1):
+            logger.warning(f"{self._what} left out so far: {self.number:,}; this one: {reason}")
 
 
 def lines_of(file: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[bytes, Where]]:

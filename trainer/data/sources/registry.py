@@ -12,13 +12,20 @@ from typing import Any
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import Chat, Model, Training
-from trainer.data.sources.bad_records import BadRecord, Tally
-from trainer.data.sources.conversations import conversation
+from trainer.data.sources.conversations import conversation, preference
 from trainer.data.sources.files import DataKeys, find_files, stdlib_files
 from trainer.data.sources.hub import HubData
-from trainer.data.sources.preferences import preference
-from trainer.data.sources.records import COMPRESSED, STREAMED, lines_of, rows_of, text_of_file, text_of_line
-from trainer.data.tokenizers.encoders import ConversationEncoder, Encoder, TextEncoder
+from trainer.data.sources.records import (
+    COMPRESSED,
+    STREAMED,
+    BadRecord,
+    Tally,
+    lines_of,
+    rows_of,
+    text_of_file,
+    text_of_line,
+)
+from trainer.data.tokenizers.encoders import NOTHING, ConversationEncoder, Encoded
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.hugging_face.files import grouped
 
@@ -65,6 +72,16 @@ class Part:
     stop: int | None = None
 
 
+def _encoder_of_texts(settings: DataSettings) -> Callable[[str], Encoded]:
+    """Return what puts a text between the tokens that begin and end it; an empty one has none."""
+    tokenizer = open_tokenizer(settings.tokenizer)
+    return lambda text: Encoded(tokenizer.encode_to_numpy(text, bos=True, eos=True)) if text else NOTHING
+
+
+def _encoder_of_conversations(settings: DataSettings) -> Callable[[Any], Encoded]:
+    return ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat).encode
+
+
 @dataclass(frozen=True)
 class Source:
     """A kind of data set.
@@ -73,7 +90,7 @@ class Source:
     parts: (settings, files, bytes) -> parts of about so many bytes, which processes tokenize one by one; None, as
     `documents`, if there is no text.
     documents: (settings, part) -> the documents of a part in their order, a `BadRecord` in the place of a bad one.
-    encoder: settings -> what makes token ids of a document.
+    encoder: settings -> a function that makes token ids of a document.
     own_files: files of a data set without a path.
     check: what is checked before the job starts in place of the first document.
     token_files: the files have token ids.
@@ -83,7 +100,7 @@ class Source:
     endings: tuple[str, ...]
     parts: Callable[[DataSettings, Sequence[str], int], list[Part]] | None = None
     documents: Callable[[DataSettings, Part], Iterator[Any]] | None = None
-    encoder: Callable[[DataSettings], Encoder] = lambda settings: TextEncoder(open_tokenizer(settings.tokenizer))
+    encoder: Callable[[DataSettings], Callable[[Any], Encoded]] = _encoder_of_texts
     own_files: Callable[[], list[str]] | None = None
     check: Callable[[DataSettings], object] | None = None
     token_files: bool = False
@@ -241,10 +258,6 @@ def _lines(settings: DataSettings, part: Part) -> Iterator[Any]:
     return (text_of_line(content, name, where) for content, where in lines_of(file, part.start, part.stop))
 
 
-def _chats(_: DataSettings, part: Part) -> Iterator[Any]:
-    return starmap(conversation, lines_of(part.files[0], part.start, part.stop))
-
-
 DATASETS: Registry[Source] = Registry(
     "data set",
     {
@@ -254,14 +267,14 @@ DATASETS: Registry[Source] = Registry(
         "chat": Source(
             (".jsonl", *COMPRESSED),
             _ranges_of_lines,
-            _chats,
-            lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat),
+            lambda _, part: starmap(conversation, lines_of(part.files[0], part.start, part.stop)),
+            _encoder_of_conversations,
         ),
         "preferences": Source(
             (".jsonl", *COMPRESSED),
             _ranges_of_lines,
             lambda _, part: chain.from_iterable(starmap(preference, lines_of(part.files[0], part.start, part.stop))),
-            lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat),
+            _encoder_of_conversations,
         ),
         "hub": Source(
             (),

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.sources.bad_records import BadRecord
 from trainer.data.sources.files import cache_folder, contents, number_of, unreadable, write_whole
+from trainer.data.sources.records import BadRecord
 from trainer.data.sources.registry import DataSettings, all_documents, check_source, check_streams, files_of, source_of
 from trainer.data.token_files.format import MANIFEST, UNFINISHED, Pair, checked_pair, open_pair
 from trainer.data.token_files.made import cached, made_by
@@ -70,7 +70,7 @@ def documents_in_order(settings: DataSettings) -> Iterator[Encoded]:
         files = open_documents(settings)
         yield from (files[i] for i in range(len(files)))
         return
-    yield from map(source.encoder(settings).encode, all_documents(settings))
+    yield from map(source.encoder(settings), all_documents(settings))
 
 
 def check_data(settings: DataSettings, data_streams: int | None = None) -> None:

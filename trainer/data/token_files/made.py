@@ -1,15 +1,18 @@
 """Token files that are made of a data set, once: into a folder of the user, or into the cache. Torch-free.
 
 The folder in the cache is named by all that its content follows from: the content of all files, the tokenizer, the text
-field, the chat template. Shards are made by several processes. One that is whole stays when the job is killed, and the
-next job makes the others; a job that finds another one at work waits for it.
+field, the chat template. Shards are made by several processes, each of a part of the data set, whose number it has: so
+documents keep the order of the data set. Bad and empty ones keep their place, without tokens. A shard that is whole
+stays when the job is killed, and the next job makes the others; a job that finds another one at work waits for it.
 """
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -19,16 +22,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.config.imports import IMPORTED, import_packages
 from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
 from trainer.data.sources.hub import HubData
-from trainer.data.sources.records import text_of_file
-from trainer.data.sources.registry import DataSettings, Part, files_of, source_of
-from trainer.data.token_files.format import MANIFEST, UNFINISHED
-from trainer.data.token_files.writer import entry_of, write_shard
-from trainer.data.tokenizers.encoders import ConversationEncoder
+from trainer.data.sources.records import Tally, text_of_file
+from trainer.data.sources.registry import DataSettings, Part, documents_of, files_of, source_of
+from trainer.data.token_files.format import CODES, MANIFEST, UNFINISHED, index_bytes, open_pair
+from trainer.data.tokenizers.encoders import NOTHING, ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
 from trainer.runtime.console import logger
 from trainer.runtime.dump_folder import wait_for_lock
@@ -314,6 +318,54 @@ def _written(work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
+    """Tokenize a part. Its .idx appears last, when the shard is whole; one process at a time writes it.
+
+    Raises:
+        ConfigError: the data cannot be read, or a record is bad and not to be skipped.
+        OSError: a file cannot be written.
+    """
+    code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4  # uint16, or int32: the format has no uint32
+    encode, dtype = source_of(settings).encoder(settings), np.dtype(CODES[code])
+    index, lengths, sums, answers, skipped = stem.with_suffix(".idx"), [], [], [], Tally()
+    with stem.with_suffix(".bin").open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
+        if index.exists():
+            return
+        stream.truncate(0)
+        for document in documents_of(settings, part, skipped):
+            ids, marks, _ = encode(document) if document else NOTHING
+            stream.write(content := ids.astype(dtype).tobytes())
+            lengths.append(len(ids))
+            sums.append(zlib.crc32(content))
+            if marks is not None:
+                answers.append(marks.tobytes())
+                sums[-1] = zlib.crc32(answers[-1], sums[-1])
+        stream.flush()
+        os.fsync(stream.fileno())
+        write_whole(stem.with_suffix(".crc"), np.array(sums, dtype="<u4").tobytes())
+        if settings.dataset in CONVERSATIONS:
+            write_whole(stem.with_suffix(".answers"), *answers)
+        if skipped.number:
+            note = {"skipped": skipped.number, "first": skipped.first}
+            write_whole(stem.with_suffix(".skipped"), json.dumps(note).encode())
+        write_whole(index, *index_bytes(code, lengths))
+
+
+def entry_of(stem: Path) -> dict[str, Any]:
+    """Return the manifest's entry of a shard: documents, tokens, check sums, and what was skipped in it.
+
+    Raises:
+        ConfigError: the index is damaged, or does not fit the ids.
+        OSError: a file is missing.
+    """
+    sums = {name: zlib.crc32(stem.with_suffix(f".{name}").read_bytes()) for name in ("idx", "crc")}
+    pair, note = open_pair(str(stem.with_suffix(".idx"))), {}
+    with suppress(FileNotFoundError):
+        note = json.loads(stem.with_suffix(".skipped").read_text(encoding="utf-8"))
+    return {"documents": pair.documents, "tokens": os.path.getsize(pair.ids) // pair.itemsize, **sums, **note}
 
 
 def _begin_process(parent: int, packages: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.sources.bad_records import BadRecord, Tally
+from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.token_files.format import HEADER, ByteRanges, Pair
 from trainer.data.tokenizers.encoders import NOTHING, Encoded
 

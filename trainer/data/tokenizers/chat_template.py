@@ -20,13 +20,14 @@ from trainer.config.registry import Registry
 from trainer.config.schema import Chat
 from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages
 from trainer.data.tokenizers.chat_written import left_out, other_arguments
-from trainer.data.tokenizers.tokenizer import special_names
+from trainer.data.tokenizers.tokenizer import Tokenizer, special_names
 from trainer.data.tokenizers.tokenizer_json import read_settings
 
 if TYPE_CHECKING:
     import jinja2
 
 NO_TEMPLATE = "none"
+GENERATION_FILE = "generation_config.json"
 TEMPLATES: Registry[str] = Registry("chat template")
 """Templates that packages add, as Jinja text; see `register_chat_template`."""
 _MARKS = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
@@ -211,6 +212,17 @@ def find_template(
         if isinstance(source, str):
             return made(source, str(folder / "tokenizer_config.json"))
     return None
+
+
+def end_ids(tokenizer: Tokenizer, folders: Iterable[Path | None], template: ChatTemplate | None) -> set[int]:
+    """Return the tokenizer's end, all that a `generation_config.json` names, and that of an answer of the template."""
+    ends: set[Any] = {tokenizer.eos_id}
+    for folder in set(folders) - {None}:
+        named = read_settings(folder / GENERATION_FILE).get("eos_token_id")
+        ends |= set(named) if isinstance(named, list) else {named}
+    if template is not None:
+        ends |= set(tokenizer.encode_with_places(template.end_of_answer(), special=True)[0].tolist())
+    return {end for end in ends if type(end) is int and 0 <= end < tokenizer.vocab_size}
 
 
 def _special_names(tokenizer_path: str) -> Sequence[str]:

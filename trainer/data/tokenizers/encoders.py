@@ -5,7 +5,7 @@ answers                                           ------          with the token
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,24 +26,8 @@ class Encoded(NamedTuple):
     lengths: tuple[int, ...] = ()
 
 
-class Encoder(Protocol):
-    """Makes token ids of the documents of one kind of data."""
-
-    def encode(self, document: Any) -> Encoded: ...
-
-
 NOTHING = Encoded(np.empty(0, dtype=np.int64))
 """A document without text."""
-
-
-class TextEncoder:
-    """Puts a text between the tokens that begin and end it; an empty one has none."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def encode(self, document: str) -> Encoded:
-        return Encoded(self._tokenizer.encode_to_numpy(document, bos=True, eos=True)) if document else NOTHING
 
 
 class ConversationEncoder:

@@ -1,4 +1,6 @@
-"""A needle in a haystack: one sentence to remember in a text about other things, and a question about it at the end.
+"""Sequences that a trained model is measured on: the beginnings of long documents, and needles in a haystack.
+
+A needle is one sentence to remember in a text about other things, with a question about it at the end.
 
     <begin> haystack ... The magic number of Oslo is 4729183. ... haystack  What is the magic number of Oslo?
     The magic number of Oslo is 4729183
@@ -8,7 +10,7 @@ The text is made by a generator from a seed, and is no text of a data set. After
 and the retrieval tasks of RULER (arXiv 2404.06654). Torch-free.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from random import Random
@@ -16,7 +18,8 @@ from random import Random
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, together
+from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
+from trainer.data.tokenizers.encoders import Encoded
 from trainer.data.tokenizers.tokenizer import Tokenizer
 
 CITIES = (
@@ -29,6 +32,31 @@ _DEEDS = ("watched", "carried", "painted", "found", "sold", "repaired", "hid", "
 _THINGS = ("lantern", "boat", "letter", "basket", "clock", "table", "coat", "wagon", "mirror", "kettle")
 _PLACES = ("river", "market", "bridge", "orchard", "harbour", "forest", "mill", "garden", "castle", "meadow")
 _TIMES = ("in the morning", "after the rain", "before noon", "at night", "during the winter", "without a word")
+
+
+def long_documents(documents: Iterable[Encoded], seq_len: int, most: int) -> Iterator[PackedSequence]:
+    """Yield the first `seq_len` tokens of documents that have more, in their order; at most `most` of them.
+
+    Every token has a label.
+
+    Raises:
+        ConfigError: no document has more tokens.
+    """
+    longest = found = 0
+    for document in documents:
+        tokens, labels, _ = sample_of(document)
+        longest = max(longest, len(tokens))
+        if len(tokens) <= seq_len:
+            continue
+        yield together([Sample(tokens[:seq_len], labels[:seq_len])], seq_len)
+        found += 1
+        if found == most:
+            return
+    if not found:
+        raise ConfigError(
+            f"no document has more than --seq-len {seq_len} tokens (the longest has {longest:,}); use shorter "
+            "sequences, or name longer documents with --dataset and --dataset-path"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Sequences that a trained model is measured on."""
