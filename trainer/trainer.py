@@ -5,16 +5,18 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from torch import nn
+from torch.profiler import record_function as region
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
 from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
 from trainer.components.metrics import MetricsLogger, StepRecord
 from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups, mask_update
-from trainer.components.profiling import check_memory_snapshot, profiling, region
+from trainer.components.profiling import check_memory_snapshot, profiling
 from trainer.components.qk_clip import QKClip
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
@@ -41,8 +43,7 @@ from trainer.runtime.dump_folder import save_configuration
 from trainer.runtime.garbage import manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
-from trainer.tasks import Task, build_task
-from trainer.tasks.task import Batch, RankInputs
+from trainer.tasks.task import Batch, RankInputs, Task
 from trainer.tasks.validation import Validation
 from trainer.transforms.compile import (
     Recompilations,
@@ -118,7 +119,7 @@ class Trainer:
 
     def build_task(self) -> Task:
         """Build the task: what a batch holds, and how its loss is computed."""
-        return build_task(self.job, self.dims)
+        return resolve_name(self.job.task.module)(self.job, self.dims)
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         """Build the optimizer of these model parts."""
@@ -392,7 +393,10 @@ class Trainer:
         """
         ahead = min(1 + self.updates_masked, self.config.training.steps - step)
         if ahead > 0:
-            with self.metrics.loading_data() if self.device.type == "cpu" else nullcontext(), region("next_batches"):
+            with (
+                self.metrics.loading_data() if self.device.type == "cpu" else nullcontext(),
+                region("next_batches"),
+            ):
                 self.data.make(ahead)
 
     def _set_timeout(self, seconds: float) -> None:

@@ -18,7 +18,7 @@ from trainer.data.sources.registry import check_streams
 __all__ = ["FieldLoader", "FieldSource", "check_fields", "persistence_error"]
 
 
-class FieldLoader(StreamLoader[ItemStream]):
+class FieldLoader(StreamLoader):
     """Endless batches of this rank's part of pairs of frames, of the streams of its data-parallel rank.
 
     A batch is a dict. `inputs` (local_batch_size, channels, rows, columns) are the frames at time t, and `targets`, of

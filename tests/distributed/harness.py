@@ -39,9 +39,8 @@ from trainer.job import ResolvedJob, resolve
 from trainer.models import decoder
 from trainer.models.decoder import Transformer
 from trainer.runtime.process_group import Process, process_group
-from trainer.tasks import Task
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.task import Batch
+from trainer.tasks.task import Batch, Task
 from trainer.trainer import Trainer
 
 STEPS = 2

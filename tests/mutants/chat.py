@@ -80,14 +80,14 @@ CHAT = (
     ),
     Mutant(
         "a tool call that a template leaves out is taught as silence",
-        "trainer/data/tokenizers/chat_written.py",
+        "trainer/data/tokenizers/chat_answers.py",
         'for call in message.get("tool_calls") or ():\n            function, arguments',
         "for call in ():\n            function, arguments",
         "tests/unit/test_chat.py::test_a_message_that_the_template_leaves_out_is_refused",
     ),
     Mutant(
         "a short answer is found in an earlier message",
-        "trainer/data/tokenizers/chat_written.py",
+        "trainer/data/tokenizers/chat_answers.py",
         "text.find(form, start)",
         "text.find(form)",
         "tests/unit/test_chat.py::test_a_message_that_the_template_leaves_out_is_refused",

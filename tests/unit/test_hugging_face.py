@@ -461,11 +461,6 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_one_is_named(folder:
     assert file_of("--model.tokenizer_path=elsewhere") == "elsewhere"
 
 
-def test_convert_from_hf_names_what_reads_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert.main(["from-hf", "folder", "output"]) == 2
-    assert "model.path" in capsys.readouterr().err
-
-
 def test_token_files_are_made_ahead_with_the_tokenizer_of_the_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

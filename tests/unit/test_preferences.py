@@ -13,11 +13,11 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.preferences import DPO
 from trainer.data.loader import BatchLoader
-from trainer.data.packing.pairs import Pairs
 from trainer.data.packing.sequence import IGNORE_INDEX, sample_of
 from trainer.data.sources.registry import DataSettings
 from trainer.data.text_data import open_text
 from trainer.data.token_files.catalog import open_documents
+from trainer.data.token_files.reader import Pairs
 from trainer.data.tokenizers.encoders import Encoded
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve

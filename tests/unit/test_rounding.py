@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.components import rounded_adam
 from trainer.components.optimizer import build_optimizer, ensure_state, mask_update
 from trainer.components.rounding import global_indices, round_stochastically
 from trainer.config.schema import JobConfig, Optimizer, Training
@@ -137,7 +136,7 @@ def test_a_moment_that_changes_little_follows_its_mean() -> None:
 @pytest.mark.parametrize("piece", [1, 100, 64 * 64])
 def test_pieces_change_nothing(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, states = trained(Model(torch.bfloat16), replace(BFLOAT16, training=Training(dtype="bfloat16")), 2)
-    monkeypatch.setattr(rounded_adam, "PIECE_ON_CPU", max(piece, 8))
+    monkeypatch.setattr("trainer.components.rounding.PIECE_ON_CPU", max(piece, 8))
     model, optimizer = trained(Model(torch.bfloat16), replace(BFLOAT16, training=Training(dtype="bfloat16")), 2)
     for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -186,7 +185,7 @@ def test_indices_of_a_plain_parameter_are_its_own() -> None:
 
 def test_the_update_holds_copies_of_a_piece_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 60 bytes for each element of a piece, whatever the size; copies of the whole state would be 8 MiB."""
-    monkeypatch.setattr(rounded_adam, "PIECE_ON_CPU", piece := 2**14)
+    monkeypatch.setattr("trainer.components.rounding.PIECE_ON_CPU", piece := 2**14)
     for dtype in ("float32", "bfloat16"):
         model = nn.Linear(1024, 1024, bias=False, dtype=getattr(torch, dtype))
         config = replace(BFLOAT16, training=Training(dtype=dtype))

@@ -338,11 +338,7 @@ class Checkpointer:
         logger.info(f"weights saved for Hugging Face in {output}")
 
     def wait(self) -> None:
-        """Wait for a save in the background.
-
-        Raises:
-            CheckpointError: on every rank, if it failed.
-        """
+        """Wait for a save in the background; CheckpointError on every rank if it failed."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,18 +24,10 @@ _AT_ONCE = 2**30
 _MOMENTS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum",)
 
 
-@dataclass(frozen=True)
-class Verified:
-    """What a whole checkpoint holds."""
+def verify_step(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> tuple[int, int, int]:
+    """Read all that a saved step in `folder` holds, and return the number of files, their bytes, and of tensors.
 
-    files: int
-    size: int
-    """Bytes of the files."""
-    tensors: int
-
-
-def verify_step(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
-    """Read all that a saved step in `folder` holds; run: the configuration and the model that it must be of.
+    run: the configuration and the model that it must be of.
 
     Raises:
         ConfigError: something is missing, damaged, of another model, too much, or not finite.
@@ -49,7 +40,7 @@ def verify_step(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | Non
         raise unreadable(folder, step, f"{type(error).__name__}: {error}") from None
 
 
-def _verified(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
+def _verified(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> tuple[int, int, int]:
     state = read_state(folder, step)
     reader = reader_of(folder, state)
     entries = reader.read_metadata().state_dict_metadata
@@ -71,7 +62,7 @@ def _verified(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise unreadable(folder, step, f"{name} has values that are not finite")
-    return Verified(len(state.files), sum(state.files.values()), len(entries))
+    return len(state.files), sum(state.files.values()), len(entries)
 
 
 def expected_entries(config: JobConfig, args: ModelArgs, *, with_optimizer: bool) -> dict[str, torch.Size]:

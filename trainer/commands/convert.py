@@ -73,11 +73,7 @@ def add_tokens(folder: Path, output: Path, tokens: Sequence[str]) -> str:
 
 
 def size(text: str) -> int:
-    """Return the bytes that a size means, such as 5GB.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no size.
-    """
+    """Return the bytes that a size means, such as 5GB; argparse.ArgumentTypeError if it is no size."""
     match = re.fullmatch(r"([1-9]\d*) ?(KB|MB|GB)", text, re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 5GB, 500MB or 10KB")
@@ -105,9 +101,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Convert, and say what can be done next."""
-    if (argv or sys.argv[1:])[:1] == ["from-hf"]:
-        print("error: nothing needs `convert from-hf`: name the folder in model.path, which reads it", file=sys.stderr)
-        return 2
     args = parser().parse_args(argv)
     try:
         if args.way == "to-hf":

@@ -148,11 +148,7 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """Draw the memory that is alive over the step, by what it is for.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw the memory that is alive over the step, by what it is for; ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

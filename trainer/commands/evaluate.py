@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -158,9 +158,7 @@ def positions(wanted: argparse.Namespace, evaluation: "Evaluation", job: Resolve
     def sequences() -> "list[PackedSequence]":
         return list(long_documents(documents_in_order(settings), wanted.seq_len, wanted.sequences))
 
-    buckets = evaluation.by_position(raise_on_all_ranks(sequences, evaluation.dims["world"]), wanted.edges)
-    finite = [bucket.perplexity if math.isfinite(bucket.perplexity) else None for bucket in buckets]
-    return [asdict(bucket) | {"perplexity": perplexity} for bucket, perplexity in zip(buckets, finite, strict=True)]
+    return evaluation.by_position(raise_on_all_ranks(sequences, evaluation.dims["world"]), wanted.edges)
 
 
 def needle(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:

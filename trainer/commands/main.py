@@ -62,9 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"lct {__version__}")
         return 0
-    if arguments[0] == "check-model":
-        print("error: check-model is a script of the repository: python scripts/check_model.py MODEL", file=sys.stderr)
-        return 2
     if arguments[0] not in COMMANDS:
         from trainer.config.errors import did_you_mean
 

@@ -82,11 +82,11 @@ def main(argv: list[str] | None = None) -> int:
     for step in steps:
         started = time.monotonic()
         try:
-            found = verify_step(folder, step, run)
+            files, size, tensors = verify_step(folder, step, run)
         except ConfigError as error:
             print(f"{folder.step(step).name}: damaged: {error}", flush=True)
             damaged = True
             continue
-        what = f"{found.files} files, {found.size / 2**20:,.1f} MiB, {found.tensors:,} tensors"
+        what = f"{files} files, {size / 2**20:,.1f} MiB, {tensors:,} tensors"
         print(f"{folder.step(step).name}: whole: {what} ({time.monotonic() - started:.1f} s)", flush=True)
     return int(damaged)

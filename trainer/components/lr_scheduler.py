@@ -48,11 +48,7 @@ def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
 
 
 def check_restart(config: LRScheduler, step: int) -> None:
-    """Check that a run that continues after `step` is in the schedule.
-
-    Raises:
-        SharedConfigError: the schedule starts later.
-    """
+    """Check that a run that continues after `step` is in the schedule; SharedConfigError if it starts later."""
     if step < config.restart_step:
         raise SharedConfigError(
             f"lr_scheduler.restart_step = {config.restart_step} is after step {step}, where this run continues; use "

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer.components.muon import Muon
-from trainer.components.rounded_adam import RoundedAdam, initial_state
-from trainer.components.rounding import Rounding
+from trainer.components.rounding import RoundedAdam, Rounding, initial_state
 from trainer.config.errors import SharedConfigError
 from trainer.config.optimizer import GroupRule, Optimizer
 from trainer.config.registry import OPTIMIZERS
@@ -70,8 +69,7 @@ def build_optimizer(
     """
     settings = config.optimizer
     if settings.name in OPTIMIZERS:
-        module, _, name = OPTIMIZERS[settings.name].partition(":")
-        return getattr(import_module(module), name)(model_parts, config)
+        return resolve_name(OPTIMIZERS[settings.name])(model_parts, config)
     names = {parameter: name for part in model_parts for name, parameter in part.named_parameters()}
     matrices = matrices_of(model_parts, per_head=config.muon.per_head) if settings.name == "Muon" else {}
     groups = parameter_groups(nn.ModuleList(model_parts), settings.weight_decay)

@@ -21,17 +21,8 @@ from trainer.runtime.console import logger
 _MAX_ALLOCATIONS = 100_000
 
 
-def region(name: str) -> torch.profiler.record_function:
-    """Return a context that traces show under `name`, as in `with region("forward"):`; cheap without a profiler."""
-    return torch.profiler.record_function(name)
-
-
 def check_memory_snapshot(settings: Profiling, device: torch.device) -> None:
-    """Check that memory snapshots have something to record.
-
-    Raises:
-        ConfigError: they are on, and the device is no GPU.
-    """
+    """Check that memory snapshots have something to record; ConfigError if the device is no GPU."""
     if settings.enable_memory_snapshot and device.type != "cuda":
         raise ConfigError(
             f"profiling.enable_memory_snapshot = true records the allocations on a GPU, and this run is on the "

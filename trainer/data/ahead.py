@@ -61,11 +61,7 @@ class BatchesAhead:
                 raise step.batches
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the batches of the next step.
-
-        Raises:
-            Exception: of the data, when the batches were made.
-        """
+        """Return the batches of the next step; what went wrong when they were made is raised here."""
         self.make()
         made = self._made.popleft().batches
         if isinstance(made, Exception):

@@ -50,18 +50,13 @@ def _contents(source: TokenFiles) -> Contents:
 
 def summary(found: Mapping[str, Contents], seq_len: int) -> str:
     """Return the sums of all sources in a line, and below it the table if there are several."""
-    return one_line(found, seq_len) + ("" if len(found) < 2 else "\n" + table(found, seq_len))
-
-
-def one_line(found: Mapping[str, Contents], seq_len: int) -> str:
-    """Return the sums of all sources in a line."""
     lengths = np.concatenate([one.lengths for one in found.values()])
     learned, total = sum(one.learned for one in found.values()), Contents(lengths, 0)
-    share = learned / max(total.tokens, 1)
-    return (
-        f"{len(lengths):,} documents, {total.tokens:,} tokens, {share:.1%} learned; {total.whole(seq_len):.1%} of the "
-        f"documents have at most {seq_len:,} tokens"
+    line = (
+        f"{len(lengths):,} documents, {total.tokens:,} tokens, {learned / max(total.tokens, 1):.1%} learned; "
+        f"{total.whole(seq_len):.1%} of the documents have at most {seq_len:,} tokens"
     )
+    return line if len(found) < 2 else f"{line}\n{table(found, seq_len)}"
 
 
 def table(found: Mapping[str, Contents], seq_len: int) -> str:

@@ -80,11 +80,7 @@ class IterableData:
         return made_by(self.settings) | ({} if self.packing == "concatenate" else {"seq_len": seq_len})
 
     def items_of(self, saved: Mapping[str, int]) -> int:
-        """Return 0: the number of documents is not known.
-
-        Raises:
-            ConfigError: the position is that of a data set of files.
-        """
+        """Return 0: the number of documents is not known; ConfigError for a position in files."""
         if saved and "iterable" not in saved:
             raise ConfigError(
                 f"the checkpoint's positions are in a data set of files, and {self.settings.keys.dataset} = "

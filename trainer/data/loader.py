@@ -14,7 +14,7 @@ from trainer.data.text_data import TextData, TextStream
 from trainer.distributed.sharding.tensors import content_hash
 
 
-class BatchLoader(StreamLoader[TextStream | MixtureStream]):
+class BatchLoader(StreamLoader):
     """Endless batches of the streams that one data-parallel rank owns, in global order.
 
     A batch is a dict of int64 tensors (local_batch_size, seq_len), each in a storage of its own that torch may resize:

@@ -67,11 +67,7 @@ class MixtureStream:
             part.restart(_part(state, name))
 
     def next_sample(self) -> PackedSequence:
-        """Return the next packed sequence, with the number of its source.
-
-        Raises:
-            ConfigError: see the streams of the sources.
-        """
+        """Return the next packed sequence, with the number of its source; it raises as the streams of the sources."""
         source = source_of(self.samples * self._n + self._stream, self._ends)
         sequence = list(self._parts.values())[source].next_sample()
         self.samples += 1

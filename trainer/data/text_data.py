@@ -8,11 +8,10 @@ from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import AGAIN, assigned
 from trainer.data.packing.concatenate import DocumentStream
-from trainer.data.packing.pairs import Pairs
 from trainer.data.packing.whole import TooLong, WholeStream
 from trainer.data.sources.registry import DataSettings, check_streams, source_of
 from trainer.data.token_files.catalog import open_documents
-from trainer.data.token_files.reader import TokenFiles
+from trainer.data.token_files.reader import Pairs, TokenFiles
 from trainer.runtime.console import logger
 
 TextStream: TypeAlias = DocumentStream | WholeStream

@@ -43,11 +43,7 @@ class Call:
 
 
 def attend(q: torch.Tensor, call: Call) -> torch.Tensor:
-    """Hand a call to the `Interception` in force.
-
-    Raises:
-        ContextParallelError: no interception is in force.
-    """
+    """Hand a call to the `Interception` in force; ContextParallelError if none is."""
     if has_torch_function_unary(q):
         return handle_torch_function(attend, (q,), call)
     raise ContextParallelError(

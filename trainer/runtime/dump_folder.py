@@ -72,11 +72,7 @@ def writing_to(folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
 
 
 def check_creatable(folder: Path, key: str) -> None:
-    """Check that the folder of a key can be created and written to, and leave no trace.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that the folder of a key can be created and written to, and leave no trace; ConfigError otherwise."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".lct-", dir=nearest_existing(folder)))
     except OSError as error:

@@ -12,7 +12,6 @@ a file and aborts the process (SIGABRT). The launcher recognises such a rank by 
 """
 
 import argparse
-import dataclasses
 import logging
 import os
 import signal
@@ -75,9 +74,6 @@ def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[Laun
         nodes = replace(nodes, address="127.0.0.1")
         _keep_gloo_on_this_machine()
     store, port = open_store(nodes, ranks, timeout_seconds)
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    # The agent leaves SIGTERM and SIGINT to this process, where this torch has the setting.
-    signals = {"signals_to_handle": "SIGHUP,SIGQUIT"} if "signals_to_handle" in known else {}
     yield LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
@@ -89,7 +85,7 @@ def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[Laun
         rdzv_backend="static",
         rdzv_endpoint=replace(nodes, port=port).place,
         rdzv_configs={"rank": nodes.rank, "timeout": timeout_seconds},
-        **signals,
+        signals_to_handle="SIGHUP,SIGQUIT",  # the agent leaves SIGTERM and SIGINT to this process
     )
     del store  # the job has ended
 

@@ -120,11 +120,7 @@ def _is_ours(family: socket.AddressFamily, address: str) -> bool:
 
 
 def whole_number(name: str, text: str, *, such_as: str) -> int:
-    """Return the number from 1 up that `text` spells.
-
-    Raises:
-        ConfigError: it spells another number, or none.
-    """
+    """Return the number from 1 up that `text` spells; ConfigError if it spells none."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
         raise ConfigError(f"{name} = {text!r} must be a whole number from 1 up, such as {such_as}")
     return int(text)

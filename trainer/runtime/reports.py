@@ -18,6 +18,7 @@ from trainer.runtime.process_group import Process
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LOST = "lost its peers"
 _CAUSE_LENGTH = 200
+_PATIENCE_SECONDS = 5.0  # of a rank that lost its peers, for their reports
 _AROUND = ("rank.py", "process_group.py")  # what every rank runs around its work
 _TIMED_OUT = re.compile(r"(?:Timed out waiting|timeout after) (\d+)ms")
 
@@ -25,14 +26,12 @@ _TIMED_OUT = re.compile(r"(?:Timed out waiting|timeout after) (\d+)ms")
 class Reports:
     """The store of the job, which the process group uses too, and the reports that ranks write there at their end.
 
-    patience_seconds: time that a rank which lost its peers waits for their reports.
-
     Raises:
         dist.DistError: the store cannot be reached within `comm.init_timeout_seconds`.
     """
 
-    def __init__(self, process: Process, comm: Comm, *, patience_seconds: float = 5.0) -> None:
-        self.process, self.comm, self.patience_seconds = process, comm, patience_seconds
+    def __init__(self, process: Process, comm: Comm) -> None:
+        self.process, self.comm = process, comm
         self.store: dist.Store = dist.HashStore()  # alone: no port is taken
         if process.world_size > 1:
             timeout = timedelta(seconds=comm.init_timeout_seconds)
@@ -49,7 +48,7 @@ class Reports:
 
         None: a lower rank lost its peers, too, and prints the line.
         """
-        reports = self._exchange(_LOST, self.patience_seconds)
+        reports = self._exchange(_LOST, _PATIENCE_SECONDS)
         mine, place = self.process.rank, _place(error)
         if not reports:
             reason = str(error).partition("\n")[0]

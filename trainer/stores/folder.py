@@ -64,11 +64,7 @@ def check_sum(content: Mapping[str, Any]) -> int:
 
 
 def checkpoint_folder(config: JobConfig) -> Store:
-    """Return the folder of all checkpoints of a run.
-
-    Raises:
-        ConfigError: it is in a store that cannot be opened.
-    """
+    """Return the folder of all checkpoints of a run; ConfigError if its store cannot be opened."""
     folder = config.checkpoint.folder
     return store_of("checkpoint.folder", folder if is_address(folder) else str(Path(config.job.dump_folder) / folder))
 

@@ -3,9 +3,11 @@
 Ranks share sequences and forwards as in validation, so that the numbers do not depend on the layout.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,20 +23,6 @@ from trainer.models.model_spec import Decoder
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
 from trainer.tasks.validation import forward_only, own_batches, tensors_of
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """The tokens of all sequences at the positions `first` to `last` - 1; loss: their mean cross entropy."""
-
-    first: int
-    last: int
-    tokens: int
-    loss: float
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.loss)
 
 
 @dataclass(frozen=True)
@@ -55,10 +43,11 @@ class Evaluation:
         self.task, self.dims, self.model, self.rows = task, dims, model, rows
         self.device = torch.device(dims["world"].device_type)
 
-    def by_position(self, sequences: Iterable[PackedSequence], edges: Sequence[int]) -> list[Bucket]:
-        """Return the mean loss of the tokens between each two edges. A collective over all ranks.
+    def by_position(self, sequences: Iterable[PackedSequence], edges: Sequence[int]) -> list[dict[str, Any]]:
+        """Return a row for the tokens between each two edges, at the positions `first` to `last` - 1. A collective.
 
-        sequences: the same on every rank; edges: rising positions, the first one 0, the last one the length.
+        loss: their mean cross entropy; perplexity: None where it is too large for a float. sequences: the same on every
+        rank; edges: rising positions, the first one 0, the last one the length.
         """
         places = list(pairwise(edges))
         sums = torch.zeros(len(places), 2, dtype=torch.float64, device=self.device)
@@ -74,7 +63,12 @@ class Evaluation:
         batches = (self._batch(arrays) for _, arrays in own_batches(sequences, self.rows, self.dims))
         forward_only(self.task, [self.model], None, batches, measure)
         totals = self._total(sums).tolist()
-        return [Bucket(*place, round(n), total / max(n, 1)) for place, (total, n) in zip(places, totals, strict=True)]
+        rows = []
+        for (first, last), (total, n) in zip(places, totals, strict=True):
+            loss = total / max(n, 1)
+            finite = perplexity(loss) if math.isfinite(perplexity(loss)) else None
+            rows.append({"first": first, "last": last, "tokens": round(n), "loss": loss, "perplexity": finite})
+        return rows
 
     def needles(self, prompts: Sequence[NeedlePrompt]) -> list[Retrieved]:
         """Return how each prompt, all of one length, is answered. A collective over all ranks.

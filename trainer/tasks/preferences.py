@@ -13,21 +13,18 @@ every pair, and counts its share, so that a loss is counted once.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from trainer.config.preferences import DPO
 from trainer.data.batch import TextBatch
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.distributed.sharding.placement import added_up
 from trainer.distributed.sharding.tensors import to_device
-from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.preferences import reference_of
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Decoder
@@ -37,19 +34,6 @@ from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
 from trainer.tasks.validation import reshard
 from trainer.transforms.lora import without_adapters
-
-
-class Loop(Protocol):
-    """What the task uses of the trainer."""
-
-    model_parts: list[nn.Module]
-    pipeline: Pipeline | None
-    checkpoint: Any
-    """Its `load_initial(model_parts)` loads the first weights."""
-
-    def build_model_parts(self) -> list[nn.Module]: ...
-
-    def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline: ...
 
 
 class PreferenceTask(LanguageTask):
@@ -63,8 +47,8 @@ class PreferenceTask(LanguageTask):
         """Most pairs of a sequence of the batch that is open."""
         self._rewards = Rewards(dims)
 
-    def use_model(self, loop: Loop) -> None:
-        """Find the reference: the model of the loop, or another one with the first weights, which stays as it is."""
+    def use_model(self, loop: Any) -> None:
+        """Find the reference: the model of a `Trainer`, or another one with the first weights, which stays as it is."""
         self._reference, self._reference_pipeline = loop.model_parts, loop.pipeline
         if reference_of(self.config) == "adapters":
             return

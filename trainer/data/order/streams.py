@@ -19,7 +19,7 @@ merge into one dict, from which any number of ranks can resume.
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.permutation import ORDER, SORTED, EveryNth, shuffled
@@ -129,22 +129,7 @@ class ItemStream:
             self._epoch += 1
 
 
-class Stream(Protocol):
-    """What loaders need of a stream."""
-
-    samples: int
-    passes: float
-    state: StreamState
-
-    def restart(self, state: Mapping[str, int]) -> None: ...
-
-    def next_sample(self) -> Any: ...
-
-
-S = TypeVar("S", bound=Stream)
-
-
-class StreamLoader(Generic[S]):
+class StreamLoader:
     """What loaders of all kinds of data share: the streams that one data-parallel rank reads, and their state.
 
     items: of the data set, a number or one for each of its sources; data_streams: None: as many as fit, or those of
@@ -161,8 +146,8 @@ class StreamLoader(Generic[S]):
         """Samples that all ranks have read."""
 
     @abstractmethod
-    def streams_of(self, items: Any, data_streams: int) -> dict[int, S]:
-        """Return the streams of this rank by number, at their beginning."""
+    def streams_of(self, items: Any, data_streams: int) -> dict[int, Any]:
+        """Return the streams of this rank by number, at their beginning: of `ItemStream`, or like it."""
 
     @abstractmethod
     def describe(self, items: Any) -> dict[str, int]:
@@ -274,7 +259,7 @@ def _is_identity(key: str) -> bool:
     return _plain(key) in IDENTITY or _plain(key) in _OLDER
 
 
-def _skip_to(stream: Stream, samples: int) -> None:
+def _skip_to(stream: Any, samples: int) -> None:
     """Skip the samples of other ranks, until the stream has given so many."""
     while stream.samples < samples:
         stream.next_sample()

@@ -34,11 +34,7 @@ class DocumentStream(ItemStream):
         self._sample: Sample | None = None  # the current document, read when it is needed
 
     def next_sample(self) -> PackedSequence:
-        """Return the next packed sequence.
-
-        Raises:
-            ConfigError: no document of this stream holds a token.
-        """
+        """Return the next packed sequence; ConfigError if no document of this stream holds a token."""
         barren, parts, missing = 0, [], self._seq_len
         while missing:
             if self._sample is None:

@@ -20,10 +20,9 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, StreamState
-from trainer.data.packing.pairs import Pairs
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
 from trainer.data.sources.records import Tally
-from trainer.data.token_files.reader import TokenFiles
+from trainer.data.token_files.reader import Pairs, TokenFiles
 
 WINDOW = 1024
 TOKENS = 8
@@ -110,11 +109,7 @@ class WholeStream(ItemStream):
         """Whole pieces of the document that was read last; the last `_whole_left` of them are to be given."""
 
     def next_sample(self) -> PackedSequence:
-        """Return the next packed sequence.
-
-        Raises:
-            ConfigError: no document of this stream has a label within a sequence.
-        """
+        """Return the next packed sequence; ConfigError if no document of this stream has a label within a sequence."""
         epoch = self._epoch
         while not self._fill():
             if self._epoch > epoch:

@@ -11,7 +11,7 @@ A pair has `chosen` and `rejected`, and perhaps a `prompt`:
     {"prompt": "...", "chosen": "...", "rejected": "..."}
 
 It becomes two documents of token files, one after the other: the chosen side, then the rejected one, which are packed
-together (`packing/pairs.py`). Answers within the prompt are not learned.
+together (`Pairs`). Answers within the prompt are not learned.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.data.sources.records import BadRecord, Where
-from trainer.data.tokenizers.chat_written import function_of
+from trainer.data.tokenizers.chat_answers import function_of
 from trainer.data.tokenizers.tokenizer import replace_surrogates
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -143,11 +143,7 @@ def contents(files: Sequence[str]) -> list[int]:
 
 
 def write_whole(file: Path, *parts: bytes) -> None:
-    """Write a file under a temporary name, and give it its name when it is on the disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file under a temporary name, and give it its name when it is on the disk; OSError if it cannot be."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     try:

@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +17,15 @@ from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.tokenizers.encoders import NOTHING, Encoded
 from trainer.data.tokenizers.tokenizer import replace_surrogates, vocab_size_of
+
+
+@runtime_checkable
+class _ByNumber(Protocol):
+    """A sequence, or a data set of PyTorch with documents by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Any: ...
 
 
 class _Iterable(IterableDataset):
@@ -38,7 +47,7 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
     """Return the loader of a pass over an iterable, or over a sequence. epoch: number of the pass, for `set_epoch`."""
     if hasattr(iterable, "set_epoch"):
         iterable.set_epoch(epoch)
-    if not (hasattr(iterable, "__len__") and hasattr(iterable, "__getitem__")):
+    if not isinstance(iterable, _ByNumber):
         iterable = _Iterable(iterable)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by PyTorch, in torchdata

@@ -91,11 +91,7 @@ def rows_of(file: str, name: str) -> Iterator[str | BadRecord]:
 
 
 def text_of_file(file: str) -> str | BadRecord:
-    """Return the whole text of a file, or why it is no UTF-8.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return the whole text of a file, or why it is no UTF-8; ConfigError if it cannot be read."""
     try:
         return Path(file).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -128,11 +124,7 @@ def check_column(name: str, columns: Sequence[str], where: str) -> None:
 
 
 def package(module: str, reader_of: str) -> Any:
-    """Return a module of a package that only some data need.
-
-    Raises:
-        MissingFile: it is not installed.
-    """
+    """Return a module of a package that only some data need; MissingFile if it is not installed."""
     try:
         return import_module(module)
     except ImportError:

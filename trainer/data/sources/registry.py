@@ -133,11 +133,7 @@ def files_of(settings: DataSettings) -> list[str]:
 
 
 def source_of(settings: DataSettings) -> Source:
-    """Return the kind of a data set.
-
-    Raises:
-        ConfigError: there is no such kind.
-    """
+    """Return the kind of a data set; ConfigError if there is none of that name."""
     name, keys = settings.dataset, settings.keys
     if name in DATASETS:
         return DATASETS[name]
@@ -172,11 +168,7 @@ def documents_of(settings: DataSettings, part: Part, skipped: Tally) -> Iterator
 
 
 def all_documents(settings: DataSettings) -> Iterator[Any]:
-    """Yield the documents of a data set, from the first one on.
-
-    Raises:
-        ConfigError: see `files_of` and `documents_of`.
-    """
+    """Yield the documents of a data set, from the first one on; it raises as `files_of` and `documents_of`."""
     skipped = Tally()
     for part in source_of(settings).parts(settings, files_of(settings), _WHOLE):
         yield from documents_of(settings, part, skipped)

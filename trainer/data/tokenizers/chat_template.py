@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.registry import Registry
 from trainer.config.schema import Chat
-from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages
-from trainer.data.tokenizers.chat_written import left_out, other_arguments
+from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages, left_out, other_arguments
 from trainer.data.tokenizers.tokenizer import Tokenizer, special_names
 from trainer.data.tokenizers.tokenizer_json import read_settings
 

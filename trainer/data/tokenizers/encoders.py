@@ -76,11 +76,7 @@ class ConversationEncoder:
 
 
 def plain_text(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return prompt and answer of a conversation that needs no template.
-
-    Raises:
-        ConfigError: it has messages.
-    """
+    """Return prompt and answer of a conversation that needs no template; ConfigError if it has messages."""
     if "messages" in found:
         raise ConfigError(
             f'{found["where"]()} has "messages", which need a chat template, and the tokenizer has none; name its '
