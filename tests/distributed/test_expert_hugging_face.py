@@ -186,7 +186,7 @@ def test_peft_loads_the_adapters_of_experts(pool: WorkerPool, tmp_path: Path, fa
     theirs = hf_experts(family, args)
     theirs.save_pretrained(tmp_path / "hf")
     _, merged = adapted(pool, family, tmp_path, 1, [])
-    convert.to_peft(tmp_path / "run-1", tmp_path / "adapters", step=-1)
+    assert convert.main(["to-peft", str(tmp_path / "run-1"), str(tmp_path / "adapters")]) == 0
     tokens = torch.arange(0, 63, 7)[None]
     before = logits_there(theirs, args, tokens)
     whole, base = (type(theirs).from_pretrained(path, dtype=torch.float64) for path in (merged, tmp_path / "hf"))

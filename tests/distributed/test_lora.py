@@ -215,8 +215,8 @@ def test_layouts_train_embedding_and_output_beside_adapters(
     changed = {name for name, x in got["after"].items() if not torch.equal(x, got["before"][name])}
     assert {name for name in changed if not lora.is_adapter(name)} == {"tok_embeddings.weight", "output.weight"}
     run = tmp_path / "run"
-    convert.to_peft(run, tmp_path / "adapters", step=-1)
-    convert.to_hf(run, tmp_path / "merged", step=-1, dtype=None, most_bytes=10**9)
+    assert convert.main(["to-peft", str(run), str(tmp_path / "adapters")]) == 0
+    assert convert.main(["to-hf", str(run), str(tmp_path / "merged")]) == 0
     with precise("plain", "float64"):
         base, whole = (LlamaForCausalLM.from_pretrained(x, dtype=torch.float64) for x in (hf, tmp_path / "merged"))
         loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").to(torch.float64)
@@ -253,8 +253,8 @@ def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Pa
     with precise("plain", "float64"):
         for step, line in enumerate(got["metrics"]):
             assert abs(peft_step(theirs, optimizer, step, line["lr"]) - line["loss"]) < 1e-10 * line["loss"]
-        convert.to_peft(run, tmp_path / "adapters", step=-1)
-        convert.to_hf(run, tmp_path / "merged", step=-1, dtype=None, most_bytes=10**9)
+        assert convert.main(["to-peft", str(run), str(tmp_path / "adapters")]) == 0
+        assert convert.main(["to-hf", str(run), str(tmp_path / "merged")]) == 0
         base = LlamaForCausalLM.from_pretrained(hf, dtype=torch.float64)
         loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").to(torch.float64)
         assert error(logits_of(loaded), logits_of(theirs)) < 1e-7  # the file is float32
@@ -271,7 +271,7 @@ def test_commands_of_text_open_a_run_with_its_adapters(
     """On two ranks: the weights with adapters added are those that `convert to-hf` writes."""
     run = tmp_path / "run"
     pool.run(1, train, str(run), str(hf), [])
-    convert.to_hf(run, tmp_path / "merged", step=-1, dtype=None, most_bytes=10**9)
+    assert convert.main(["to-hf", str(run), str(tmp_path / "merged")]) == 0
     merged, plain = (pool.run(2, opened, str(path), command) for path in (tmp_path / "merged", hf))
     adapted = pool.run(2, opened, str(run), command)
     for a, b, c in zip(adapted, merged, plain, strict=True):

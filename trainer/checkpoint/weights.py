@@ -70,11 +70,7 @@ def open_step(
 
 
 def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Reader:
-    """Return a reader of the tensors of a saved step in `folder`, which has its metadata.
-
-    Raises:
-        ConfigError: the checkpoint is damaged.
-    """
+    """Return a reader of the tensors of a saved step in `folder`; ConfigError if its metadata are damaged."""
 
     def read() -> bytes:
         try:
@@ -90,11 +86,7 @@ def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Read
 
 
 def open_initial(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) -> Reader | HFReader:
-    """Return a reader of the weights in `checkpoint.initial_load_path`.
-
-    Raises:
-        ConfigError: they are damaged, or of another model.
-    """
+    """Return a reader of the weights in `checkpoint.initial_load_path`; ConfigError if damaged or of another model."""
     key, given = "checkpoint.initial_load_path", config.checkpoint.initial_load_path
     folder, step = named_step(key, given)
 

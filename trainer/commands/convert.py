@@ -7,7 +7,6 @@ convert add-tokens Qwen3-0.6B with-tools --tokens '<|tool|>' '<|result|>'
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.finished_run import configuration
@@ -20,33 +19,23 @@ from trainer.stores.folder import step_to_load
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: int) -> str:
-    """Write the weights of a run as a Hugging Face folder; say what is left out.
-
-    dtype: of the files; None: as they are saved.
-
-    Raises:
-        ConfigError: there is no such run or step, it is damaged, or transformers does not have its model.
-        OSError: the folder cannot be written.
-    """
-    config = configuration(run, step, command="lct convert")
+def to_hf(given: argparse.Namespace) -> str:
+    """Write the weights of a run as a Hugging Face folder."""
+    config = configuration(given.folder, given.step, command="lct convert")
     args = resolve_model(config)
     import torch  # when the run is known to be there
 
     from trainer.checkpoint.export import write_hf
 
-    check_output(output)
-    return write_hf(output, config, args, getattr(torch, dtype or config.training.dtype), most_bytes)
+    check_output(given.output)
+    dtype = getattr(torch, given.dtype or config.training.dtype)
+    left_out = write_hf(given.output, config, args, dtype, given.max_shard_size)
+    return f"{given.output} holds the weights{left_out}; transformers loads it with from_pretrained"
 
 
-def to_peft(run: Path, output: Path, *, step: int) -> None:
-    """Write the adapters of a run in the format of Hugging Face's peft.
-
-    Raises:
-        ConfigError: there is no such run or step, it has no adapters, or transformers does not have its model.
-        OSError: the folder cannot be written.
-    """
-    config = configuration(run, step, command="lct convert")
+def to_peft(given: argparse.Namespace) -> str:
+    """Write the adapters of a run in the format of Hugging Face's peft."""
+    config, run = configuration(given.folder, given.step, command="lct convert"), given.folder
     if not config.lora.rank:
         raise ConfigError(f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights")
     if (saved := step_to_load(config)) is None:
@@ -54,21 +43,18 @@ def to_peft(run: Path, output: Path, *, step: int) -> None:
     args = resolve_model(config)
     from trainer.checkpoint.export import write_peft
 
-    check_output(output)
-    write_peft(output, config, args, saved)
+    check_output(given.output)
+    write_peft(given.output, config, args, saved)
+    return f"{given.output} holds the adapters; peft loads them with PeftModel.from_pretrained(model, folder)"
 
 
-def add_tokens(folder: Path, output: Path, tokens: Sequence[str]) -> str:
-    """Write a copy of a Hugging Face folder with more special tokens, and return what it has now.
-
-    Raises:
-        ConfigError: see `hugging_face.new_tokens.add_tokens`.
-        OSError: the folder cannot be written.
-    """
+def add_tokens(given: argparse.Namespace) -> str:
+    """Write a copy of a Hugging Face folder with more special tokens."""
     from trainer.hugging_face import new_tokens
 
+    output = given.output
     check_output(output)
-    ids, rows = new_tokens.add_tokens(folder, output, tokens)
+    ids, rows = new_tokens.add_tokens(given.folder, output, given.tokens)
     return f"{output} has the tokens {ids[0]:,} to {ids[-1]:,} and {rows:,} rows; name it in model.path to train them"
 
 
@@ -89,13 +75,14 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--max-shard-size", type=size, default=size("5GB"), help="largest file (default: 5GB)")
     adapters = ways.add_parser("to-peft", help="write the adapters of a run for Hugging Face's peft")
     more = ways.add_parser("add-tokens", help="copy a Hugging Face folder, with more special tokens")
-    more.add_argument("folder", type=Path, help="Hugging Face folder")
-    more.add_argument("output", type=Path, help="new folder")
-    more.add_argument("--tokens", nargs="+", required=True, help="names of the tokens, such as '<|tool|>'")
-    for way in (out, adapters):
-        way.add_argument("folder", type=Path, help="job.dump_folder of the run")
+    for way, run in ((out, to_hf), (adapters, to_peft), (more, add_tokens)):
+        what = "Hugging Face folder" if way is more else "job.dump_folder of the run"
+        way.add_argument("folder", type=Path, help=what)
         way.add_argument("output", type=Path, help="new folder")
-        way.add_argument("--step", type=int, default=-1, help="saved step (default: the latest)")
+        way.set_defaults(run=run)
+        if way is not more:
+            way.add_argument("--step", type=int, default=-1, help="saved step (default: the latest)")
+    more.add_argument("--tokens", nargs="+", required=True, help="names of the tokens, such as '<|tool|>'")
     return described
 
 
@@ -103,15 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     """Convert, and say what can be done next."""
     args = parser().parse_args(argv)
     try:
-        if args.way == "to-hf":
-            how = {"step": args.step, "dtype": args.dtype, "most_bytes": args.max_shard_size}
-            left_out = to_hf(args.folder, args.output, **how)
-            print(f"{args.output} holds the weights{left_out}; transformers loads it with from_pretrained")
-        elif args.way == "add-tokens":
-            print(add_tokens(args.folder, args.output, args.tokens))
-        else:
-            to_peft(args.folder, args.output, step=args.step)
-            print(f"{args.output} holds the adapters; peft loads them with PeftModel.from_pretrained(model, folder)")
+        print(args.run(args))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

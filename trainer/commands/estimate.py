@@ -127,11 +127,7 @@ def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Est
 
 
 def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Estimate:
-    """Print the fastest choices, write the best one if asked to, and return its estimate.
-
-    Raises:
-        ConfigError: nothing fits.
-    """
+    """Print the fastest choices, write the best if asked to, and return its estimate; ConfigError if nothing fits."""
     found = suggestions(of, arguments, ranks, _HOST_OF_A_GPU)
     if not found:
         raise ConfigError(

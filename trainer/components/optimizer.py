@@ -132,10 +132,9 @@ def _with_rules(
 def check_groups(
     optimizer: torch.optim.Optimizer, model_parts: Iterable[nn.Module], settings: Optimizer, dims: ParallelDims
 ) -> None:
-    """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter, on some rank. A collective.
+    """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter; SharedConfigError otherwise.
 
-    Raises:
-        SharedConfigError: it has none.
+    It looks on all ranks: a collective.
     """
     names = [name for part in model_parts for name, _ in part.named_parameters()]
     used = [settings.rule_of(name) for name in names]

@@ -1,12 +1,12 @@
 """Loss, tokens and passes of each source of a mixture."""
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 
 import torch
 
 from trainer.data.batch import TextBatch
 from trainer.data.mixture import positions_of
-from trainer.data.order.streams import shared_by
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
@@ -43,7 +43,7 @@ class SourceLosses(Observer):
         read = torch.tensor(positions_of(positions, self._names), dtype=torch.float64, device=totals.device)
         found = all_reduce(torch.cat([totals.T, read], 1), dims["dp"]).tolist()
         self._totals.zero_()
-        ranks = shared_by(n, dims.size("dp"))
+        ranks = dims.size("dp") // gcd(n, dims.size("dp"))  # that read each stream
         record = {}
         for name, (loss, number, samples, passes) in zip(self._names, found, strict=True):
             if number:

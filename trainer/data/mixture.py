@@ -137,11 +137,7 @@ def positions_of(states: Mapping[int, Mapping[str, int]], names: Sequence[str]) 
 
 
 def open_training_data(config: JobConfig, catalogs: Sequence[str | None] | None = None) -> TextData | Mixture:
-    """Return the data that a job trains on. catalogs: see `open_text`, one for each of `training_data`.
-
-    Raises:
-        ConfigError: see `open_text`.
-    """
+    """Return the data that a job trains on. catalogs: one for each of `training_data`; it raises as `open_text`."""
     settings = training_data(config)
     given = zip(settings, catalogs or [None] * len(settings), strict=True)
     parts = [open_text(one, config.training.packing, catalog) for one, catalog in given]

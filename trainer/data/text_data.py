@@ -80,11 +80,7 @@ class TextData:
 
 
 def open_text(settings: DataSettings, packing: str | None = None, catalog: str | None = None) -> TextData:
-    """Return a data set. packing: None: that of its kind; catalog: its file, if another process made it.
-
-    Raises:
-        ConfigError: see `catalog_of`.
-    """
+    """Return a data set. packing: None: that of its kind; catalog: as of `open_documents`, and what is raised, too."""
     if source_of(settings).iterable:
         from trainer.data.iterable_data import IterableData
 

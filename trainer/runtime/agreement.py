@@ -78,11 +78,7 @@ def _group_of(over: Over) -> tuple[DeviceMesh | dist.ProcessGroup, torch.device 
 
 
 def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:
-    """Call `function` on the first rank of a 1-D mesh, and return its result on every rank. A collective.
-
-    Raises:
-        SharedConfigError: on every rank, if the call raised a ConfigError.
-    """
+    """Return on every rank of a 1-D mesh what `function` returns on the first. It raises as `raise_on_all_ranks`."""
     first = over.get_local_rank() == 0
     content = raise_on_all_ranks(lambda: function() if first else b"", over)
     length = all_reduce(torch.tensor(len(content), device=over.device_type), over, "max")

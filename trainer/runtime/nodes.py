@@ -80,11 +80,7 @@ class Nodes:
         return f"{rank} ({self.names[rank]})" if self.names else str(rank)
 
     def check_address(self) -> None:
-        """Check that MASTER_ADDR is known here, and on the first node that it is an address of this machine.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Check that MASTER_ADDR is known here, and on the first node is of this machine; ConfigError otherwise."""
         try:
             found = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
         except OSError as error:

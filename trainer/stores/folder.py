@@ -229,11 +229,7 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
 
 
 def best_saved(folder: Store) -> tuple[int, float] | None:
-    """Return step and validation loss of the best checkpoint; None: no checkpoint is marked as that.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Return step and validation loss of the best checkpoint, None if none is; OSError if it cannot be read."""
     try:
         best = json.loads(folder.read(folder.path / BEST_FILE).decode())
         step, loss = int(best["step"]), float(best["validation_loss"])

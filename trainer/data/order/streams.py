@@ -71,11 +71,6 @@ def streams_that_fit(items: int, dp_degree: int) -> int:
     return min(max(items // ITEMS_PER_STREAM, 1), max(DEFAULT_STREAMS, dp_degree))
 
 
-def shared_by(data_streams: int, dp_degree: int) -> int:
-    """Return by how many ranks each stream is read."""
-    return dp_degree // gcd(data_streams, dp_degree)
-
-
 class ItemStream:
     """One stream: goes through its items, in another order in each epoch.
 

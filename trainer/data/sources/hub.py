@@ -25,11 +25,7 @@ class HubData:
 
     @classmethod
     def of(cls, path: str) -> "HubData":
-        """Return the data set that NAME[:CONFIGURATION[:SPLIT]][@REVISION] names.
-
-        Raises:
-            ConfigError: it is not written so.
-        """
+        """Return the data set that NAME[:CONFIGURATION[:SPLIT]][@REVISION] names; ConfigError for other words."""
         place, _, revision = path.partition("@")
         name, *more = place.split(":")
         if not name or len(more) > 2:
@@ -80,11 +76,7 @@ class HubData:
 
     @property
     def shards(self) -> int:
-        """Number of shards, mostly files.
-
-        Raises:
-            ConfigError: the data set has no such configuration or split.
-        """
+        """Number of shards, mostly files; ConfigError if there is no such configuration or split."""
         return self._rows.num_shards
 
     def texts(self, shard: int, name: str) -> Iterator[str | BadRecord]:

@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise, starmap
 from typing import Any
@@ -76,10 +76,6 @@ def _encoder_of_texts(settings: DataSettings) -> Callable[[str], Encoded]:
     """Return what puts a text between the tokens that begin and end it; an empty one has none."""
     tokenizer = open_tokenizer(settings.tokenizer)
     return lambda text: Encoded(tokenizer.encode_to_numpy(text, bos=True, eos=True)) if text else NOTHING
-
-
-def _encoder_of_conversations(settings: DataSettings) -> Callable[[Any], Encoded]:
-    return ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat).encode
 
 
 @dataclass(frozen=True)
@@ -250,24 +246,24 @@ def _lines(settings: DataSettings, part: Part) -> Iterator[Any]:
     return (text_of_line(content, name, where) for content, where in lines_of(file, part.start, part.stop))
 
 
+def _of_conversations(read: Callable[[Iterable[Any]], Iterator[Any]]) -> Source:
+    """Return a kind of data set of lines with messages. read: lines, each with where it is -> documents."""
+    return Source(
+        (".jsonl", *COMPRESSED),
+        _ranges_of_lines,
+        lambda _, part: read(lines_of(part.files[0], part.start, part.stop)),
+        lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat).encode,
+    )
+
+
 DATASETS: Registry[Source] = Registry(
     "data set",
     {
         "python_stdlib": Source((), _groups_of_files, _texts, own_files=stdlib_files),
         "text": Source((".txt",), _groups_of_files, _texts),
         "jsonl": Source((".jsonl", *STREAMED), _ranges_of_lines, _lines),
-        "chat": Source(
-            (".jsonl", *COMPRESSED),
-            _ranges_of_lines,
-            lambda _, part: starmap(conversation, lines_of(part.files[0], part.start, part.stop)),
-            _encoder_of_conversations,
-        ),
-        "preferences": Source(
-            (".jsonl", *COMPRESSED),
-            _ranges_of_lines,
-            lambda _, part: chain.from_iterable(starmap(preference, lines_of(part.files[0], part.start, part.stop))),
-            _encoder_of_conversations,
-        ),
+        "chat": _of_conversations(lambda lines: starmap(conversation, lines)),
+        "preferences": _of_conversations(lambda lines: chain.from_iterable(starmap(preference, lines))),
         "hub": Source(
             (),
             lambda settings, *_: [Part((settings.path,), 0, i) for i in range(HubData.of(settings.path).shards)],

@@ -51,20 +51,12 @@ def catalog_of(settings: DataSettings) -> str:
 
 
 def open_documents(settings: DataSettings, catalog: str | None = None) -> TokenFiles:
-    """Return the documents of a data set. catalog: the file of its catalog; None: this process makes it.
-
-    Raises:
-        ConfigError: see `catalog_of`.
-    """
+    """Return the documents of a data set. catalog: its file; None: this process makes it, see `catalog_of`."""
     return TokenFiles(Catalog.read(catalog or catalog_of(settings)), skips=settings.skips)
 
 
 def documents_in_order(settings: DataSettings) -> Iterator[Encoded]:
-    """Yield the documents of a data set from the first one on, without making token files of text.
-
-    Raises:
-        ConfigError: the data set cannot be used.
-    """
+    """Yield the documents of a data set in their order, without making token files; ConfigError as `catalog_of`."""
     source = source_of(settings)
     if source.token_files:
         files = open_documents(settings)

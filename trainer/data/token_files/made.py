@@ -294,11 +294,7 @@ def _write(
 
 
 def _written(work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int) -> Iterator[int]:
-    """Write shards, and yield the number of each when it is written.
-
-    Raises:
-        ConfigError: of a process, or one was killed.
-    """
+    """Write shards, and yield the number of each when it is written; ConfigError of a process, or if one is killed."""
     if processes <= 1:
         for number, one in work.items():
             write_shard(*one)

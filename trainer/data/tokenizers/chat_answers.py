@@ -52,11 +52,7 @@ class Answers:
                 raise ConfigError(_NOT_WRITTEN.format(i + 1))
 
     def span(self, number: int) -> tuple[int, int]:
-        """Return the characters [start, stop) of the answer that is message `number`, from 0.
-
-        Raises:
-            ConfigError: it cannot be found.
-        """
+        """Return the characters [start, stop) of the answer that is message `number`, from 0; ConfigError if none."""
         start = self._start(number)
         stop = self._stop(number, start)
         if not self._text[start:stop].endswith(self._tokens):  # the next message's first token ends the answer

@@ -83,11 +83,7 @@ class ChatTemplate:
             raise ConfigError(f"{found['where']()}: the chat template {self._name} {error}") from None
 
     def prompt(self, found: Mapping[str, Any]) -> str:
-        """Return the text that asks a model for the next answer of a conversation.
-
-        Raises:
-            ConfigError: the template refuses it.
-        """
+        """Return the text that asks a model for the next answer; ConfigError if the template refuses it."""
         try:
             return self._text(self._plain, found["messages"], **_brought(found), prompts=True)
         except ConfigError as error:

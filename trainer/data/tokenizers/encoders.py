@@ -54,11 +54,7 @@ class ConversationEncoder:
         return self._template and self._template.identity
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
-        """Return the tokens of a conversation, and which of them lie in an answer.
-
-        Raises:
-            ConfigError: the template cannot render it.
-        """
+        """Return the tokens of a conversation, and which lie in an answer; ConfigError if the template refuses it."""
         if self._template is None:
             return self._plain(**plain_text(document))
         rendered, answers = self._template.render(document)
