@@ -75,8 +75,8 @@ DATA = (
     Mutant(
         "the hash of a file is that of a part of it",
         "trainer/data/sources/files.py",
-        "                digest.update(block)",
-        "                digest.update(block[:999])",
+        "            digest.update(block)",
+        "            digest.update(block[:999])",
         "tests/unit/test_data_datasets.py tests/unit/test_token_files.py",
     ),
     Mutant(

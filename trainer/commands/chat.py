@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainer.commands.generate import job_of, model_parser, sampling_of
 from trainer.commands.options import Parser
-from trainer.commands.ranks import run, work_on_rank
+from trainer.commands.ranks import run
 from trainer.commands.talk import Pieces, Talk, talk_options
 from trainer.config.errors import ConfigError
 from trainer.job import ResolvedJob
@@ -87,9 +87,4 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     return ""
 
 
-main = partial(run, "trainer.commands.chat", checked, work)
-
-if __name__ == "__main__":
-    from trainer.commands.rank import command_line
-
-    sys.exit(command_line(partial(work_on_rank, checked, work)))
+main = partial(run, __name__)

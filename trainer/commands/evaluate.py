@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
-from trainer.commands.ranks import all_ranks, run, work_on_rank
+from trainer.commands.ranks import all_ranks, run
 from trainer.commands.start import CPU_RANKS
 from trainer.config.errors import ConfigError
 from trainer.data.sources.registry import DATASETS, DataSettings
@@ -240,9 +240,4 @@ def work(wanted: argparse.Namespace, job: ResolvedJob, device: "torch.device") -
     return f"{tables(found)}\n{write(found, wanted.output)}"
 
 
-main = partial(run, "trainer.commands.evaluate", checked, work)
-
-if __name__ == "__main__":
-    from trainer.commands.rank import command_line
-
-    sys.exit(command_line(partial(work_on_rank, checked, work)))
+main = partial(run, __name__)

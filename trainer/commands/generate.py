@@ -10,7 +10,6 @@ tokens, and rank 0 prints them.
 """
 
 import argparse
-import sys
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
-from trainer.commands.ranks import all_ranks, run, work_on_rank
+from trainer.commands.ranks import all_ranks, run
 from trainer.commands.talk import Talk, ends_of, talk_options
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
@@ -149,9 +148,4 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     return "\n\n".join(text + tokenizer.decode(more) for text, more in zip(shown, written, strict=True))
 
 
-main = partial(run, "trainer.commands.generate", checked, work)
-
-if __name__ == "__main__":
-    from trainer.commands.rank import command_line
-
-    sys.exit(command_line(partial(work_on_rank, checked, work)))
+main = partial(run, __name__)

@@ -3,9 +3,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from trainer.commands.start import ROOT
 from trainer.config.errors import ConfigError
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 _CPP_LOGS = "TORCH_CPP_LOG_LEVEL"
-W = TypeVar("W")
-Checked = Callable[[list[str]], tuple[W, ResolvedJob]]
-Work = Callable[[W, ResolvedJob, "torch.device"], str]
 
 
 def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
@@ -60,38 +57,45 @@ def all_ranks(here: int) -> int:
     return here * Nodes.from_environment(os.environ).count
 
 
-def run(module: str, checked: Checked, work: Work, argv: list[str]) -> int:
+def run(module: str, argv: list[str]) -> int:
     """Run a command on the ranks of this machine, and return the exit code.
 
-    module: of the command, which each of several ranks runs as a program; checked: returns what is wanted and the job
-    of all ranks; work: of one rank, returns what rank 0 prints.
+    module: of the command. It has `checked`, which returns what is wanted and the job of all ranks for the arguments,
+    and `work` of one rank (wanted, job, device), which returns what rank 0 prints.
     """
     try:
-        _, job = checked(argv)
+        _, job = import_module(module).checked(argv)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if job.degrees.world_size == 1:
-        return work_on_rank(checked, work, argv)
+        return work_on_rank([module, *argv])
     here = job.degrees.world_size // all_ranks(1)
-    return launch([*launch_options(job.config, here, job.device_type), "--program", module, *argv])
+    options = launch_options(job.config, here, job.device_type)
+    return launch([*options, "--program", "trainer.commands.ranks", module, *argv])
 
 
-def work_on_rank(checked: Checked, work: Work, argv: list[str], *, launched: bool = False) -> int:
+def work_on_rank(argv: list[str], *, launched: bool = False) -> int:
     """Do the work of one rank of a command, see `run`, and return the exit code. Rank 0 reports a wrong setting."""
     from trainer.commands.rank import on_rank
 
-    is_first = os.environ.get("RANK", "0") == "0"
+    command, is_first = import_module(argv[0]), os.environ.get("RANK", "0") == "0"
     try:
-        wanted, job = checked(argv)
+        wanted, job = command.checked(argv[1:])
     except ConfigError as error:
         if is_first:
             report(f"error: {error}")
         return 2
 
     def print_work(job: ResolvedJob, device: "torch.device") -> None:
-        text = work(wanted, job, device)
+        text = command.work(wanted, job, device)
         if is_first:
             print(text, flush=True)
 
     return on_rank(job, print_work)
+
+
+if __name__ == "__main__":
+    from trainer.commands.rank import command_line
+
+    sys.exit(command_line(work_on_rank))

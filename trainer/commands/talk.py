@@ -51,11 +51,7 @@ class Talk:
 
     @classmethod
     def of(cls, config: JobConfig, tools: Path | None = None) -> "Talk":
-        """Return it for the tokenizer and the template of a model. tools: a file of JSON.
-
-        Raises:
-            ConfigError: there is no template, or the file has no list of tools.
-        """
+        """Return it for the tokenizer and template of a model. tools: a file of JSON; ConfigError if one is missing."""
         from trainer.data.tokenizers.tokenizer import open_tokenizer
 
         template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)

@@ -27,11 +27,7 @@ class Machine:
     """A line for the log, if CUDA_VISIBLE_DEVICES names more than there is."""
 
     def device_type(self, wanted: str) -> str:
-        """Return 'cuda' or 'cpu' for `job.device`.
-
-        Raises:
-            ConfigError: job.device asks for a GPU, and no GPU is visible.
-        """
+        """Return 'cuda' or 'cpu' for `job.device`; ConfigError if it asks for a GPU, and none is visible."""
         if wanted == "cuda" and not self.gpus and not any(map(os.path.exists, _OTHER_GPUS)):
             raise ConfigError(
                 "job.device = 'cuda' needs a GPU, and this machine shows none (nvidia-smi, /dev/nvidia0, "

@@ -5,9 +5,10 @@ import hashlib
 import os
 import sysconfig
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +23,16 @@ _LOG_SECONDS = 10.0
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
-def unreadable(file: str, error: Exception) -> ConfigError:
-    """Return the error for a file that cannot be read, or not to its end."""
-    reason = getattr(error, "strerror", None) or error
-    return ConfigError(f"{file} cannot be read ({reason}); copy it again, or give files that you may read")
+@contextmanager
+def reading(file: str) -> Iterator[None]:
+    """Inside, turn errors of a file that cannot be read, or not to its end, into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's are among these
+        file, reason = getattr(error, "filename", None) or file, getattr(error, "strerror", None) or error
+        raise ConfigError(f"{file} cannot be read ({reason}); copy it again, or give files that you may read") from None
 
 
 def number_of(digest: hashlib.blake2b) -> int:
@@ -163,10 +170,8 @@ def _number(name: str) -> int:
 
 def _size_and_time(file: str) -> tuple[int, int]:
     """Return bytes and time (ns): the later one of those of content and attributes, which nobody can set back."""
-    try:
+    with reading(file):
         status = os.stat(file)
-    except OSError as error:
-        raise unreadable(file, error) from None
     return status.st_size, max(status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -183,10 +188,7 @@ def _hashed(files: Sequence[str]) -> Iterator[int]:
 
 def _hash_of(file: str) -> int:
     digest = hashlib.blake2b(digest_size=8)
-    try:
-        with open(file, "rb") as stream:
-            while block := stream.read(BLOCK):
-                digest.update(block)
-    except OSError as error:
-        raise unreadable(file, error) from None
+    with reading(file), open(file, "rb") as stream:
+        while block := stream.read(BLOCK):
+            digest.update(block)
     return number_of(digest)

@@ -8,7 +8,6 @@ Parquet's pages.
 import gzip
 import io
 import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.data.sources.files import BLOCK, unreadable
+from trainer.data.sources.files import BLOCK, reading
 from trainer.data.tokenizers.tokenizer import replace_surrogates
 from trainer.runtime.console import logger
 
@@ -56,19 +55,16 @@ def lines_of(file: str, start: int = 0, stop: int | None = None) -> Iterator[tup
     Raises:
         ConfigError: the file cannot be read to its end.
     """
-    try:
-        with _opened(file) as stream:
-            if start:  # behind the line that begins before
-                start = stream.seek(start - 1) + len(stream.readline())
-            before, place = cache(lambda: _lines_before(file, start)), start
-            for number, content in enumerate(stream, 1):
-                if stop is not None and place >= stop:
-                    return
-                place += len(content)
-                if content.strip():
-                    yield content, lambda number=number: f"{file}, line {before() + number}"
-    except (OSError, EOFError, zlib.error) as error:
-        raise unreadable(file, error) from None
+    with reading(file), _opened(file) as stream:
+        if start:  # behind the line that begins before
+            start = stream.seek(start - 1) + len(stream.readline())
+        before, place = cache(lambda: _lines_before(file, start)), start
+        for number, content in enumerate(stream, 1):
+            if stop is not None and place >= stop:
+                return
+            place += len(content)
+            if content.strip():
+                yield content, lambda number=number: f"{file}, line {before() + number}"
 
 
 def rows_of(file: str, name: str) -> Iterator[str | BadRecord]:
@@ -78,26 +74,21 @@ def rows_of(file: str, name: str) -> Iterator[str | BadRecord]:
         ConfigError: the file cannot be read to its end, has no such column, or needs pyarrow.
     """
     parquet, numbers = package("pyarrow.parquet", file), count()
-    try:
-        with parquet.ParquetFile(file, page_checksum_verification=True) as rows:
-            check_column(name, rows.schema_arrow.names, file)
-            for batch in rows.iter_batches(batch_size=1024, columns=[name]):
-                for value, number in zip(_values(batch[0]), numbers, strict=False):
-                    yield text_of_row(value, name, f"{file}, row {number}")
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:  # Arrow's are among these
-        raise unreadable(file, error) from None
+    with reading(file), parquet.ParquetFile(file, page_checksum_verification=True) as rows:
+        check_column(name, rows.schema_arrow.names, file)
+        for batch in rows.iter_batches(batch_size=1024, columns=[name]):
+            for value, number in zip(_values(batch[0]), numbers, strict=False):
+                yield text_of_row(value, name, f"{file}, row {number}")
 
 
 def text_of_file(file: str) -> str | BadRecord:
     """Return the whole text of a file, or why it is no UTF-8; ConfigError if it cannot be read."""
+    with reading(file):
+        content = Path(file).read_bytes()
     try:
-        return Path(file).read_bytes().decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return BadRecord(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out of the data set")
-    except OSError as error:
-        raise unreadable(file, error) from None
 
 
 def text_of_line(content: bytes, name: str, where: Where) -> str | BadRecord:

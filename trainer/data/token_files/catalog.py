@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.sources.files import cache_folder, contents, number_of, unreadable, write_whole
+from trainer.data.sources.files import cache_folder, contents, number_of, reading, write_whole
 from trainer.data.sources.records import BadRecord
 from trainer.data.sources.registry import DataSettings, all_documents, check_source, check_streams, files_of, source_of
 from trainer.data.token_files.format import MANIFEST, UNFINISHED, Pair, checked_pair, open_pair
@@ -132,10 +132,8 @@ def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:
     pair, marks = open_pair(idx), Path(idx).with_suffix(".answers")
     for ending in ("idx", "crc"):
         file = Path(idx).with_suffix(f".{ending}")
-        try:
+        with reading(str(file)):
             found = zlib.crc32(file.read_bytes())
-        except OSError as error:
-            raise unreadable(str(file), error) from None
         if found != entry[ending]:
             raise ConfigError(f"{file} is damaged: its check sum is not that of {MANIFEST}; copy it again")
     return pair._replace(crc=str(Path(idx).with_suffix(".crc")), answers=str(marks) if marks.exists() else None)

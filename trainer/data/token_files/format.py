@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.sources.files import unreadable
+from trainer.data.sources.files import reading
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -71,22 +71,15 @@ class Pair(NamedTuple):
 
 
 def open_pair(idx: str) -> Pair:
-    """Return a pair of Megatron's format.
-
-    Raises:
-        ConfigError: the index is damaged, or does not fit the ids.
-    """
+    """Return a pair of Megatron's format; ConfigError if the index is damaged, or does not fit the ids."""
     if not idx.endswith(".idx"):
         raise ConfigError(
             f"{idx} is no index of token ids; name an .idx file beside its .bin (docs/data.md makes one for other ids)"
         )
     ids = str(Path(idx).with_suffix(".bin"))
-    try:
+    with reading(idx), open(idx, "rb") as stream:
         size, ids_size = os.path.getsize(idx), os.path.getsize(ids)
-        with open(idx, "rb") as stream:
-            header = stream.read(HEADER.size)
-    except OSError as error:
-        raise unreadable(error.filename or idx, error) from None
+        header = stream.read(HEADER.size)
     magic, version, code, n, m = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
     if magic != MAGIC or version != 1 or code not in CODES or not m or size != HEADER.size + 12 * n + 8 * m:
         raise ConfigError(f"{idx} is no whole index of token ids (Megatron's format, version 1); copy it again")
@@ -102,11 +95,7 @@ def open_pair(idx: str) -> Pair:
 
 
 def checked_pair(idx: str) -> Pair:
-    """Return a pair of another program, whose sequences follow each other in the .bin.
-
-    Raises:
-        ConfigError: they do not, or the index is damaged.
-    """
+    """Return a pair of another program; ConfigError if its sequences do not follow each other in the .bin."""
     pair = open_pair(idx)
     lengths, places, firsts = pair.arrays
     whole = firsts[0] == 0 and firsts[-1] == len(lengths) and (not len(places) or places[0] == 0)
@@ -134,19 +123,13 @@ class ByteRanges:
         self._opened = lru_cache(maxsize=_open_files_allowed())(partial(open, mode="rb", buffering=0))
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of a file.
-
-        Raises:
-            ConfigError: the file cannot be read, or is shorter than that.
-        """
+        """Return the bytes [start, stop) of a file; ConfigError if it cannot be read, or is shorter than that."""
         parts, here = [], start
-        try:
+        with reading(file):
             opened = self._opened(file)
             while here < stop and (part := os.pread(opened.fileno(), min(stop - here, 1 << 30), here)):
                 parts.append(part)
                 here += len(part)
-        except OSError as error:
-            raise unreadable(file, error) from None
         if here < stop:
             raise ConfigError(
                 f"{file} is shorter than when the run began to read it (byte {stop} is missing); restore it"

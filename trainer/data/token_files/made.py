@@ -112,11 +112,7 @@ class Inputs:
 
 
 def made_by(settings: DataSettings) -> dict[str, int]:
-    """Return hashes of the settings that decide which tokens documents become, by name.
-
-    Raises:
-        ConfigError: the tokenizer or the chat template cannot be read.
-    """
+    """Return hashes of the settings that decide which tokens documents become; ConfigError if one cannot be read."""
     tokenizer = open_tokenizer(settings.tokenizer)
     # Files beside that of the tokenizer may name the tokens that begin and end a text.
     found = {"tokenizer": _hash(tokenizer_hash(settings.tokenizer), tokenizer.bos_id, tokenizer.eos_id)}

@@ -38,11 +38,7 @@ class ConversationEncoder:
 
     @classmethod
     def of(cls, tokenizer_path: str, chat_template: str | None, chat: Chat) -> "ConversationEncoder":
-        """Return the encoder for the template of a tokenizer, or for the file `chat_template`.
-
-        Raises:
-            ConfigError: see `open_tokenizer` and `find_template`.
-        """
+        """Return the encoder for a tokenizer and a template; it raises as `open_tokenizer` and `find_template`."""
         tokenizer = open_tokenizer(tokenizer_path)
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}

@@ -99,11 +99,7 @@ def split_long_runs(text: str) -> Iterator[str]:
 
 @lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later
 def read_ranks(file: str, given: str) -> dict[bytes, int]:
-    """Return the bytes of each token -> rank; the ranks are 0, 1, 2, ... in any order.
-
-    Raises:
-        ConfigError: the file is no rank file.
-    """
+    """Return the bytes of each token -> rank: 0, 1, 2, ... in any order; ConfigError if the file is no rank file."""
     lines = Path(file).read_bytes().splitlines()
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):

@@ -81,11 +81,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def open_tokenizer(path: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a file or folder; None: the shipped one.
-
-    Raises:
-        ConfigError: there is none, or its file is damaged.
-    """
+    """Return the tokenizer of a file or folder, by default the shipped one; ConfigError if it is missing or damaged."""
     module, *found = _found(path)
     return module.FORMAT(*found)
 
