@@ -12,15 +12,13 @@ from torch import nn
 from torch.profiler import record_function as region
 
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
 from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
 from trainer.components.metrics import MetricsLogger, StepRecord
+from trainer.components.norms import UpdateNorms, clip_gradients, settle_gradients, squared_norm
 from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling
 from trainer.components.qk_clip import QKClip
-from trainer.components.step_guard import StepGuard, TrainingError
-from trainer.components.step_totals import StepTotals
-from trainer.components.update_norms import UpdateNorms
+from trainer.components.step_outcome import StepGuard, StepTotals, TrainingError
 from trainer.data.ahead import BatchesAhead
 from trainer.data.loader import data_identity
 from trainer.distributed.data_parallel import reduce_across_replicas

@@ -14,7 +14,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_compile import compiled_case
 from tests.distributed.test_parity import LAYOUTS, TOLERANCE, reference
 from tests.slow import slow
-from trainer.components.grad_norm import settle_gradients
+from trainer.components.norms import settle_gradients
 from trainer.distributed.sharding import exchange
 from trainer.models import chunked_loss
 

@@ -19,8 +19,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import merged, same, trainer_in, whole_state
 from tests.distributed.test_checkpoint_layouts import LAYOUTS
 from trainer.components.source_losses import SourceLosses
-from trainer.components.step_guard import TrainingError
-from trainer.components.step_totals import StepTotals
+from trainer.components.step_outcome import StepTotals, TrainingError
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.stores.store import LocalStore
 from trainer.trainer import Trainer

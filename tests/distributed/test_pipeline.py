@@ -12,8 +12,8 @@ from tests.distributed.harness import Record, assert_parity, run_layout, trainer
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
-from trainer.components.grad_norm import settle_gradients, squared_norm
-from trainer.components.step_totals import StepTotals
+from trainer.components.norms import settle_gradients, squared_norm
+from trainer.components.step_outcome import StepTotals
 from trainer.config.errors import ConfigError
 from trainer.distributed import pipeline_parallel
 from trainer.models.attention import InnerAttention

@@ -19,7 +19,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import same
 from tests.distributed.test_checkpoint_layouts import LAYOUTS, MODEL
 from trainer.checkpoint.checkpointer import tensors_of
-from trainer.components.step_guard import SPIKE_LEAST, StepGuard, TrainingError
+from trainer.components.step_outcome import SPIKE_LEAST, StepGuard, TrainingError
 from trainer.config.schema import Training
 from trainer.trainer import Trainer
 

@@ -10,7 +10,7 @@ _ITERABLES = "tests/unit/test_data_iterables.py"
 CHAT = (
     Mutant(
         "the position in an iterable is that behind the document that is read ahead",
-        "trainer/data/sources/iterables.py",
+        "trainer/data/iterable_data.py",
         "            self._states[self._read] = self._state_before(self._read)\n",
         "",
         f"{_ITERABLES}::test_a_resumed_run_reads_the_rest_on_any_number_of_ranks",

@@ -1,21 +1,193 @@
-"""An iterable of a package as an opened data set: each data stream has an iterable of its own, and packs its documents.
+"""An iterable of a package as an opened data set, by torchdata's StatefulDataLoader, which keeps the position in it.
 
-The documents come in the order of the iterable; a pass over it is an epoch. So their order depends on the number of
-streams, which is the number of data-parallel ranks of the first start if `training.data_streams` does not say it, and
-not on the number of ranks that resume.
+Each data stream has an iterable of its own, and packs its documents. They come in the order of the iterable; a pass
+over it is an epoch. So their order depends on the number of streams, which is the number of data-parallel ranks of the
+first start if `training.data_streams` does not say it, and not on the number of ranks that resume.
 """
 
-from collections.abc import Mapping
+import json
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.stateful import Stateful
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import AGAIN, StreamState, streams_of_rank
 from trainer.data.packing.concatenate import DocumentStream
 from trainer.data.packing.whole import WholeStream
-from trainer.data.sources.iterables import IterableDocuments
-from trainer.data.sources.registry import DataSettings
+from trainer.data.sources.records import BadRecord, Tally
+from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.token_files.made import made_by
+from trainer.data.tokenizers.encoders import NOTHING, Encoded
+from trainer.data.tokenizers.tokenizer import replace_surrogates, vocab_size_of
+
+
+@runtime_checkable
+class _ByNumber(Protocol):
+    """A sequence, or a data set of PyTorch with documents by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Any: ...
+
+
+class _Iterable(IterableDataset):
+    """An iterable as a data set of PyTorch.
+
+    It resumes by torchdata's protocol `Stateful` if it has that, else by iterating again, up to the position.
+    """
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+        if isinstance(iterable, Stateful):
+            self.state_dict, self.load_state_dict = iterable.state_dict, iterable.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterable)
+
+
+def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
+    """Return the loader of a pass over an iterable, or over a sequence. epoch: number of the pass, for `set_epoch`."""
+    if hasattr(iterable, "set_epoch"):
+        iterable.set_epoch(epoch)
+    if not isinstance(iterable, _ByNumber):
+        iterable = _Iterable(iterable)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by PyTorch, in torchdata
+        return StatefulDataLoader(iterable, batch_size=None, collate_fn=lambda document: document)
+
+
+class IterableDocuments:
+    """The documents of one stream by their number in a pass, in ascending order; each pass opens the iterable again.
+
+    The length is the number of documents that are known: one more than were asked for, until the pass ends.
+    """
+
+    def __init__(self, settings: DataSettings, stream: int, streams: int) -> None:
+        self._settings, self._stream, self._streams = settings, stream, streams
+        self._place, self._encode = source_of(settings).iterable, source_of(settings).encoder(settings)
+        self._vocab_size, self._skipped = vocab_size_of(settings.tokenizer), Tally()
+        self._epoch = -1
+
+    def start(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Go to a position in a pass. state: see `state`, of the same pass; empty: the beginning.
+
+        Raises:
+            ConfigError: the function that opens the iterable cannot be imported, or fails.
+        """
+        self._epoch, self._asked, self._ended = epoch, state.get("iterable_document", 0), False
+        self._read = self._asked  # documents that have been read
+        self._documents: dict[int, Any] = {}
+        self._states: dict[int, str] = {}  # before a document was read
+        try:
+            iterable = resolve_name(self._place)(self._settings.path, self._stream, self._streams)
+            self._loader = loader_of(iterable, epoch)
+            if state.get("iterable"):
+                self._loader.load_state_dict(json.loads(state["iterable"]))
+            self._iterator = iter(self._loader)
+        except Exception as error:  # whatever a user's code raises
+            raise self._failed(f"{self._place} fails", error) from error
+
+    def state(self, epoch: int, oldest: int) -> dict[str, Any]:
+        """Return the position before a document, the oldest one that is asked for again after a restart.
+
+        "iterable_document": its number in the pass; "iterable": the loader's state as JSON, empty before the first one.
+        """
+        if epoch != self._epoch or not oldest:
+            return {"iterable_document": 0, "iterable": ""}
+        self._states = {number: state for number, state in self._states.items() if number >= oldest}
+        return {"iterable_document": oldest, "iterable": self._state_before(oldest)}
+
+    def __len__(self) -> int:
+        self._read_to(self._asked + 1)
+        return self._read
+
+    def __getitem__(self, place: tuple[int, int]) -> Encoded:
+        """Return a document of a pass, by the numbers of both; those before it are not asked for again.
+
+        Raises:
+            ConfigError: the iterable fails, has no document, or another than is known.
+        """
+        epoch, number = place
+        if epoch != self._epoch:
+            self.start(epoch, {})
+        self._asked = max(self._asked, number + 1)
+        self._read_to(self._asked)
+        if number >= self._read:
+            raise ConfigError(
+                f"{self._settings.keys.dataset} = {self._settings.dataset!r}: pass {epoch + 1} of stream {self._stream}"
+                f" of {self._streams} has {self._read} documents, and number {number + 1} is asked for; give each "
+                "stream documents, the same ones after a restart, or use fewer training.data_streams"
+            )
+        document = self._documents[number]
+        self._documents = {i: later for i, later in self._documents.items() if i > number}
+        try:
+            return self._encoded(document, number)
+        except BadRecord as error:
+            if not self._settings.skips:
+                raise
+            self._skipped.count(error)
+            return NOTHING
+
+    def _read_to(self, documents: int) -> None:
+        while self._read < documents and not self._ended:
+            self._states[self._read] = self._state_before(self._read)
+            try:
+                self._documents[self._read] = next(self._iterator)
+                self._read += 1
+            except StopIteration:
+                self._ended = True
+            except Exception as error:
+                what = f"document {self._read + 1} of stream {self._stream} cannot be read"
+                raise self._failed(what, error) from error
+
+    def _state_before(self, number: int) -> str:
+        if number in self._states:
+            return self._states[number]
+        state = self._loader.state_dict()
+        try:
+            return json.dumps(state)
+        except TypeError as error:
+            raise self._failed("its state_dict() is not JSON", error) from error
+
+    def _failed(self, what: str, error: Exception) -> ConfigError:
+        where = f"{self._settings.keys.dataset} = {self._settings.dataset!r}"
+        return ConfigError(f"{where}: {what} ({type(error).__name__}: {error}); correct the package that makes it")
+
+    def _encoded(self, document: Any, number: int) -> Encoded:
+        name = self._settings.text_field
+        if isinstance(document, Encoded):
+            return self._checked(document, number)
+        if isinstance(document, Mapping) and name in document:
+            document = document[name]
+        if isinstance(document, str):
+            return self._encode(replace_surrogates(document))
+        if isinstance(document, list | tuple | np.ndarray | torch.Tensor):
+            return self._checked(Encoded(np.asarray(document)), number)
+        raise self._bad(number, f"is of type {type(document).__name__}")
+
+    def _checked(self, document: Encoded, number: int) -> Encoded:
+        ids = document.ids if len(document.ids) else NOTHING.ids
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise self._bad(number, f"has an array of shape {ids.shape} and {ids.dtype}")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            wrong = int(ids.max() if ids.max() >= self._vocab_size else ids.min())
+            raise self._bad(number, f"has the token id {wrong}, and the tokenizer has {self._vocab_size:,} (0 and up)")
+        return Encoded(ids, document.answers)
+
+    def _bad(self, number: int, what: str) -> BadRecord:
+        return BadRecord(
+            f"{self._settings.dataset}, stream {self._stream}, document {number + 1}, {what}; give a text, an object "
+            f'with a text or token ids in "{self._settings.text_field}" (training.dataset_text_field), or a list of '
+            "token ids"
+        )
 
 
 class _OfIterable:

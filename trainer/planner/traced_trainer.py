@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 import trainer.trainer as loop
-from trainer.components import update_norms
+from trainer.components import norms
 from trainer.components.metrics import MetricsLogger
-from trainer.components.step_totals import StepTotals
+from trainer.components.step_outcome import StepTotals
 from trainer.distributed import expert_parallel
 from trainer.distributed.context_parallel.execution import merging
 from trainer.distributed.context_parallel.execution.kernels import choose, cuda
@@ -83,7 +83,7 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
     yield patch(loop, "set_timeout", lambda *_a, **_k: None)
     yield patch(loop, "check_same", lambda *_: None)
     yield patch(loop, "check_groups", lambda *_: None)
-    yield patch(update_norms, "of_all_ranks", lambda kinds, _over: [kinds])
+    yield patch(norms, "of_all_ranks", lambda kinds, _over: [kinds])
     yield patch(ParallelDims, "_gloo_group", lambda _self, mesh, _timeout: mesh.get_group())
     yield patch(modules, "_are_equal", lambda *_: True)
     yield patch(MetricsLogger, "due", lambda _self, _step: False)
