@@ -22,9 +22,10 @@ from trainer.distributed.domain_parallel.reductions import wide
 from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding.exchange import all_reduce, exchange_counts, send_rows
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.placement import added_up, places_on, with_adjoint
+from trainer.distributed.sharding.placement import added_up, places_on
 from trainer.distributed.sharding.ranges import union
 from trainer.distributed.sharding.rows import connected
+from trainer.distributed.sharding.tensors import with_adjoint
 
 Numbers = DomainTensor | torch.Tensor
 _KIND = "rows by number"

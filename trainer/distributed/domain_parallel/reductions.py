@@ -13,8 +13,8 @@ import torch
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.sharding.exchange import all_reduce, send_rows
-from trainer.distributed.sharding.placement import added_up, summed, with_adjoint
-from trainer.distributed.sharding.tensors import to_device
+from trainer.distributed.sharding.placement import added_up, summed
+from trainer.distributed.sharding.tensors import to_device, with_adjoint
 
 # ---- reductions
 

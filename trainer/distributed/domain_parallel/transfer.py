@@ -15,8 +15,9 @@ from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.sharding.exchange import all_to_all
 from trainer.distributed.sharding.layout import AxisLayout, sized
-from trainer.distributed.sharding.placement import places_on, rows_on, unshard, with_adjoint
+from trainer.distributed.sharding.placement import places_on, rows_on, unshard
 from trainer.distributed.sharding.rows import fetch
+from trainer.distributed.sharding.tensors import with_adjoint
 
 
 def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, size, union
-from trainer.distributed.sharding.tensors import planned
+from trainer.distributed.sharding.tensors import planned, with_adjoint
 
 # kind -> calls of this process; tests compare them with the cost of a plan
 calls: Counter[str] = Counter()
@@ -268,42 +268,24 @@ def exchange(
         raise ValueError(
             f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
         )
-    return _Exchange.apply(x, plan_movement(layout.ranges, wanted, rank), dim, group)
+    movement = plan_movement(layout.ranges, wanted, rank)
 
-
-class _Exchange(torch.autograd.Function):
-    """One node of the graph, so that a rank without rows to send or receive still joins, forward and backward."""
-
-    @staticmethod
-    def forward(ctx, x, movement, dim, group):
-        ctx.movement, ctx.dim, ctx.group, ctx.rows = movement, dim, group, x.shape[dim]
-        rows = x.movedim(dim, 0)
+    def fetched(x: torch.Tensor) -> torch.Tensor:
         result = _with_rows(x, movement.rows, dim)
         target = result.movedim(dim, 0)
         for start, stop in movement.outside:
             target[start:stop] = 0
-        _move(rows, target, movement.sent, movement.received, group, add=False)
+        _move(x.movedim(dim, 0), target, movement.sent, movement.received, group, add=False)
         return result
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return _Return.apply(gradient, ctx.movement, ctx.dim, ctx.group, ctx.rows), None, None, None
-
-
-class _Return(torch.autograd.Function):
-    """The adjoint of `_Exchange`: gradients of all copies of a row are added up at its owner."""
-
-    @staticmethod
-    def forward(ctx, gradient, movement, dim, group, rows):
-        ctx.exchange = movement, dim, group
-        result = _with_rows(gradient, rows, dim, torch.promote_types(gradient.dtype, torch.float32))
+    def returned(gradient: torch.Tensor) -> torch.Tensor:
         # A row may have gone to many ranks.
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        result = _with_rows(gradient, layout.local_length(rank), dim, exact)
         _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement.received, movement.sent, group, add=True)
         return result.to(gradient.dtype)
 
-    @staticmethod
-    def backward(ctx, x):
-        return _Exchange.apply(x, *ctx.exchange), None, None, None, None
+    return with_adjoint(x, fetched, returned)
 
 
 def _with_rows(x: torch.Tensor, rows: int, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -14,7 +14,6 @@ The gradient of a tensor that every rank has whole has one of two placements, wh
                 ranks, put together
 """
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from trainer.distributed.sharding.exchange import all_reduce, exchange
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.tensors import to_device
+from trainer.distributed.sharding.tensors import to_device, with_adjoint
 
 PLACEMENTS = ("partial", "replicated")
 
@@ -75,15 +74,6 @@ def added_up(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return with_adjoint(x, add, add)
 
 
-def with_adjoint(
-    x: torch.Tensor,
-    function: Callable[[torch.Tensor], torch.Tensor],
-    adjoint: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Return the function of x, linear; its backward applies the adjoint to the gradient, and can be differentiated."""
-    return _WithAdjoint.apply(x, function, adjoint)
-
-
 def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
     if x.shape[dim] != rows:
         raise ValueError(
@@ -112,17 +102,3 @@ def _all_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.Process
 
 def _own_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     return x.index_select(dim, rows_on(layout, group.rank(), x.device))
-
-
-class _WithAdjoint(torch.autograd.Function):
-    """Apply one function in the forward, and its adjoint to the gradient in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, function, adjoint):
-        ctx.both = function, adjoint
-        return function(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        function, adjoint = ctx.both
-        return with_adjoint(gradient, adjoint, function), None, None

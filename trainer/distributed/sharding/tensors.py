@@ -1,4 +1,4 @@
-"""Small functions for tensors and meshes: hashes, copies to the device, versions, and constants of compiled code."""
+"""Small functions for tensors and meshes: hashes, copies, versions, adjoints, and constants of compiled code."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -57,6 +57,30 @@ def local_part(x: torch.Tensor) -> torch.Tensor:
 def version_of(x: torch.Tensor) -> int:
     """Return the number of changes in place, which autograd counts; 0 for a tensor of inference mode."""
     return 0 if x.is_inference() else x._version  # no public name as of torch 2.13
+
+
+def with_adjoint(
+    x: torch.Tensor,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    adjoint: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the function of x, linear; its backward applies the adjoint to the gradient, and can be differentiated.
+
+    It is one node of the graph, so that a rank without rows to send or receive still joins, forward and backward.
+    """
+    return _WithAdjoint.apply(x, function, adjoint)
+
+
+class _WithAdjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, function, adjoint):
+        ctx.both = function, adjoint
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        function, adjoint = ctx.both
+        return with_adjoint(gradient, adjoint, function), None, None
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
