@@ -558,10 +558,10 @@ DOMAIN = (
         _HALOS,
     ),
     Mutant(
-        "a rank without blocks leaves the second derivatives to the others",
-        f"{_SHARDING}/pieces.py",
-        "total = total + gradient.narrow(0, 0, 0).sum()",
-        "pass",
+        "rows of a halo are its first ones",
+        f"{_SHARDING}/rows.py",
+        "place, in_halo = in_halo, in_halo + stop - start",
+        "place, in_halo = 0, in_halo + stop - start",
         _HALOS,
     ),
     Mutant(

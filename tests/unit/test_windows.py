@@ -8,9 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.pieces import plan_pieces, put_together
 from trainer.distributed.sharding.ranges import intersection, size, union
-from trainer.distributed.sharding.rows import plan_rows
+from trainer.distributed.sharding.rows import plan_pieces, plan_rows, put_together
 from trainer.distributed.sharding.windows import (
     Window,
     WindowPlan,

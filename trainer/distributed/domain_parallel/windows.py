@@ -16,9 +16,8 @@ from trainer.distributed.domain_parallel.halos import Reach, current
 from trainer.distributed.domain_parallel.reductions import wide
 from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout, sized
-from trainer.distributed.sharding.pieces import plan_pieces, put_together
 from trainer.distributed.sharding.ranges import Range
-from trainer.distributed.sharding.rows import connected, plan_rows
+from trainer.distributed.sharding.rows import connected, plan_pieces, plan_rows, put_together
 from trainer.distributed.sharding.tensors import planned, to_device
 from trainer.distributed.sharding.windows import (
     Tile,

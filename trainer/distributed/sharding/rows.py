@@ -1,4 +1,4 @@
-"""A sharded axis, and rows that a rank wants of it: from other ranks only if some rank lacks them."""
+"""A sharded axis, and rows that a rank wants of it: from other ranks only if some rank lacks them, and zeros."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.pieces import plan_pieces, put_together
-from trainer.distributed.sharding.ranges import Range, Ranges, difference, intersection, union
+from trainer.distributed.sharding.ranges import Range, Ranges, difference, intersection, size, union
 from trainer.distributed.sharding.tensors import planned
 
 Wanted = tuple[tuple[Range, ...], ...]
@@ -89,6 +88,43 @@ def fetch(x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, perio
     if source == "local":
         return put_together(x, None, {dim: plan_pieces(owned[rank], length, wanted[rank])})
     return exchange(x, axis.layout, wanted, dim=dim, group=axis.group)
+
+
+Pieces = tuple[tuple[int, int, int], ...]
+"""Rows of a dimension as parts (source, start, stop): 0 are zeros, 1 rows of the shard, 2 of the halo."""
+
+
+@planned
+def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces:
+    """Return the rows wanted of an axis: what is not owned is of the halo, in order, and beyond the ends zeros."""
+    pieces, in_halo, whole = [], 0, ((0, length),)
+    for part in wanted:
+        parts = [(*x, 0) for x in difference((part,), whole)]
+        parts += [(*x, 1) for x in intersection((part,), owned)]
+        parts += [(*x, 2) for x in difference(intersection((part,), whole), owned)]
+        for start, stop, source in sorted(parts):
+            place = 0
+            if source == 1:
+                place = size(intersection(owned, ((0, start),)))
+            elif source == 2:
+                place, in_halo = in_halo, in_halo + stop - start
+            pieces.append((source, place, place + stop - start))
+    return tuple(pieces)
+
+
+def put_together(x: torch.Tensor, halo: torch.Tensor | None, pieces: dict[int, Pieces]) -> torch.Tensor:
+    """Return the rows that the pieces of each dimension name; differentiable, nothing is sent.
+
+    x: the shard. halo: rows of other ranks that have arrived, in the first of these dimensions; None if there are none.
+    """
+    for dim, parts in pieces.items():
+        sources, shape = [x] if halo is None else [x, halo], [*x.shape]
+        rows = [source.narrow(dim, 0, 0) for source in sources]  # so that every rank joins the backward of each
+        for source, start, stop in parts:
+            shape[dim] = stop - start
+            rows.append(sources[source - 1].narrow(dim, start, stop - start) if source else x.new_zeros(shape))
+        x, halo = torch.cat(rows, dim), None
+    return x
 
 
 def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
