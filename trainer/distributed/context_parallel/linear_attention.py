@@ -17,10 +17,10 @@ import math
 import torch
 
 from trainer.distributed.context_parallel.attention import add_autocast_rule
-from trainer.distributed.context_parallel.execution.linear_chunks import Tokens
+from trainer.distributed.context_parallel.execution.linear_chunks import Given, Tokens
 from trainer.distributed.context_parallel.execution.linear_kernels import KernelPass, runs_kernels
-from trainer.distributed.context_parallel.linear_pass import ChunkedPass, LocalPass, Place
-from trainer.distributed.context_parallel.linear_scan import Given, states_before
+from trainer.distributed.context_parallel.linear_pass import ChunkedPass, Place
+from trainer.distributed.context_parallel.linear_scan import states_before
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 
 
@@ -86,7 +86,7 @@ def _linear_attention_backward(
     return *found, v.new_empty(0) if beta is None else dbeta.to(beta.dtype).view(beta.shape)
 
 
-def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, LocalPass]:
+def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, ChunkedPass | KernelPass]:
     """Check the inputs of the operator, and return where they are and what computes them."""
     q, k, v, log_decay, beta = x.q, x.k, x.v, x.log_decay, x.beta
     alike = q.ndim == v.ndim == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2] and v.shape[2] % q.shape[2] == 0

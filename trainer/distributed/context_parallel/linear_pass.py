@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,8 @@ from trainer.distributed.context_parallel.execution.linear_chunks import (
     CHUNK,
     LONGEST_RUN,
     Chunks,
-    Ends,
     Fragments,
+    Given,
     Inputs,
     Tokens,
     joined,
@@ -26,38 +25,10 @@ from trainer.distributed.context_parallel.execution.linear_chunks import (
     through_runs,
 )
 from trainer.distributed.context_parallel.execution.linear_pairs import BLOCK
-from trainer.distributed.context_parallel.linear_scan import Given, InOrder, aligned, fragments_of
+from trainer.distributed.context_parallel.linear_scan import InOrder, aligned, fragments_of
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.rows import Axis, fetch
-
-
-class LocalPass(Protocol):
-    """The recurrence over the fragments of a rank, F of them.
-
-    shape: (B, F, H, K, V), of the states before fragments, which are in float32 at least.
-    """
-
-    shape: tuple[int, int, int, int, int]
-
-    @property
-    def zeros(self) -> torch.Tensor:
-        """Return such states of zeros."""
-
-    def maps(self) -> torch.Tensor:
-        """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 diagonal."""
-
-    def forward(self, ends: Ends) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return outputs, (B, S, H, V), the states before fragments, and the state behind the last one."""
-
-    def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
-        """Take the gradient of the outputs, (B, S, H, V), and the states before fragments."""
-
-    def biases(self) -> torch.Tensor:
-        """Return the gradients of the states before fragments, of `shape`, if those of the states behind are zero."""
-
-    def backward(self, ends: Ends) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of q, k, v, log_decay and, if there is one, beta, or anything in its place."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +97,7 @@ class Place:
         """Whether some fragment has several runs."""
         return any(end - first > self.run for first, end in self.fragments)
 
-    def ends(self, zeros: torch.Tensor, *, reverse: bool) -> Ends:
+    def ends(self, zeros: torch.Tensor, *, reverse: bool) -> Given:
         """Return zeros for all fragments, (B, F, H, K, V), or what goes from fragment to fragment in order."""
         known = Given(zeros)
         return known if self.has_maps or not self.sends else InOrder(known.zero, self.axis, reverse=reverse)
@@ -155,7 +126,10 @@ class Place:
 
 
 class ChunkedPass:
-    """In chunks, by the products of `execution/linear_chunks.py`. See `LocalPass`."""
+    """In chunks, by the products of `execution/linear_chunks.py`.
+
+    shape: (B, F, H, K, V), of the states before the F fragments of a rank, which are in float32 at least.
+    """
 
     def __init__(self, x: Tokens, place: Place) -> None:
         self._place, self._heads, self._scale = place, x.q.shape[2], x.scale
@@ -176,12 +150,14 @@ class ChunkedPass:
         return self._of_runs if self._place.has_runs else None
 
     def maps(self) -> torch.Tensor:
+        """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 diagonal."""
         x, v_dim = self._chunks.x, self.shape[-1]
         columns = v_dim + (1 if x.beta is None else x.k.shape[-1])
         like = x.k.new_empty(*x.k.shape[:2], x.k.shape[-1], columns)
         return stacked([joined(maps, v_dim) for maps in self._of_runs], like)
 
-    def forward(self, ends: Ends) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, ends: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return outputs, (B, S, H, V), the states before fragments, and the state behind the last one."""
         fragments = self._place.fragments
         before, behind = self._chunks.states(fragments, ends, self._maps_of_runs())
         out = self._place.rows_of(self._chunks.outputs(before))
@@ -190,6 +166,7 @@ class ChunkedPass:
         return out, entries, last
 
     def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
+        """Take the gradient of the outputs, (B, S, H, V), and the states before fragments."""
         place, chunks = self._place, self._chunks
         self._before, _ = chunks.states(place.fragments, Given(entries), self._maps_of_runs())
         self._dout = place.chunked(dout.to(entries.dtype))
@@ -209,12 +186,14 @@ class ChunkedPass:
         return [torch.cat((bias, maps[..., v_dim:]), -1) for bias, maps in both]
 
     def biases(self) -> torch.Tensor:
+        """Return the gradients of the states before fragments, of `shape`, if those of the states behind are zero."""
         zero, maps = Given(self.zeros).zero, self._maps_back
         if maps is None:
             return stacked([bias.squeeze(2) for bias in self._biases_of_runs], zero)
         return stacked([through_runs(zero, x, reverse=True)[1] for x in maps], zero)
 
-    def backward(self, ends: Ends) -> tuple[torch.Tensor, ...]:
+    def backward(self, ends: Given) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of q, k, v, log_decay and, if there is one, beta, or anything in its place."""
         place, chunks = self._place, self._chunks
         dadded, dbehind = chunks.adjoint(place.fragments, self._read, ends, self._maps_back)
         found = chunks.gradients(self._dout, self._before, dadded, dbehind)

@@ -25,7 +25,7 @@ from functools import lru_cache
 import torch
 
 from trainer.distributed.context_parallel.execution.build import own_group
-from trainer.distributed.context_parallel.execution.linear_chunks import changed
+from trainer.distributed.context_parallel.execution.linear_chunks import Given, changed
 from trainer.distributed.sharding.exchange import Transfer, send_receive
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import union
@@ -56,20 +56,7 @@ def aligned(layout: AxisLayout, size: int) -> AxisLayout:
     return AxisLayout(f"{layout.name} in chunks of {size}", layout.length, tuple(shards))
 
 
-class Given:
-    """States before fragments that are known: (B, F, H, K, V). See `linear_chunks.Ends`."""
-
-    def __init__(self, states: torch.Tensor) -> None:
-        self.states, self.zero = states, states.new_zeros(states.shape[0], *states.shape[2:])
-
-    def before(self, fragment: int) -> torch.Tensor:
-        return self.states[:, fragment]
-
-    def behind(self, fragment: int, state: torch.Tensor) -> None:
-        pass
-
-
-class InOrder:
+class InOrder(Given):
     """States that go from fragment to fragment, and from rank to rank, one after another; collective.
 
     zero: the state before the first fragment, (B, H, K, V). reverse: from the last fragment to the first.

@@ -19,7 +19,6 @@ document begins, what comes from before is masked, and all else stays as it is.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -63,19 +62,18 @@ class Inputs:
     document: torch.Tensor | None
 
 
-class Ends(Protocol):
-    """What a rank's fragments, by their numbers, get from what is before them, and leave to what is behind.
+class Given:
+    """States before fragments, by their numbers, that are known: (B, F, H, K, V). zero: one state of zeros."""
 
-    zero: a state, (B, H, K, V), of zeros.
-    """
-
-    zero: torch.Tensor
+    def __init__(self, states: torch.Tensor) -> None:
+        self.states, self.zero = states, states.new_zeros(states.shape[0], *states.shape[2:])
 
     def before(self, fragment: int) -> torch.Tensor:
         """Return the state before a fragment, (B, H, K, V)."""
+        return self.states[:, fragment]
 
     def behind(self, fragment: int, state: torch.Tensor) -> None:
-        """Take the state behind a fragment."""
+        """Take the state behind a fragment, which others may need (`linear_scan.InOrder`)."""
 
 
 class Chunks:
@@ -143,7 +141,7 @@ class Chunks:
             yield slice(n, end, self.run), slice(0, len(range(n, end, self.run)))
 
     def states(
-        self, fragments: Fragments, ends: "Ends", maps: list[torch.Tensor] | None
+        self, fragments: Fragments, ends: Given, maps: list[torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the states before all chunks, (B, H, N, K, V), and those behind fragments, (B, F, H, K, V).
 
@@ -212,7 +210,7 @@ class Chunks:
         self,
         fragments: Fragments,
         read: tuple[torch.Tensor, torch.Tensor],
-        ends: "Ends",
+        ends: Given,
         maps: list[torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of what tokens add, in the place of those read, and of the states behind all chunks.

@@ -20,7 +20,7 @@ from functools import cache, cached_property
 import torch
 
 from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
-from trainer.distributed.context_parallel.execution.linear_chunks import Ends, Tokens
+from trainer.distributed.context_parallel.execution.linear_chunks import Given, Tokens
 from trainer.distributed.context_parallel.planning.capabilities import runs_fla
 
 logger = logging.getLogger("trainer")
@@ -52,7 +52,7 @@ def _has_package() -> bool:
 
 
 class KernelPass:
-    """By the kernels, of which each call takes all fragments of one length. See `linear_pass.LocalPass`."""
+    """By the kernels, of which each call takes all fragments of one length. See `linear_pass.ChunkedPass`."""
 
     def __init__(self, x: Tokens, lengths: Sequence[int]) -> None:
         (batch, _, heads, k_dim), (*_, states, v_dim) = x.q.shape, x.v.shape
@@ -93,7 +93,7 @@ class KernelPass:
             self._fill(found, numbers, behind)
         return found
 
-    def forward(self, ends: Ends) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, ends: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         entries, behind = self._before(ends), torch.empty_like(self.zeros)
         out: list[torch.Tensor] = [self._given[2][:, :0]] * len(self._lengths)
         for length, numbers in self._groups.items():
@@ -122,7 +122,7 @@ class KernelPass:
             self._fill(found, numbers, dstate)
         return found
 
-    def backward(self, ends: Ends) -> tuple[torch.Tensor, ...]:
+    def backward(self, ends: Given) -> tuple[torch.Tensor, ...]:
         exits, parts = self._before(ends), [[x[:, :0]] * len(self._lengths) for x in self._given]
         for length, numbers in self._groups.items():
             leaves, results, dout = self._nodes.pop(length)
@@ -136,7 +136,7 @@ class KernelPass:
             ddecay = ddecay * self._goes_on
         return dq, dk, dv, ddecay, *(dbeta or [dv])
 
-    def _before(self, ends: Ends) -> torch.Tensor:
+    def _before(self, ends: Given) -> torch.Tensor:
         states = [ends.before(number) for number in range(len(self._lengths))]
         return torch.stack(states, 1) if states else self.zeros
 
