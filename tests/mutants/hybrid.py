@@ -149,8 +149,8 @@ HYBRID = (
     Mutant(
         "latents of all heads are expanded by the first ones",
         f"{_CP}/execution/latent.py",
-        "return expanded(latent, self._up[heads], self._key_dim)",
-        "return expanded(latent, self._up[: heads.stop - heads.start], self._key_dim)",
+        "k, v = expanded(latent, self._up[heads], self._key_dim)",
+        "k, v = expanded(latent, self._up[: heads.stop - heads.start], self._key_dim)",
         f"{_LATENT}::test_heads_are_expanded_in_groups",
     ),
     Mutant(
@@ -169,9 +169,9 @@ HYBRID = (
     ),
     Mutant(
         "values that are filled up are not cut",
-        f"{_CP}/execution/kernels/base.py",
-        "return dq, dk, dv[..., : self._value_dim]",
-        "return dq, dk, dv[..., -self._value_dim :]",
+        f"{_CP}/execution/latent.py",
+        "dv), -1)[..., : up.shape[1]]",
+        "dv), -1)[..., -up.shape[1] :]",
         f"{_METHODS}[3-ring]",
     ),
     Mutant(

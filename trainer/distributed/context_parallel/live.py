@@ -85,8 +85,8 @@ class LivePlan:
         """
         # With one mask for all sequences, the plan does not depend on which sequences these are.
         sequences = tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()
-        sizes = q.shape[3] if up is None else value_dim(q, k, up)
-        key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), sizes, sequences, is_causal, window, softcap
+        of_up = None if up is None else up.shape
+        key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), of_up, sequences, is_causal, window, softcap
         if key not in self._executions:
             self._check(q, k, v, sequences, up)
             mask = self._mask(sequences, is_causal, window)
@@ -99,7 +99,7 @@ class LivePlan:
             choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
             fixed = self.mask is None and not window
             needs = {"bands": mask.has_windows, "calls": calls, "fixed": fixed, "softcap": softcap}
-            kernel = choose_kernel(*choice, **needs, value_dim=sizes)
+            kernel = choose_kernel(*choice, **needs)
             groups, waiting = self.groups or (self.mesh.get_group(),) * 2, self.chunk and self.chunk[1]
             run = build_execution(plan, kernel, groups, self.mesh.device_type, self.options, waiting)
             self._executions[key] = run

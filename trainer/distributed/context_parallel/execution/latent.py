@@ -11,6 +11,7 @@ each rank has its own part of that of `up`.
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
 EXPANDED_BYTES = 1 << 30
 """Keys and values of so many heads are computed at a time that they take at most so much; of one head at least."""
@@ -60,8 +61,13 @@ class Expansion:
         return (slice(start, min(start + size, heads)) for start in range(0, heads, size))
 
     def keys(self, latent: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of some heads, see `expanded`."""
-        return expanded(latent, self._up[heads], self._key_dim)
+        """Return keys and values of some heads, see `expanded`; values are filled up to the size of keys."""
+        k, v = expanded(latent, self._up[heads], self._key_dim)
+        return k, self.filled(v)
+
+    def filled(self, x: torch.Tensor) -> torch.Tensor:
+        """Return values, or outputs, with zeros up to the size of keys, which kernels take for both."""
+        return F.pad(x, (0, self._key_dim - x.shape[3]))
 
     def add(
         self, dk: torch.Tensor, dv: torch.Tensor, latent: torch.Tensor, heads: slice, dlatent: torch.Tensor
@@ -73,7 +79,7 @@ class Expansion:
         up = self._up[heads]
         rank, rotated = up.shape[2], latent.shape[3] - up.shape[2]
         of_keys = dk.shape[3] - rotated
-        found = torch.cat((dk[..., :of_keys], dv), -1).to(up.dtype)  # (B, H, T, N + V)
+        found = torch.cat((dk[..., :of_keys], dv), -1)[..., : up.shape[1]].to(up.dtype)  # (B, H, T, N + V)
         by_token = found.transpose(1, 2).flatten(2)  # (B, T, H * (N + V))
         dlatent[:, 0, :, :rank] += by_token @ up.flatten(0, 1)
         dlatent[:, 0, :, rank:] += dk[..., of_keys:].sum(1)

@@ -197,6 +197,7 @@ class StagedExecution:
         for heads in expansion.groups(given.k):
             keys = expansion.keys(given.k, heads)
             dout, q, out, lse, dq_ = (part(x, heads, 1) for x in (given.dout, given.q, given.out, given.lse, dq))
+            dout, out = map(expansion.filled, (dout, out))
             sums = [torch.zeros_like(x, dtype=lse.dtype) for x in keys]
             for launch in item.launches:
                 found = gradients(BackwardInputs(dout, q, *keys, out, lse), launch, self.kernel, scale)

@@ -63,6 +63,7 @@ class Merged:
 
     def add(self, heads: slice, rows: slice, out: torch.Tensor, lse: torch.Tensor, *, fresh: bool) -> None:
         """Merge results of some heads and queries. fresh: these queries saw no key before."""
+        out = out[..., : self._value_dim]
         if fresh and out.shape[:3] == self._q.shape[:3]:
             self._lone = out, lse
             return

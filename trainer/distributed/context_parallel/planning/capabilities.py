@@ -12,8 +12,7 @@ class Capabilities:
     device: `cpu`, `cuda`, or None for any; dtypes: names of torch dtypes; max_head_dim, head_dim_multiple: of the size
     of a head. bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call
     of any size; masks: both with a dense mask, over pieces. many: many tiles in one launch. deterministic: its backward
-    can give the same bits each time. softcap: scores c * tanh(score / c). value_dims: values of another size than keys;
-    for others they are filled up.
+    can give the same bits each time. softcap: scores c * tanh(score / c).
     """
 
     device: str | None
@@ -26,7 +25,6 @@ class Capabilities:
     many: bool = False
     deterministic: bool = True
     softcap: bool = False
-    value_dims: bool = False
 
     def lacks(
         self,
@@ -63,9 +61,7 @@ CAPABILITIES: dict[str, Capabilities] = {
     "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True),
     "cudnn": Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, deterministic=False),
     "varlen": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True, many=True),
-    "math": Capabilities(
-        None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True, softcap=True, value_dims=True
-    ),
+    "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True, softcap=True),
 }
 """All kernels by name; each kernel's class refers to its entry."""
 

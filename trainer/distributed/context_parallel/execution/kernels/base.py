@@ -1,7 +1,6 @@
 """The interface of kernels, which compute one tile: (queries, keys, values) -> (output, log-sum-exp), and its backward.
 
-Shapes: q (B, H, S, D); k, v (B, K, T, D), K divides H; lse (B, H, S), in float32 at least. Where values have a size of
-their own, V, the output has it too; `PaddedValues` is for kernels that take one size. No tile is empty, and every
+Shapes: q (B, H, S, D); k, v (B, K, T, D), K divides H; lse (B, H, S), in float32 at least. No tile is empty, and every
 query of a tile sees a key: on an empty tile the CPU kernel would end the process, and without a key it would return 0.
 
 The backward gets the output and the log-sum-exp of the WHOLE attention, of which the tile is a part. So it computes the
@@ -11,7 +10,6 @@ probabilities of the whole, and the gradients of all tiles add up (Liu et al., R
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.planning.capabilities import Capabilities
 from trainer.distributed.context_parallel.planning.mask import Relation
@@ -44,41 +42,6 @@ class Kernel(Protocol):
 
     def backward(self, *given: torch.Tensor, relation: Relation, scale: float) -> QKV:
         """Return dq, dk, dv; given: `BackwardInputs`. Gradients of repeated key/value heads are summed."""
-
-
-class PaddedValues:
-    """A kernel of one size of heads, for values of a smaller one: they are filled up with zeros."""
-
-    def __init__(self, kernel: Kernel, value_dim: int) -> None:
-        self._kernel, self._value_dim = kernel, value_dim
-        self.name, self.capabilities = kernel.name, kernel.capabilities
-
-    def forward(self, q, k, v, **settings):
-        return self._cut(self._kernel.forward(q, k, _filled(v, q), **settings))
-
-    def forward_many(self, q, k, v, launch, **settings):
-        return self._cut(self._kernel.forward_many(q, k, _filled(v, q), launch, **settings))
-
-    def backward(self, dout, q, k, v, out, lse, **settings):
-        return self._cut_gradients(
-            self._kernel.backward(_filled(dout, q), q, k, _filled(v, q), _filled(out, q), lse, **settings)
-        )
-
-    def backward_many(self, given, launch, **settings):
-        filled = {name: _filled(getattr(given, name), given.q) for name in ("dout", "v", "out")}
-        return self._cut_gradients(self._kernel.backward_many(given._replace(**filled), launch, **settings))
-
-    def _cut(self, results: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = results
-        return out[..., : self._value_dim], lse
-
-    def _cut_gradients(self, gradients: QKV) -> QKV:
-        dq, dk, dv = gradients
-        return dq, dk, dv[..., : self._value_dim]
-
-
-def _filled(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return F.pad(x, (0, like.shape[3] - x.shape[3]))
 
 
 def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from trainer.distributed.context_parallel.execution.kernels.base import Kernel, PaddedValues
+from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
 from trainer.distributed.context_parallel.execution.kernels.flash import gpu_capability, newer_flash
@@ -26,11 +26,8 @@ def choose_kernel(
     calls: int = 1,
     fixed: bool = False,
     softcap: float = 0.0,
-    value_dim: int | None = None,
 ) -> Kernel:
     """Return the kernel of that name, or for `auto` the kernel that `auto_kernel` chooses on this machine.
-
-    value_dim: of values and outputs; None: head_dim. More than that is not possible.
 
     bands: whether the mask has a lower bound; calls: the most tiles of a stage; fixed: whether the mask is causal or
     full, with the same lengths in every step; softcap: of the scores, 0 for none. The first choice of a kernel on a GPU
@@ -48,9 +45,7 @@ def choose_kernel(
     chosen = chosen if name == "auto" else name
     if capability is not None:
         _log_once(kernel_words(chosen, capability, package, deterministic=deterministic))
-    kernel = Math(softcap) if softcap else KERNELS[chosen]
-    same = kernel.capabilities.value_dims or value_dim in (None, head_dim)
-    return kernel if same else PaddedValues(kernel, value_dim)
+    return Math(softcap) if softcap else KERNELS[chosen]
 
 
 @cache
