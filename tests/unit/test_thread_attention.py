@@ -218,10 +218,10 @@ def kept(rank: int, mesh: ThreadMesh, results: dict[int, Any], function: Callabl
 @pytest.mark.parametrize(
     ("method", "module", "name", "wrong"),
     [
-        ("ring", ring, "_fetch", "everything"),
-        ("all_gather", ring, "gather_rows", "everything"),
-        ("ring", ring, "_return_gradients", "dkv"),
-        ("all_gather", ring, "reduce_rows", "dkv"),
+        ("ring", ring.StagedExecution, "_fetch", "everything"),
+        ("all_gather", ring.StagedExecution, "_gather_rows", "everything"),
+        ("ring", ring.StagedExecution, "_return_gradients", "dkv"),
+        ("all_gather", ring.StagedExecution, "_reduce_rows", "dkv"),
         ("all_to_all", ulysses, "all_to_all", "everything"),
     ],
 )

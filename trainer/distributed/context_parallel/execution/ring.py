@@ -204,12 +204,6 @@ class StagedExecution:
                 add_parts((dq_, *sums), found, launch)
             expansion.add(*sums, given.k, heads, dlatent)
 
-    def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
-        return _fetch(following, own, held, self)
-
-    def _return_gradients(self, item: Item, gradient: torch.Tensor) -> "Returning":
-        return _return_gradients(item, gradient, self)
-
     def _items(self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int) -> list[Item]:
         """Return the local stage for all heads, then the other stages for each pass of heads."""
         items = [Item(stages[0], launches[0], slice(0, kv_heads))]
@@ -217,34 +211,79 @@ class StagedExecution:
             items += [Item(*of_stage, slice(*heads)) for of_stage in zip(stages[1:], launches[1:], strict=True)]
         return items
 
-
-def _fetch(following: Item | None, own: Held, held: Held, run: StagedExecution) -> tuple[Held, Pending]:
-    """Start the transfers for the next item; return (its K and V, handle)."""
-    if following is None:
-        return held, Pending()
-    stage, heads = following.stage, following.kv_heads
-    mine = Held(part(own.k, heads, 1), part(own.v, heads, 1))
-    rows = own.k.new_empty(stage.rows, *row_shape(*mine[:2]))
-    incoming = Held(*unpack(rows), rows, stage.places)
-    if stage.collective:
-        return incoming, gather_rows(mine.k, mine.v, rows, stage, run.plan, run.group)
-    transfers, puts = [], []
-    for message in stage.messages:
-        if message.source == run.plan.rank:
-            if run.plan.owns(message.ranges[0]):
-                departing = pack(mine.k, mine.v, run.plan.own.places(message.ranges))
+    def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
+        """Start the transfers for the next item; return (its K and V, handle)."""
+        if following is None:
+            return held, Pending()
+        stage, heads = following.stage, following.kv_heads
+        mine = Held(part(own.k, heads, 1), part(own.v, heads, 1))
+        rows = own.k.new_empty(stage.rows, *row_shape(*mine[:2]))
+        incoming = Held(*unpack(rows), rows, stage.places)
+        if stage.collective:
+            return incoming, self._gather_rows(mine, rows, stage)
+        transfers, puts = [], []
+        for message in stage.messages:
+            if message.source == self.plan.rank:
+                if self.plan.owns(message.ranges[0]):
+                    departing = pack(mine.k, mine.v, self.plan.own.places(message.ranges))
+                else:
+                    departing = _rows_at(held.rows, held.places.places(message.ranges))
+                transfers.append(Transfer(departing, message.target, is_send=True))
+                continue
+            places = stage.places.places(message.ranges)
+            if len(places) == 1:
+                buffer = rows[slice(*places[0])]
             else:
-                departing = _rows_at(held.rows, held.places.places(message.ranges))
-            transfers.append(Transfer(departing, message.target, is_send=True))
-            continue
-        places = stage.places.places(message.ranges)
-        if len(places) == 1:
-            buffer = rows[slice(*places[0])]
-        else:
-            buffer = rows.new_empty(message.rows, *rows.shape[1:])
-            puts.append(partial(put_rows, rows, places, buffer, add=False))
-        transfers.append(Transfer(buffer, message.source, is_send=False))
-    return incoming, send_receive(transfers, run.group, kind="kv", arrived=lambda: [put() for put in puts])
+                buffer = rows.new_empty(message.rows, *rows.shape[1:])
+                puts.append(partial(put_rows, rows, places, buffer, add=False))
+            transfers.append(Transfer(buffer, message.source, is_send=False))
+        return incoming, send_receive(transfers, self.group, kind="kv", arrived=lambda: [put() for put in puts])
+
+    def _return_gradients(self, item: Item, gradient: torch.Tensor) -> "Returning":
+        """Start the transfers after an item of the backward."""
+        if item.stage.collective:
+            reduced, pending = self._reduce_rows(gradient, item.stage)
+            return Returning(pending, reduced=reduced, heads=item.kv_heads)
+        transfers, arriving = [], []
+        for message in item.stage.home:
+            if message.source == self.plan.rank:
+                rows = _rows_at(gradient, item.stage.places.places(message.ranges))
+                transfers.append(Transfer(rows, message.target, is_send=True))
+            else:
+                buffer = gradient.new_empty(message.rows, *gradient.shape[1:])
+                transfers.append(Transfer(buffer, message.source, is_send=False))
+                arriving.append((message, buffer))
+        return Returning(send_receive(transfers, self.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)
+
+    def _gather_rows(self, mine: Held, rows: torch.Tensor, stage: Stage) -> Pending:
+        """Start gathering every rank's K and V; on arrival, copy the rows that `stage` holds to `rows`."""
+        own = mine.k.shape[2]
+        padded = rows.new_empty(self.plan.longest, *rows.shape[1:])
+        pack(mine.k, mine.v, ((0, own),), into=padded)
+        padded[own:] = 0
+        gathered, pending = gather_shards(padded, self.group, kind="kv")
+
+        def arrived() -> None:
+            for owner, there, here in self._pieces(stage):
+                rows[slice(*here)] = gathered[owner, slice(*there)]
+
+        return Pending([pending], [gathered], arrived)
+
+    def _reduce_rows(self, gradient: torch.Tensor, stage: Stage) -> tuple[torch.Tensor, Pending]:
+        """Start summing all ranks' gradients of held rows at the owners; return (own rows, padded; handle)."""
+        shards = gradient.new_zeros(self.plan.degree, self.plan.longest, *gradient.shape[1:])
+        for owner, there, here in self._pieces(stage):
+            shards[owner, slice(*there)] = gradient[slice(*here)]
+        return reduce_shards(shards, self.gradient_group, kind="dkv")
+
+    def _pieces(self, stage: Stage) -> Iterator[tuple[int, Range, Range]]:
+        """Yield the ranges that a stage holds: (owner, place in the owner's shard, place in the stage's buffer)."""
+        for owner, ranges in enumerate(self.plan.kv_layout.repeated(self.plan.sequences).ranges):
+            if owner == self.plan.rank:
+                continue
+            there = Offsets(ranges)
+            for start, stop in intersection(stage.held, ranges):
+                yield owner, (there(start), there(stop - 1) + 1), (stage.places(start), stage.places(stop - 1) + 1)
 
 
 def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
@@ -291,56 +330,3 @@ class Returning:
             if not run.plan.owns(message.ranges[0]):
                 places, target = stage.places, gradient
             put_rows(target, places.places(message.ranges), buffer, add=True)
-
-
-def _return_gradients(item: Item, gradient: torch.Tensor, run: StagedExecution) -> Returning:
-    """Start the transfers after an item of the backward."""
-    if item.stage.collective:
-        reduced, pending = reduce_rows(gradient, item.stage, run.plan, run.gradient_group)
-        return Returning(pending, reduced=reduced, heads=item.kv_heads)
-    transfers, arriving = [], []
-    for message in item.stage.home:
-        if message.source == run.plan.rank:
-            rows = _rows_at(gradient, item.stage.places.places(message.ranges))
-            transfers.append(Transfer(rows, message.target, is_send=True))
-        else:
-            buffer = gradient.new_empty(message.rows, *gradient.shape[1:])
-            transfers.append(Transfer(buffer, message.source, is_send=False))
-            arriving.append((message, buffer))
-    return Returning(send_receive(transfers, run.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)
-
-
-def gather_rows(
-    k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, stage: Stage, plan: RankPlan, group: dist.ProcessGroup
-) -> Pending:
-    """Start gathering every rank's k, v (B, K, T, D); on arrival, copy the rows that `stage` holds to `rows`."""
-    mine = k.new_empty(plan.longest, *row_shape(k, v))
-    pack(k, v, ((0, k.shape[2]),), into=mine)
-    mine[k.shape[2] :] = 0
-    gathered, pending = gather_shards(mine, group, kind="kv")
-
-    def arrived() -> None:
-        for owner, there, here in _pieces(stage, plan):
-            rows[slice(*here)] = gathered[owner, slice(*there)]
-
-    return Pending([pending], [gathered], arrived)
-
-
-def reduce_rows(
-    gradient: torch.Tensor, stage: Stage, plan: RankPlan, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, Pending]:
-    """Start summing all ranks' gradients of held rows at the owners; return (own rows, padded; handle)."""
-    shards = gradient.new_zeros(plan.degree, plan.longest, *gradient.shape[1:])
-    for owner, there, here in _pieces(stage, plan):
-        shards[owner, slice(*there)] = gradient[slice(*here)]
-    return reduce_shards(shards, group, kind="dkv")
-
-
-def _pieces(stage: Stage, plan: RankPlan) -> Iterator[tuple[int, Range, Range]]:
-    """Yield the ranges that a stage holds: (owner, place in the owner's shard, place in the stage's buffer)."""
-    for owner, ranges in enumerate(plan.kv_layout.repeated(plan.sequences).ranges):
-        if owner == plan.rank:
-            continue
-        there = Offsets(ranges)
-        for start, stop in intersection(stage.held, ranges):
-            yield owner, (there(start), there(stop - 1) + 1), (stage.places(start), stage.places(stop - 1) + 1)
