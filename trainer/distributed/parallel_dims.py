@@ -58,7 +58,6 @@ def factorisation(shared: tuple[str, ...]) -> Factorisation:
     )
 
 
-FACTORISATIONS = (factorisation(_CP),)
 # The ranks of dp_shard x cp x tp once more, for the weights of experts: each has tokens of its own.
 _EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
 EXPERT_FACTORISATION = Factorisation(_EXPERT_DIMS, {"dp_cp_tp": _EXPERT_DIMS[1:]})
@@ -93,27 +92,24 @@ def new_group(rows: Rows, description: str) -> dist.ProcessGroup:
 
 
 class ParallelDims:
-    """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in `FACTORISATIONS`.
+    """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in its factorisations.
 
     Names whose groups have the same ranks are one mesh, so that each set of ranks has one communicator.
 
     Needs an initialised process group of `degrees.world_size` ranks.
     """
 
-    def __init__(
-        self, degrees: Degrees, device_type: str, factorisations: Sequence[Factorisation] | None = None
-    ) -> None:
+    def __init__(self, degrees: Degrees, device_type: str) -> None:
         self.degrees = degrees
         self._meshes: dict[str, DeviceMesh] = {}
         self._roots: list[DeviceMesh] = []
         sizes = degrees.sizes()
-        if factorisations is None:
-            factorisations = (factorisation(tuple(degrees.domain_axes)),) if degrees.domain else FACTORISATIONS
-            factorisations += (EXPERT_FACTORISATION,) * (degrees.ep is not None)
+        ways = [factorisation(tuple(degrees.domain_axes) if degrees.domain else _CP)]
+        ways += [EXPERT_FACTORISATION] * (degrees.ep is not None)
         self._of_rows: dict[Rows, DeviceMesh] = {}
         self._own: dict[tuple[Rows, str], dist.ProcessGroup] = {}
         started = time.monotonic()
-        for way in factorisations:
+        for way in ways:
             self._add(way, device_type, sizes)
         several = sum(1 < len(rows[0]) < degrees.world_size for rows in self._of_rows)
         seconds = time.monotonic() - started
