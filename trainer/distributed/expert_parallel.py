@@ -37,6 +37,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import Pending, all_gather, all_to_all
 from trainer.distributed.sharding.forward import replace_forward
 from trainer.distributed.sharding.ranges import aligned
+from trainer.distributed.sharding.tensors import with_adjoint
 from trainer.distributed.tensor_parallel import shard_rows
 
 Tensors = Sequence[torch.Tensor]
@@ -100,7 +101,7 @@ def dispatched_sums(
     arriving = _StartDispatch.apply(x, weights, chosen, plan, flight)
     other = beside()
     rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)
-    return _Combine.apply(sums(rows, numbers, row_weights, sizes=plan.pairs), plan), other
+    return _combined(sums(rows, numbers, row_weights, sizes=plan.pairs), plan), other
 
 
 @dataclass(frozen=True)
@@ -189,24 +190,21 @@ class _Arrived(torch.autograd.Function):
         return drows, dweights, None, None, None  # for autograd; those of the tokens are sent
 
 
-class _Combine(torch.autograd.Function):
-    """Sums at the experts of this rank -> sums of this rank's tokens."""
+def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+    """Return the sums of this rank's tokens from those at the experts of all ranks."""
 
-    @staticmethod
-    def forward(ctx, sums, plan):
-        ctx.plan = plan
+    def combine(sums: torch.Tensor) -> torch.Tensor:
         (arrived,), pending = _start_exchange([sums], plan.received, plan.sent, plan.group, "expert_combine")
         pending.wait()
         return _added(arrived, plan)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        plan = ctx.plan
+    def dispatch(dout: torch.Tensor) -> torch.Tensor:
         kind = "expert_combine_backward"
         (drows,), pending = _start_exchange([dout[plan.places]], plan.sent, plan.received, plan.group, kind)
         pending.wait()
-        return drows.contiguous(), None
+        return drows.contiguous()
+
+    return with_adjoint(sums, combine, dispatch)
 
 
 def _added(parts: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
