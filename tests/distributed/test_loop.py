@@ -168,7 +168,6 @@ def zero_copy_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], d
 
     with (
         process_group(process, config.comm),
-        mock.patch.object(data_parallel, "has_memory", return_value=True),
         mock.patch.object(data_parallel, "allocate", allocate),
     ):
         trainer = RecordingTrainer(job, process.device, record=Record())

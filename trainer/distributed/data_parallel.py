@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.distributed.sharding.exchange import all_gather_single, allocate, has_memory, reduce_scatter
+from trainer.distributed.sharding.exchange import all_gather_single, allocate, reduce_scatter
 from trainer.job.record import ResolvedJob
 
 REDUCE_SCATTER = "fsdp_reduce_scatter"
@@ -159,9 +159,8 @@ class OverGroup:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised buffer."""
-        if self._zero_copy and has_memory(self._group, device):
-            return allocate(self._group, size, dtype=dtype, device=device)
-        return torch.empty(*size, dtype=dtype, device=device)
+        of_group = allocate(self._group, size, dtype=dtype, device=device) if self._zero_copy else None
+        return torch.empty(*size, dtype=dtype, device=device) if of_group is None else of_group
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **settings: Any

@@ -115,19 +115,16 @@ def send_receive(
     return Pending(dist.batch_isend_irecv(operations), transfers, arrived, timeout)
 
 
-def has_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the back end of a group allocates memory that its network reads and writes without copies.
-
-    NCCL does on GPUs that NVLink SHARP joins.
-    """
-    return group._get_backend(device).supports_tensor_alloc(device)
-
-
 def allocate(
     group: dist.ProcessGroup, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return uninitialised memory of the group's back end, which `has_memory`: (the product of `size`,)."""
-    return group._get_backend(device).allocate_tensor(math.prod(size), dtype=dtype, device=device)
+) -> torch.Tensor | None:
+    """Return uninitialised memory, (the product of `size`,), that the group's network reads and writes without copies.
+
+    NCCL has some on GPUs that NVLink SHARP joins; None without.
+    """
+    backend = group._get_backend(device)
+    has_memory = backend.supports_tensor_alloc(device)
+    return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device) if has_memory else None
 
 
 def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:

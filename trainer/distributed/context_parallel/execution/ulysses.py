@@ -309,4 +309,4 @@ def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> 
     def of(x: torch.Tensor, heads: slice) -> torch.Tensor:
         return x.unflatten(1, (degree, -1))[:, :, heads].movedim((1, 3), (0, 1))
 
-    return [of(x, share.own_queries) for x in queries], [of(x, slice(share.start, share.stop)) for x in keys]
+    return [of(x, share.queries(0)) for x in queries], [of(x, slice(share.start, share.stop)) for x in keys]

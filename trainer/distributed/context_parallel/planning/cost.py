@@ -169,7 +169,7 @@ def _exchanged(
     others = [r for r in range(plan.head_degree) if r != here]
     alive = [0]
     for share in passes:
-        kv_heads, queries = share.stop - share.start, share.own_queries
+        kv_heads, queries = share.stop - share.start, share.queries(0)
         part = replace(shape, heads=queries.stop - queries.start, kv_heads=kv_heads)
         inside = _staged(plan.inner, part, width, is_backward, 0)
         cost.calls += inside.calls

@@ -42,11 +42,6 @@ class HeadShare:
         return [cls(per_rank, copies, group, *heads, part) for heads in of_rank for part in parts]
 
     @property
-    def own_queries(self) -> slice:
-        """The query heads of this pass, among those of any rank."""
-        return self._queries(0)
-
-    @property
     def has_keys(self) -> bool:
         """Whether keys and values are sent in this pass; else they are those of the pass before."""
         return self.part[0] == 0
@@ -62,10 +57,8 @@ class HeadShare:
         return [head // self.copies for head in range(first + self.start, first + self.stop)]
 
     def queries(self, rank: int) -> slice:
-        """Return the query heads of `rank`."""
-        return self._queries(rank * self.per_rank)
-
-    def _queries(self, first: int) -> slice:
+        """Return the query heads of `rank`; of rank 0 they are those of this pass among the heads of any rank."""
+        first = rank * self.per_rank
         return slice(
             (first + self.start) * self.group + self.part[0], (first + self.stop - 1) * self.group + self.part[1]
         )
