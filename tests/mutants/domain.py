@@ -245,7 +245,7 @@ DOMAIN = (
     Mutant(
         "running statistics are those of a rank's own rows",
         f"{_DOMAIN}/norms.py",
-        "for running, new in ((running_mean, mean),",
+        "for running, new in ((running_mean, found.mean),",
         "for running, new in ((running_mean, x.local.mean((0, *range(2, x.ndim)))),",
         "tests/distributed/test_domain_tensor.py::test_batch_norm_keeps_the_running_statistics_of_one_process",
     ),
@@ -552,9 +552,9 @@ DOMAIN = (
     ),
     Mutant(
         "parts of a halo from behind",
-        f"{_DOMAIN}/halos.py",
-        "key=lambda part: part[0])]).movedim(0, dim)",
-        "key=lambda part: -part[0])]).movedim(0, dim)",
+        f"{_DOMAIN}/norms.py",
+        "halo.narrow(dim, start, stop - start).copy_(part)",
+        "halo.narrow(dim, halo.shape[dim] - stop, stop - start).copy_(part)",
         _HALOS,
     ),
     Mutant(
@@ -565,17 +565,17 @@ DOMAIN = (
         _HALOS,
     ),
     Mutant(
-        "the gradients of a halo do not return to the owners of its rows",
-        f"{_DOMAIN}/halos.py",
-        "*(rows[slice(*place)] for place in places)]",
-        "*(rows[slice(*place)].detach() for place in places)]",
+        "rows of a halo have no part in the gradient of the statistics",
+        f"{_DOMAIN}/norms.py",
+        "(g * rows).sum(within, keepdim=True) for g, rows in both)",
+        "(g * rows).sum(within, keepdim=True) for g, rows in both[:1])",
         _HALOS,
     ),
     Mutant(
         "sums of gradients are each rank's own",
-        f"{_DOMAIN}/halos.py",
-        "torch.stack([piece[:number] for piece in arrived])",
-        "torch.stack([piece[:number] for piece in arrived]).detach()",
+        f"{_DOMAIN}/norms.py",
+        "statistics = theirs.sum(0)",
+        "statistics = statistics * len(theirs)",
         _HALOS,
     ),
     Mutant(

@@ -11,18 +11,18 @@ It concerns the first sharded dimension of the convolution. Who changes a shard 
 convolution fetches the rows as without it.
 """
 
+import math
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.sharding.exchange import Movement, send_rows
+from trainer.distributed.sharding.exchange import send_rows
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import Ranges, difference, intersection, size
+from trainer.distributed.sharding.ranges import Range, Ranges, difference, intersection, size
 from trainer.distributed.sharding.rows import Axis, Wanted, plan_rows
-from trainer.distributed.sharding.tensors import planned, version_of, with_adjoint
+from trainer.distributed.sharding.tensors import planned, version_of
 
 
 class Reach(NamedTuple):
@@ -33,6 +33,8 @@ class Reach(NamedTuple):
     periodic: bool
 
 
+Places = tuple[tuple[Range, ...], ...]
+"""Ranges of rows, for each rank."""
 Reaches = dict[tuple[int, AxisLayout], Reach]
 """What the convolution behind a norm reads, by dimension and layout of the norm's input."""
 
@@ -97,25 +99,23 @@ def foreign_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodi
 
 
 def send_with(
-    statistics: torch.Tensor, x: torch.Tensor, movement: Movement, axis: Axis, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the statistics of all ranks of an axis, (ranks, *shape), and the rows of a halo; one all-to-all.
+    statistics: torch.Tensor, x: torch.Tensor, sent: Places, received: Places, axis: Axis, dim: int
+) -> tuple[torch.Tensor, list[tuple[Range, torch.Tensor]]]:
+    """Return the statistics of all ranks of an axis, (ranks, *shape), and rows that came with them; one all-to-all.
 
-    statistics: of one shape on every rank. x: of the same type, whose dimension `dim` the movement is of. The gradients
-    of both return in one all-to-all too.
+    statistics: of one shape on every rank. x: of the same type. sent, received: as of `Movement`, places in dimension
+    `dim` of x, and where what comes belongs. The rows come with their places. Not differentiable.
     """
-    rows, number = x.movedim(dim, 0), statistics.numel()
-    shape, width = rows.shape[1:], rows.shape[1:].numel()
-    sent = [[statistics, *(rows[slice(*place)] for place in places)] for places in movement.sent]
-    message = torch.cat([part.reshape(-1) for mine in sent for part in mine])
-    sizes = [[number + size(places) * width for places in each] for each in (movement.sent, movement.received)]
-    send = partial(send_rows, group=axis.group, kind="statistics")
-    ways = (partial(send, sent=a, arriving=b) for a, b in (sizes, sizes[::-1]))
-    arrived = with_adjoint(message, *ways).split(sizes[1])
-    parts = [(0, rows[:0])]  # with their places
-    for piece, places in zip(arrived, movement.received, strict=True):
-        lengths = [stop - start for start, stop in places]
-        each = piece[number:].view(sum(lengths), *shape).split(lengths) if lengths else ()
-        parts += [(start, part) for (start, _), part in zip(places, each, strict=True)]
-    theirs = torch.stack([piece[:number] for piece in arrived]).view(axis.degree, *statistics.shape)
-    return theirs, torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])]).movedim(0, dim)
+    number, width = statistics.numel(), math.prod((*x.shape[:dim], *x.shape[dim + 1 :]))
+    rows = [[x.narrow(dim, start, stop - start).reshape(-1) for start, stop in places] for places in sent]
+    message = torch.cat([part for mine in rows for part in (statistics.reshape(-1), *mine)])
+    sizes = [[number + size(places) * width for places in each] for each in (sent, received)]
+    arrived = send_rows(message, *sizes, axis.group, kind="statistics").split(sizes[1])
+    shape, parts = [*x.shape], []
+    for piece, places in zip(arrived, received, strict=True):
+        first = number
+        for start, stop in places:
+            shape[dim], last = stop - start, first + (stop - start) * width
+            parts.append(((start, stop), piece[first:last].view(shape)))
+            first = last
+    return torch.stack([piece[:number] for piece in arrived]).view(axis.degree, *statistics.shape), parts

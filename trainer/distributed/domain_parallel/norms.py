@@ -8,8 +8,8 @@ import torch
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.halos import Halo, Reach, Use, foreign_rows, reach_of, send_with
-from trainer.distributed.domain_parallel.reductions import Moments, gathered, moments, wide
-from trainer.distributed.sharding.exchange import plan_movement
+from trainer.distributed.domain_parallel.reductions import gathered, moments, wide
+from trainer.distributed.sharding.exchange import exchange, plan_movement
 from trainer.distributed.sharding.tensors import version_of
 
 
@@ -53,9 +53,8 @@ def batch_norm(
         return DomainTensor(y, x.domain)
     reach = reach_of(x.asked, x.domain)
     found = _normed(x.local, x.domain, (0, *range(2, x.ndim)), reach, weight, bias, eps, channel=1)
-    mean, squares, number = found.moments
     with torch.no_grad():
-        for running, new in ((running_mean, mean), (running_var, squares / (number - 1))):
+        for running, new in ((running_mean, found.mean), (running_var, found.squares / (found.number - 1))):
             if running is not None:
                 running.lerp_(new.flatten().to(running.dtype), momentum)
     return _with_halo(DomainTensor(found.y, x.domain), found.halo, reach, x)
@@ -73,11 +72,13 @@ def _check_channels(function: Callable, x: DomainTensor) -> None:
 
 
 class Normed(NamedTuple):
-    """A norm's result, with the halo of it, and the moments of its input."""
+    """A norm's result, with the halo of it, mean and sum of squares of the input, and how many elements these have."""
 
     y: torch.Tensor
     halo: torch.Tensor | None
-    moments: Moments
+    mean: torch.Tensor
+    squares: torch.Tensor
+    number: int
 
 
 def _normed(
@@ -95,24 +96,11 @@ def _normed(
 
     channel: the dimension of x of which weight and bias have an entry for each element, with those before it.
     """
-    halo, dtype = None, wide(x.dtype)
-
-    def send(statistics: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        nonlocal halo
-        if reach is None or dim != reach.dim or torch.compiler.is_compiling():
-            return gathered(statistics, axis)
-        foreign = foreign_rows(axis.layout.ranges, axis.layout.length, reach.wanted, reach.periodic)
-        movement = plan_movement(axis.layout.ranges, foreign, axis.rank)
-        statistics, halo = send_with(statistics, x.to(dtype), movement, axis, dim)
-        return statistics
-
-    found = moments(x, domain, dims, dtype, send)
-    var = found.squares / found.number
-    y, of_halo = (
-        None if rows is None else _scaled(rows, found.mean, var, weight, bias, eps, channel).to(x.dtype)
-        for rows in (x, halo)
-    )
-    return Normed(y, of_halo, found)
+    if reach is None or torch.compiler.is_compiling():
+        found = moments(x, domain, dims, wide(x.dtype))
+        y = _scaled(x, found.mean, found.squares / found.number, weight, bias, eps, channel)
+        return Normed(y, None, *found)
+    return Normed(*_Norm.apply(x, weight, bias, domain, tuple(dims), reach, eps, channel))
 
 
 def _scaled(
@@ -125,33 +113,95 @@ def _scaled(
     channel: int,
 ) -> torch.Tensor:
     """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass over x."""
-    weight, bias = (
-        None if p is None else p.view(1, *mean.shape[1:channel], -1, *[1] * (mean.ndim - channel - 1))
-        for p in (weight, bias)
-    )
+    weight, bias = (_beside(parameter, mean, channel) for parameter in (weight, bias))
     scale = (var + eps).rsqrt()
     shift = -mean * scale
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    return _Scaled.apply(x, scale, shift)
+    return torch.addcmul(shift, x.to(scale.dtype), scale).to(x.dtype)
 
 
-class _Scaled(torch.autograd.Function):
-    """x * scale + shift, computed in their type; x is kept for the backward in its own."""
+def _beside(parameter: torch.Tensor | None, mean: torch.Tensor, channel: int) -> torch.Tensor | None:
+    """Return the parameter of channels in a shape that broadcasts with x."""
+    if parameter is None:
+        return None
+    return parameter.view(1, *mean.shape[1:channel], -1, *[1] * (mean.ndim - channel - 1))
+
+
+class _Norm(torch.autograd.Function):
+    """A norm whose statistics take along rows for other ranks: one message forward, and one backward."""
 
     @staticmethod
-    def forward(ctx, x, scale, shift):
-        ctx.save_for_backward(x, scale)
-        ctx.shape = shift.shape
-        return torch.addcmul(shift, x.to(scale.dtype), scale).to(x.dtype)
+    def forward(ctx, x, weight, bias, domain, dims, reach, eps, channel):
+        axis, dtype, shape = domain.axes[reach.dim], wide(x.dtype), [*x.shape]
+        foreign = foreign_rows(axis.layout.ranges, axis.layout.length, reach.wanted, reach.periodic)
+        movement = plan_movement(axis.layout.ranges, foreign, axis.rank)
+        shape[reach.dim] = movement.rows
+        halo = x.new_empty(shape, dtype=dtype)
+
+        def send(statistics: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+            if dim != reach.dim:
+                return gathered(statistics, axis)
+            theirs, parts = send_with(statistics, x.to(dtype), movement.sent, movement.received, axis, dim)
+            for (start, stop), part in parts:
+                halo.narrow(dim, start, stop - start).copy_(part)
+            return theirs
+
+        found = moments(x, domain, dims, dtype, send)
+        var = found.squares / found.number
+        y, of_halo = (_scaled(rows, found.mean, var, weight, bias, eps, channel).to(x.dtype) for rows in (x, halo))
+        ctx.save_for_backward(x, halo, weight, bias, found.mean, (var + eps).rsqrt())
+        ctx.options = domain, dims, reach, eps, channel, movement, foreign, found.number
+        ctx.mark_non_differentiable(found.mean, found.squares)
+        return y, of_halo, *found
 
     @staticmethod
-    def backward(ctx, gradient):
-        x, scale = ctx.saved_tensors
-        exact = gradient.to(scale.dtype)
-        return (exact * scale).to(x.dtype), (exact * x).sum_to_size(scale.shape), exact.sum_to_size(ctx.shape)
+    def backward(ctx, gradient, halo_gradient, *_):
+        if torch.is_grad_enabled():
+            return _Norm.differentiable(ctx, gradient, halo_gradient)
+        x, halo, weight, bias, mean, scale = ctx.saved_tensors
+        domain, dims, reach, _, channel, movement, _, number = ctx.options
+        dtype, within = mean.dtype, tuple(range(channel + 1, x.ndim))
+        both = [(g.to(dtype), rows.to(dtype)) for g, rows in ((gradient, x), (halo_gradient, halo))]
+        sums = sum(g.sum(within, keepdim=True) for g, _ in both)
+        products = (sum((g * rows).sum(within, keepdim=True) for g, rows in both) - mean * sums) * scale
+        entries = _beside(weight, mean, channel)
+        slopes = scale if entries is None else scale * entries
+        statistics = torch.stack([sums, products])
+        if entries is not None:
+            statistics = statistics * entries
+        statistics = statistics.sum([dim + 1 for dim in dims], keepdim=True)
+        parts = []
+        for dim in dims:
+            if dim == reach.dim:
+                rows = both[1][0] * slopes
+                theirs, parts = send_with(statistics, rows, movement.received, movement.sent, domain.axes[dim], dim)
+                statistics = theirs.sum(0)
+            elif dim in domain.axes:
+                statistics = gathered(statistics, domain.axes[dim]).sum(0)
+        of_sums, of_products = statistics / number * scale
+        slope = -of_products * scale
+        result = torch.addcmul(-of_sums - slope * mean, both[0][1], slope).addcmul_(both[0][0], slopes)
+        for (start, stop), part in parts:
+            result.narrow(reach.dim, start, stop - start).add_(part)
+        of_weight, of_bias = (
+            None if like is None else total.sum_to_size(_beside(like, mean, channel).shape).view_as(like).to(like.dtype)
+            for like, total in ((weight, products), (bias, sums))
+        )
+        return result.to(x.dtype), of_weight, of_bias, *[None] * 5
+
+    @staticmethod
+    def differentiable(ctx, *gradients):
+        """Return gradients that have derivatives: those of a norm, and of a halo that is fetched behind it."""
+        x, _, weight, bias, *_ = ctx.saved_tensors
+        domain, dims, reach, eps, channel, _, foreign, _ = ctx.options
+        axis, inputs = domain.axes[reach.dim], [p for p in (x, weight, bias) if p is not None and p.requires_grad]
+        y = _normed(x, domain, dims, None, weight, bias, eps, channel=channel).y
+        halo = exchange(y, axis.layout, foreign, dim=reach.dim, group=axis.group)
+        found = iter(torch.autograd.grad([y, halo], inputs, gradients, create_graph=True))
+        return *(next(found) if p is not None and p.requires_grad else None for p in (x, weight, bias)), *[None] * 5
 
 
 def _with_halo(y: DomainTensor, halo: torch.Tensor | None, reach: Reach | None, x: DomainTensor) -> DomainTensor:
