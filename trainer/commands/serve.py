@@ -11,7 +11,6 @@ import argparse
 import json
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands.generate import job_of, model_parser
 from trainer.commands.openai_format import Ended, Reply, Request, error_of, request_of
 from trainer.commands.options import Parser, number
-from trainer.commands.ranks import run, work_on_rank
+from trainer.commands.ranks import run
 from trainer.commands.talk import Pieces, Talk, argument_option, ends_of
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
@@ -232,9 +231,4 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     return ""
 
 
-main = partial(run, "trainer.commands.serve", checked, work)
-
-if __name__ == "__main__":
-    from trainer.commands.rank import command_line
-
-    sys.exit(command_line(partial(work_on_rank, checked, work)))
+main = partial(run, __name__)
