@@ -214,6 +214,14 @@ def sampled(x, grid):
     return y * F.grid_sample(x, grid.cos(), "nearest", align_corners=False)
 
 
+def points_of(x):
+    """Values at places of several dimensions, negative ones too, also by sharded numbers and for a line of channels."""
+    rows, columns = torch.tensor([[0, 5, -1], [3, 3, 6]]), torch.tensor([1, -2, 4])
+    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # as many as the batch and the rows
+    y = x[:, :, rows, columns].sum((-1, -2)) + x[..., -3:, [2, 0], [1, 1]].sum(-1).sum(-1, keepdim=True)
+    return y * x[:, :, own, own.abs()].cos().sum((2, 3))
+
+
 def taken(x, y):
     order = y.argsort(2)
     z = torch.gather(x, 2, order) + x.take_along_dim(order, 2) * y
@@ -584,6 +592,7 @@ ALONG = [
     case("edges", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0, 1), others=(0,)),
     case("edges that are whole", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0,)),
     case("edges that are equal", equal_edges, (11, 4), shape=(9, 4), sharded=(0, 1), others=(0, 1), ties=True),
+    case("values at places of two dimensions", points_of, shape=(3, 5, 7, 6), sharded=(0, 1, 2, 3)),
     case("numbers of the other ranks", crossed, shape=(6, 6), sharded=(0, 1)),
     case("sampled at places", sampled, (3, 5, 6, 2), sharded=(0, 1, 2, 3)),
     case(

@@ -9,7 +9,7 @@ Numbers that are sharded, such as those of a rank's edges, give rows where they 
 on data: their numbers are sent first, and on a GPU the host waits for them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,19 +220,24 @@ def _rows_of_points(
     return x, torch.stack([points[..., 0], y], -1)
 
 
-def by_tensor(x: DomainTensor, index: tuple, place: int) -> DomainTensor:
-    """Return x[index], in which one tensor of numbers stands at `place` among slices, numbers and None."""
-    numbers = index[place]
-    if numbers.dtype == torch.bool and len(index) == 1:
-        return by_mask(x, numbers)
-    if numbers.dtype == torch.bool or numbers.is_floating_point():
+def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTensor:
+    """Return x[index], in which tensors of numbers stand at adjacent `places` among slices, numbers and None."""
+    first, last, given = places[0], places[-1], [index[place] for place in places]
+    if len(given) == len(index) == 1 and given[0].dtype == torch.bool:
+        return by_mask(x, given[0])
+    if any(numbers.dtype == torch.bool or numbers.is_floating_point() for numbers in given):
         raise refused("indexing", x, "a mask of truths stands alone; index by it first, or use torch.where")
-    y = x[(*index[:place], slice(None), *index[place + 1 :])]
-    before, after = ([i for i in part if not isinstance(i, int)] for part in (index[:place], index[place + 1 :]))
-    dim = y.ndim - 1 - len(after) if Ellipsis in before else len(before)
-    numbers = torch.where(numbers < 0, numbers + y.shape[dim], numbers)
-    rows = torch.index_select(y, dim, numbers.reshape(-1))
-    return rows.reshape(*y.shape[:dim], *numbers.shape, *y.shape[dim + 1 :])
+    if last - first >= len(given):
+        raise refused("indexing", x, "tensors of numbers that are not side by side; permute the dimensions first")
+    y = x[(*index[:first], *[slice(None)] * len(given), *index[last + 1 :])]
+    before, after = ([i for i in part if not isinstance(i, int)] for part in (index[:first], index[last + 1 :]))
+    dim = y.ndim - len(given) - len(after) if Ellipsis in before else len(before)
+    places_of = torch.zeros((), dtype=torch.int64, device=x.device)
+    for size, numbers in zip(y.shape[dim:], given, strict=False):  # of the flattened dimensions
+        places_of = places_of * size + torch.where(numbers < 0, numbers + size, numbers)
+    flat = y.flatten(dim, dim + len(given) - 1)
+    rows = torch.index_select(flat, dim, places_of.reshape(-1))
+    return rows.reshape(*flat.shape[:dim], *places_of.shape, *flat.shape[dim + 1 :])
 
 
 @rule("masked_select")

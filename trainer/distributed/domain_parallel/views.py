@@ -19,7 +19,7 @@ from trainer.distributed.domain_parallel.dispatch import (
 )
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
-from trainer.distributed.domain_parallel.indexing import assign_by_mask, by_tensor
+from trainer.distributed.domain_parallel.indexing import assign_by_mask, by_tensors
 from trainer.distributed.domain_parallel.transfer import gather, reshard
 from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.ranges import Range, Ranges, intersection, union
@@ -232,15 +232,15 @@ def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> Do
 
 @rule("__getitem__")
 def sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
-    """Index by slices, numbers, None, an ellipsis and one tensor of numbers.
+    """Index by slices, numbers, None, an ellipsis and tensors of numbers side by side.
 
     Rows of slices stay where they are; of one row every rank gets a copy.
     """
     index = index if isinstance(index, tuple) else (index,)
     index = tuple(torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in index)
     tensors = [place for place, i in enumerate(index) if isinstance(i, DomainTensor | torch.Tensor)]
-    if len(tensors) == 1:
-        return by_tensor(wrapped(x, Domain({})), index, tensors[0])
+    if tensors:
+        return by_tensors(wrapped(x, Domain({})), index, tensors)
     local_index, domain, single = _own_index(x, index)
     result = wrapped(x.local[local_index], domain)
     if not single:
@@ -275,7 +275,7 @@ def _own_index(x: DomainTensor, index: Any) -> tuple[tuple, Domain, list[int]]:
     """Return the index of the shard, the domain of what it gives, and the dimensions there that a number asks for."""
     index = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or type(i) in (slice, int)) for i in index):
-        raise refused("indexing", x, "indices beside slices and numbers, but for one tensor of numbers that is read")
+        raise refused("indexing", x, "indices beside slices and numbers, but for tensors of numbers that are read")
     rest = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
     place = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
     index = (*index[:place], *[slice(None)] * rest, *index[place + 1 :])
