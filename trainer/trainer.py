@@ -19,8 +19,7 @@ from trainer.components.optimizer import build_optimizer, can_mask_update, check
 from trainer.components.profiling import check_memory_snapshot, profiling
 from trainer.components.qk_clip import QKClip
 from trainer.components.step_outcome import StepGuard, StepTotals, TrainingError
-from trainer.data.ahead import BatchesAhead
-from trainer.data.loader import data_identity
+from trainer.data.loader import BatchesAhead, data_identity
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import LossFunction, Pipeline

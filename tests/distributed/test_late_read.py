@@ -18,10 +18,10 @@ from tests.distributed import test_bad_data
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import merged, same, trainer_in, whole_state
 from tests.distributed.test_checkpoint_layouts import LAYOUTS
-from trainer.components.source_losses import SourceLosses
 from trainer.components.step_outcome import StepTotals, TrainingError
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.stores.store import LocalStore
+from trainer.tasks.language import SourceLosses
 from trainer.trainer import Trainer
 
 data, damaged = test_bad_data.data, test_bad_data.damaged

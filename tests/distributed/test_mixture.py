@@ -12,8 +12,8 @@ from tests.distributed.test_checkpoint import trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.components.loss import count_valid
-from trainer.components.source_losses import SourceLosses
-from trainer.data.batch import TextBatch
+from trainer.data.loader import TextBatch
+from trainer.tasks.language import SourceLosses
 
 NAMES = ["web", "code", "none"]
 

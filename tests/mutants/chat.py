@@ -171,7 +171,7 @@ CHAT = (
     ),
     Mutant(
         "the loss of a source is that of one data-parallel rank",
-        "trainer/components/source_losses.py",
+        "trainer/tasks/language.py",
         'dims["dp"]).tolist()',
         'dims["pp"]).tolist()',
         "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",

@@ -239,7 +239,7 @@ GRADIENTS = (
     ),
     Mutant(
         "a source counts the losses of a skipped step",
-        "trainer/components/source_losses.py",
+        "trainer/tasks/language.py",
         "torch.where(left_out.bool(), 0, self._of_step)",
         "self._of_step",
         "tests/distributed/test_late_read.py::test_a_step_that_is_left_out_counts_for_no_source",

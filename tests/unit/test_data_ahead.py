@@ -8,7 +8,7 @@ import torch
 
 from trainer.components.device_clock import DeviceClock
 from trainer.components.metrics import MetricsLogger
-from trainer.data.ahead import BatchesAhead
+from trainer.data.loader import BatchesAhead
 
 
 class Numbers:

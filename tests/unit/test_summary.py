@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.commands import notes
-from trainer.commands.notes import job_notes, opening
+from trainer.commands import start
+from trainer.commands.start import job_notes, opening
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
@@ -233,5 +233,5 @@ def test_what_may_surprise_gets_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(os.environ, "LOG_RANK", "0, 9")
     *_, spoken = job_notes(quiet, Machine(0, None, None), 1)
     assert spoken == "LOG_RANK names '9', and there are the ranks 0 to 0: the others log"
-    monkeypatch.setattr(notes, "_left_checkpoints", lambda _: "")
+    monkeypatch.setattr(start, "_left_checkpoints", lambda _: "")
     monkeypatch.setitem(os.environ, "LOG_RANK", "0")

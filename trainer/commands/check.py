@@ -6,11 +6,10 @@
 import sys
 from dataclasses import replace
 
-from trainer.commands.notes import job_notes, opening
-from trainer.commands.start import Start, check_here, parse
+from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, to_toml
-from trainer.data.settings import first_start
+from trainer.data.text_data import first_start
 from trainer.job import resolve
 from trainer.job.memory import check_memory
 from trainer.job.sizes import size_words

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.commands.check import acted
-from trainer.commands.notes import job_notes, opening
-from trainer.commands.start import Start
+from trainer.commands.start import Start, job_notes, opening
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve

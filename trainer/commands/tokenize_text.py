@@ -26,9 +26,9 @@ from pathlib import Path
 from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.settings import all_data
 from trainer.data.sources.hub import HubData
 from trainer.data.sources.registry import DATASETS, DataSettings
+from trainer.data.text_data import all_data
 from trainer.data.token_files.catalog import catalog_of
 from trainer.data.token_files.made import Inputs, noted, tokenize
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path

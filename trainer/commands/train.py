@@ -13,9 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.commands.check import acted
-from trainer.commands.notes import job_notes, opening
 from trainer.commands.ranks import launch, launch_options, start_tokenizing
-from trainer.commands.start import Start, check_here, parse
+from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
 from trainer.config.schema import JobConfig

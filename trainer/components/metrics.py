@@ -17,7 +17,7 @@ import torch
 from trainer.components.device_clock import DeviceClock, Mark
 from trainer.components.sinks import JsonLines, TensorBoard, WeightsAndBiases
 from trainer.config.schema import JobConfig
-from trainer.data.ahead import BatchesAhead
+from trainer.data.loader import BatchesAhead
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.lora import flops_beside

@@ -1,30 +1,70 @@
-"""Packed batches of numbered streams of documents, see `streams.py`."""
+"""Batches of text: their keys, their loader from numbered streams (see `streams.py`), and how they are made ahead."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 import torch
 
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Training
 from trainer.data.mixture import Mixture, MixtureStream
 from trainer.data.order.streams import StreamLoader
+from trainer.data.packing.sequence import PackedSequence
 from trainer.data.text_data import TextData, TextStream
+from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.sharding.tensors import content_hash
+
+
+class TextBatch(TypedDict, total=False):
+    """Sequences of one data-parallel rank, (B, S) int64 each, the same on each of its context-parallel ranks."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    """The next token of each, already shifted; `IGNORE_INDEX` where there is none."""
+    positions: torch.Tensor
+    """Within each document, from 0; `NO_POSITION` of padding."""
+    document_ids: torch.Tensor
+    """Number of the document within its sequence; padding has a number of its own."""
+    sources: torch.Tensor
+    """Of a mixture: number of the source of each sequence (B,), or of each token (B, S) if documents were exchanged."""
+    numbers: list[int]
+    """Of each sequence how many sequences of the run come before it, on all ranks."""
+    token_numbers: torch.Tensor
+    """Of each token of the run, (B, S); made by the task for the dropout of adapters."""
+    next_tokens: torch.Tensor
+    """The tokens that follow each, (B, S, K), for layers that predict further tokens; made by the task."""
+    next_labels: torch.Tensor
+    """What these layers predict, (B, S, K)."""
+    padding: int
+    """Tokens of no document; absent if there are none."""
+    plan: BatchPlan
+    """With packed documents: the layout, mask and method of attention."""
+    uses_positions: bool
+    """Whether the model gets `positions` although documents see each other."""
+
+
+def arrays_of(sequences: Iterable[PackedSequence]) -> dict[str, np.ndarray]:
+    """Return the arrays of sequences together, (B, S) int64 each."""
+    columns = ([x.tokens, x.labels, x.positions, x.document_ids] for x in sequences)
+    names = ("tokens", "labels", "positions", "document_ids")
+    return {name: np.stack(rows) for name, rows in zip(names, zip(*columns, strict=True), strict=True)}
+
+
+def tensors_of(arrays: Mapping[str, np.ndarray]) -> TextBatch:
+    """Return arrays as tensors, cloned, because torch never resizes memory that numpy has seen."""
+    return {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
 
 
 class BatchLoader(StreamLoader):
     """Endless batches of the streams that one data-parallel rank owns, in global order.
 
-    A batch is a dict of int64 tensors (local_batch_size, seq_len), each in a storage of its own that torch may resize:
-    tokens, labels (shifted by one, IGNORE_INDEX where nothing follows), positions and document_ids, see `packing.py`.
-    The ranks of one `dp_rank` get the same batches. All iterators share the position: a new one continues where the
-    last one stopped.
+    A batch is a `TextBatch` of (local_batch_size, seq_len). The ranks of one `dp_rank` get the same batches. All
+    iterators share the position: a new one continues where the last one stopped.
 
     plan: computes from the arrays of a batch what stands under "plan" in it.
-    "padding" in a batch is the number of its tokens that are of no document. That of a mixture also has "sources"
-    (local_batch_size,), the number of the source of each sequence.
 
     Raises:
         ConfigError: there is no document, or there are fewer than streams.
@@ -59,10 +99,8 @@ class BatchLoader(StreamLoader):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
             numbers, sequences = zip(*self._next_samples(self._batch_size), strict=True)
-            names = ("tokens", "labels", "positions", "document_ids")
-            arrays = {name: np.stack([getattr(sequence, name) for sequence in sequences]) for name in names}
-            # Cloned, because torch never resizes memory that numpy has seen.
-            batch: dict[str, Any] = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
+            arrays = arrays_of(sequences)
+            batch = tensors_of(arrays)
             if isinstance(self._data, Mixture):
                 batch["sources"] = torch.tensor([sequence.source for sequence in sequences])
             batch["numbers"] = list(numbers)
@@ -85,3 +123,82 @@ def data_identity(states: Mapping[int, Mapping[str, int]], training: Training) -
 def batch_hash(batch: Mapping[str, Any]) -> int:
     """Return a 63-bit hash of a batch's tensors, the same in every process: equal ones only have the same."""
     return content_hash({name: x for name, x in batch.items() if isinstance(x, torch.Tensor)})
+
+
+# ---- batches that are made while the device works
+
+
+class Loader(Protocol):
+    """Endless batches of one data-parallel rank, with a position that is saved; see loader.py and fields.py."""
+
+    epoch: float
+
+    def __iter__(self) -> Any: ...
+
+    def state_dict(self) -> dict[int, dict[str, int]]: ...
+
+    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None: ...
+
+
+class _Step(NamedTuple):
+    """The batches of one step, or why there are none; the loader's state and epoch before they were made."""
+
+    batches: list[dict[str, Any]] | Exception
+    state: dict[int, dict[str, int]]
+    epoch: float
+
+
+class BatchesAhead:
+    """The micro-batches of a step, which may be made before the step needs them.
+
+    The position, its state and `epoch` are those of the batches that were taken. number: of micro-batches of a step;
+    prepare: what is done to each batch when it is made, such as its way to the device.
+    """
+
+    def __init__(self, loader: Loader, number: int, prepare: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._loader, self._number, self._prepare = loader, number, prepare
+        self._batches = iter(loader)
+        self._made: deque[_Step] = deque()
+
+    def make(self, steps: int = 1) -> None:
+        """Make the batches of the next `steps` steps, unless they are there. `take` raises what goes wrong."""
+        while len(self._made) < steps and not (self._made and isinstance(self._made[-1].batches, Exception)):
+            before = self._loader.state_dict(), self._loader.epoch
+            try:
+                made = [self._prepare(next(self._batches)) for _ in range(self._number)]
+            except Exception as error:
+                made = error
+            self._made.append(_Step(made, *before))
+
+    @property
+    def failed(self) -> bool:
+        """Whether batches cannot be made, because of the data; `check` says why."""
+        return any(isinstance(step.batches, ConfigError) for step in self._made)
+
+    def check(self) -> None:
+        """Raise the error of batches that are made and cannot be taken."""
+        for step in self._made:
+            if isinstance(step.batches, Exception):
+                raise step.batches
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the batches of the next step; what went wrong when they were made is raised here."""
+        self.make()
+        made = self._made.popleft().batches
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self._made[0].epoch if self._made else self._loader.epoch
+
+    def state_dict(self) -> dict[int, dict[str, int]]:
+        """Return the position of each data stream of this rank."""
+        return self._made[0].state if self._made else self._loader.state_dict()
+
+    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None:
+        """Resume from the merged states of all ranks."""
+        self._made.clear()
+        self._loader.load_state_dict(states)

@@ -20,8 +20,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.order.streams import AGAIN, StreamState
 from trainer.data.packing.sequence import PackedSequence
-from trainer.data.settings import training_data
-from trainer.data.text_data import TextData, TextStream, open_text
+from trainer.data.text_data import TextData, TextStream, open_text, training_data
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 

@@ -1,18 +1,61 @@
-"""An opened data set: its documents, and how streams pack them. Torch-free."""
+"""The data sets of a job, and one that is opened: its documents, and how streams pack them. Torch-free."""
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from trainer.config.data import CONVERSATIONS
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.schema import JobConfig
 from trainer.data.order.streams import AGAIN, assigned
 from trainer.data.packing.concatenate import DocumentStream
 from trainer.data.packing.whole import TooLong, WholeStream
-from trainer.data.sources.registry import DataSettings, check_streams, source_of
+from trainer.data.sources.files import DataKeys, cache_folder
+from trainer.data.sources.registry import DataSettings, check_streams, files_of, source_of
 from trainer.data.token_files.catalog import open_documents
+from trainer.data.token_files.made import described
 from trainer.data.token_files.reader import Pairs, TokenFiles
 from trainer.runtime.console import logger
+
+
+def training_data(config: JobConfig) -> list[DataSettings]:
+    """Return the data sets that a job trains on: one, or the sources of a mixture."""
+    training = config.training
+    paths, keys = (training.dataset_path,), DataKeys()
+    if config.mixture.names:
+        paths, keys = config.mixture.paths, DataKeys(path="mixture.paths")
+    return [
+        DataSettings.of(training.dataset, path, config.model, training, chat=config.chat, keys=keys) for path in paths
+    ]
+
+
+def validation_data(config: JobConfig) -> DataSettings:
+    """Return the data set that the loss is validated on."""
+    keys = DataKeys("validation.dataset", "validation.dataset_path")
+    source, chat = config.validation.source(config.training), config.chat
+    return DataSettings.of(*source, config.model, config.training, chat=chat, keys=keys)
+
+
+def all_data(config: JobConfig) -> list[DataSettings]:
+    """Return the data sets that a job reads."""
+    if config.task != "tokens":
+        return []
+    return [*training_data(config), *([validation_data(config)] if config.validation.enable else [])]
+
+
+def first_start(config: JobConfig) -> list[str]:
+    """Return for each data set of text on this machine what its first start makes, and where."""
+    found = []
+    for settings in all_data(config):
+        with suppress(MissingFile):
+            source = source_of(settings)
+            if not (source.token_files or source.iterable):
+                what = described(settings, sum(map(os.path.getsize, files_of(settings))))
+                found.append(f"the first start makes token files of {what} in {cache_folder()}; later ones read them")
+    return list(dict.fromkeys(found))
+
 
 TextStream: TypeAlias = DocumentStream | WholeStream
 

@@ -4,8 +4,8 @@ import re
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.settings import training_data
 from trainer.data.sources.registry import DATASETS
+from trainer.data.text_data import training_data
 from trainer.data.token_files.catalog import check_data
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.settings import validation_data
 from trainer.data.sources.registry import source_of
+from trainer.data.text_data import validation_data
 from trainer.data.token_files.catalog import check_data
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainer.data.ahead import Loader
 from trainer.data.balance import Assignment, assign
+from trainer.data.loader import Loader, tensors_of
 from trainer.data.packing.sequence import IGNORE_INDEX, positions_of
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all
 from trainer.runtime.agreement import raise_on_all_ranks
@@ -63,7 +63,7 @@ class BalancedBatches:
             read = raise_on_all_ranks(lambda: [next(batches) for _ in range(self._step.micro_batches)], self._group)
             for documents in self._exchanged([documents_of_batch(batch) for batch in read]):
                 arrays = row(documents, self._step)
-                batch: dict[str, Any] = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
+                batch = tensors_of(arrays)
                 batch["padding"] = arrays["tokens"].size - sum(map(len, documents))
                 yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
 

@@ -14,15 +14,15 @@ from torch import nn
 
 from trainer.components.loss import token_losses, whole_logits, whole_sequence
 from trainer.components.metrics import perplexity
-from trainer.data.batch import TextBatch
 from trainer.data.evaluation import NeedlePrompt
+from trainer.data.loader import TextBatch, tensors_of
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.model_spec import Decoder
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
-from trainer.tasks.validation import forward_only, own_batches, tensors_of
+from trainer.tasks.validation import forward_only, own_batches
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 
 from trainer.components.loss import count_valid, row_losses, token_losses
-from trainer.components.source_losses import SourceLosses
 from trainer.config.data import CONVERSATIONS
-from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
-from trainer.data.batch import TextBatch
 from trainer.data.contents import QUICK, contents_of, summary
-from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.mixture import open_training_data
-from trainer.data.settings import training_data
+from trainer.data.loader import BatchLoader, Loader, TextBatch, batch_hash
+from trainer.data.mixture import open_training_data, positions_of
+from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.text_data import training_data
 from trainer.data.token_files.catalog import catalog_of
 from trainer.distributed.context_parallel.context import context_parallel, sequence_chunks
 from trainer.distributed.context_parallel.execution.chunks import KeptTensor, OnDevice
@@ -261,3 +259,42 @@ class Padding(Observer):
         """Return the share of the step's tokens. A collective over data-parallel ranks."""
         padding = torch.tensor(self._padding, dtype=torch.float64, device=self._dims["world"].device_type)
         return {"padding_fraction": all_reduce(padding, self._dims["dp"]).item() / self._tokens}
+
+
+class SourceLosses(Observer):
+    """Adds up losses and labels of each source, on the device, from one logged step to the next."""
+
+    def __init__(self, names: Sequence[str], seq_len: int, dims: ParallelDims) -> None:
+        self._names, self._seq_len, self._dims = names, seq_len, dims
+        device = dims["world"].device_type
+        self._totals = torch.zeros(2, len(names), dtype=torch.float64, device=device)  # losses, labels
+        self._of_step = torch.zeros_like(self._totals)
+
+    def losses(self, batch: TextBatch, losses: torch.Tensor) -> None:
+        """Add a micro-batch, whose `sources` are numbers of sequences (B,), or of this rank's tokens (B, S)."""
+        sources, labels = batch["sources"], batch["labels"] != IGNORE_INDEX
+        sums = torch.stack([losses.double(), labels.double()])
+        sums = sums.sum(-1) if sources.ndim == 1 else sums.flatten(1)
+        self._of_step.index_add_(1, sources.flatten(), sums)
+
+    def end_step(self, left_out: torch.Tensor) -> None:
+        self._totals += torch.where(left_out.bool(), 0, self._of_step)
+        self._of_step.zero_()
+
+    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+        """Return the metrics since the last call. A collective over all ranks.
+
+        "loss/name": mean over labels, absent if there were none; "tokens/name", "epoch/name": of the whole job so far.
+        """
+        dims, n = self._dims, next(iter(positions.values()))["data_streams"]
+        totals = all_reduce(all_reduce(self._totals.clone(), dims["pp"]), dims["cp"])
+        read = torch.tensor(positions_of(positions, self._names), dtype=torch.float64, device=totals.device)
+        found = all_reduce(torch.cat([totals.T, read], 1), dims["dp"]).tolist()
+        self._totals.zero_()
+        ranks = dims.size("dp") // gcd(n, dims.size("dp"))  # that read each stream
+        record = {}
+        for name, (loss, number, samples, passes) in zip(self._names, found, strict=True):
+            if number:
+                record[f"loss/{name}"] = loss / number
+            record |= {f"tokens/{name}": round(samples / ranks) * self._seq_len, f"epoch/{name}": passes / ranks / n}
+        return record

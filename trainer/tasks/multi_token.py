@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.data.batch import TextBatch
+from trainer.data.loader import TextBatch
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce

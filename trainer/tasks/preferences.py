@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config.preferences import DPO
-from trainer.data.batch import TextBatch
+from trainer.data.loader import TextBatch
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from trainer.data.ahead import Loader
+from trainer.data.loader import Loader
 from trainer.models.model_spec import Model
 from trainer.observer import Observer
 
 Batch = Mapping[str, Any]
-"""The keys are the task's own; those of text are in `trainer/data/batch.py`."""
+"""The keys are the task's own; those of text are in `trainer/data/loader.py`."""
 
 
 class RankInputs(NamedTuple):

@@ -5,7 +5,7 @@ sequences, and the loss up to rounding, are the same on every layout. Every rank
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 import numpy as np
@@ -15,10 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.components.metrics import ValidationResult
 from trainer.config.errors import ConfigError
-from trainer.data.batch import TextBatch
+from trainer.data.loader import TextBatch, arrays_of, tensors_of
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence
-from trainer.data.settings import validation_data
-from trainer.data.text_data import open_text
+from trainer.data.text_data import open_text, validation_data
 from trainer.data.token_files.catalog import catalog_of
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
@@ -30,7 +29,6 @@ from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
 from trainer.transforms.float8 import precompute_scales
 
-_ARRAYS = ("tokens", "labels", "positions", "document_ids")
 Measure = Callable[[Decoder, torch.Tensor, RankInputs], None]
 """What is done with the hidden states of a forward: (part with the output, hidden states, share or a chunk of it)."""
 
@@ -48,15 +46,10 @@ def own_batches(
         together = [first, *islice(sequences, rows * degree - 1)]
         mine = together[rank::degree]
         filling = [first] * (rows - len(mine))
-        arrays = {name: np.stack([getattr(row, name) for row in chain(mine, filling)]) for name in _ARRAYS}
+        arrays = arrays_of(chain(mine, filling))
         arrays["labels"][len(mine) :] = IGNORE_INDEX
         yield list(range(done + rank, done + len(together), degree)), arrays
         done += len(together)
-
-
-def tensors_of(arrays: Mapping[str, np.ndarray]) -> TextBatch:
-    """Return the arrays as tensors, cloned, because torch never resizes memory that numpy has seen."""
-    return {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
 
 
 @torch.no_grad()
@@ -128,13 +121,8 @@ class Validation:
     def batches(self) -> Iterator[TextBatch]:
         """Yield this rank's batches, as many as every other rank has; rows that fill up the last one have no label."""
         for _, arrays in own_batches(self.sequences(), self._rows, self.dims):
-            yield self._batch(arrays)
-
-    def _batch(self, arrays: Mapping[str, np.ndarray]) -> TextBatch:
-        batch = tensors_of(arrays)
-        if self.task.batch_planner is not None:
-            batch["plan"] = self.task.batch_planner(arrays)
-        return batch
+            plan = self.task.batch_planner
+            yield tensors_of(arrays) if plan is None else tensors_of(arrays) | {"plan": plan(arrays)}
 
     def run(self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None) -> ValidationResult:
         """Return the loss of the whole validation set. A collective over all ranks."""
