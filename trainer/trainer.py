@@ -212,7 +212,7 @@ class Trainer:
                 for step in range(self.start_step + 1, steps + 1):
                     self.metrics.starting(step)
                     self.train_step(step)
-                    for done in (collect_garbage, profile, compilations.step, self._first_step_is_over):
+                    for done in (collect_garbage, *profile, compilations.step, self._first_step_is_over):
                         done(step)
                     last = step == steps or self.stop_reason is not None
                     best = self._validate(step, last, compilations)

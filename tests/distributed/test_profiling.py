@@ -71,7 +71,7 @@ def test_memory_snapshots_need_a_gpu(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def run_out_of_memory_after_three_steps(config: JobConfig) -> None:
-    with profiling(config.profiling, Path(config.job.dump_folder), 1, torch.device("cuda")) as step_is_over:
+    with profiling(config.profiling, Path(config.job.dump_folder), 1, torch.device("cuda")) as (step_is_over,):
         for step in (1, 2, 3):
             step_is_over(step)
         raise torch.OutOfMemoryError("CUDA out of memory")

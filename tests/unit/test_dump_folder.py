@@ -14,12 +14,13 @@ import pytest
 from trainer.config import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.runtime import folder_held, folders_of, holder_of
+from trainer.runtime.console import logger
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from trainer.runtime import folder_held
-with folder_held(Path(sys.argv[1]), print):
+with folder_held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -40,11 +41,11 @@ def test_the_holder_is_named_and_its_end_frees_the_folder(tmp_path: Path) -> Non
     assert f"(process {other.pid} on {socket.gethostname()}, started 20" in str(taken)
     with (
         pytest.raises(ConfigError, match="belongs to one job at a time"),
-        folder_held(folder, pytest.fail, patience_seconds=0),
+        folder_held(folder, patience_seconds=0),
     ):
         pass
     os.kill(other.pid, signal.SIGKILL)  # it can clean nothing up
-    with folder_held(folder, pytest.fail):
+    with folder_held(folder):
         assert f"process {os.getpid()} " in str(holder_of({"job.dump_folder": folder}, patience_seconds=0))
     assert holder_of({"job.dump_folder": folder}, patience_seconds=0) is None
     other.wait()
@@ -76,25 +77,26 @@ def test_the_folder_of_checkpoints_is_held_where_the_job_saves_to_it(tmp_path: P
 def test_a_job_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
     other = hold(tmp_path)
     subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {other.pid}"])
-    with folder_held(tmp_path, pytest.fail, patience_seconds=20):
+    with folder_held(tmp_path, patience_seconds=20):
         assert other.wait() == -signal.SIGKILL
     other.stdout.close()
 
 
 def test_a_file_system_without_locks_is_told(tmp_path: Path) -> None:
-    lines: list[str] = []
     with (
         mock.patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "No locks available")),
-        folder_held(tmp_path, lines.append),
+        mock.patch.object(logger, "warning") as warned,
+        folder_held(tmp_path),
     ):
         pass
-    assert lines == [f"the file system of {tmp_path} has no locks: let no other job use this folder as job.dump_folder"]
+    line = f"the file system of {tmp_path} has no locks: let no other job use this folder as job.dump_folder"
+    warned.assert_called_once_with(line)
 
 
 def test_an_error_inside_stays_what_it_is(tmp_path: Path) -> None:
     """Only making and locking the folder is about the setting."""
-    with pytest.raises(FileNotFoundError), folder_held(tmp_path, pytest.fail):
+    with pytest.raises(FileNotFoundError), folder_held(tmp_path):
         Path(tmp_path / "missing").read_text()
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written"), folder_held(tmp_path / "file", pytest.fail):
+    with pytest.raises(ConfigError, match="cannot be written"), folder_held(tmp_path / "file"):
         pass

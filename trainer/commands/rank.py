@@ -84,7 +84,7 @@ def _train(job: ResolvedJob, device: "torch.device") -> None:
 
         def hold() -> None:
             for key, folder in folders_of(job.config).items() if get_rank() == 0 else ():
-                held.enter_context(folder_held(folder, logger.warning, key=key))
+                held.enter_context(folder_held(folder, key=key))
 
         raise_on_all_ranks(hold, device)
         Trainer(job, device).train()

@@ -33,23 +33,15 @@ def check_memory_snapshot(settings: Profiling, device: torch.device) -> None:
 @contextmanager
 def profiling(
     settings: Profiling, dump_folder: Path, rank: int, device: torch.device
-) -> Iterator[Callable[[int], None]]:
-    """Profile the steps inside, as table `[profiling]` says.
-
-    Yield a function of the step, counted from 1, to be called after each step.
-    """
+) -> Iterator[list[Callable[[int], None]]]:
+    """Profile the steps inside, as table `[profiling]` says; yield what is to be called with each step that is over."""
     with ExitStack() as stack:
-        writers: list[Callable[[int], None]] = []
+        writers = []
         if settings.enable_profiling:
             writers.append(stack.enter_context(_traces(settings, dump_folder, rank, device)))
         if settings.enable_memory_snapshot:
             writers.append(stack.enter_context(_snapshots(settings, dump_folder, rank)))
-
-        def step_is_over(step: int) -> None:
-            for writer in writers:
-                writer(step)
-
-        yield step_is_over
+        yield writers
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -89,16 +89,11 @@ def _refused(folder: Path, key: str, error: OSError) -> ConfigError:
 
 @contextmanager
 def folder_held(
-    folder: Path,
-    warn: Callable[[str], object],
-    *,
-    key: str = "job.dump_folder",
-    patience_seconds: float = _PATIENCE_SECONDS,
+    folder: Path, *, key: str = "job.dump_folder", patience_seconds: float = _PATIENCE_SECONDS
 ) -> Iterator[None]:
-    """Create the folder and hold its lock for this process.
+    """Create the folder and hold its lock for this process; the log has a warning if the file system has no locks.
 
-    warn: called with one line if the file system has no locks; key: names the folder, in messages; patience_seconds:
-    time to wait for another job to end.
+    key: names the folder, in messages; patience_seconds: time to wait for another job to end.
 
     Raises:
         ConfigError: another job holds the lock, or the folder cannot be written to.
@@ -111,7 +106,7 @@ def folder_held(
             if locked is False:
                 raise _taken(folder, key, file)
             if locked is None:
-                warn(f"the file system of {folder} has no locks: let no other job use this folder as {key}")
+                logger.warning(f"the file system of {folder} has no locks: let no other job use this folder as {key}")
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
             file.truncate(0)
             file.write(f"{json.dumps(holder)}\n".encode())

@@ -21,40 +21,31 @@ _MASK = 2**64 - 1
 
 
 class Permutation(Sequence[int]):
-    """A permutation of range(n), n > SORTED. keys: of the rounds, two 64-bit numbers each."""
+    """A permutation of range(n), n > SORTED, at some of its places: at first at all of them.
 
-    def __init__(self, n: int, keys: Sequence[int]) -> None:
-        self._n, self._columns = n, isqrt(n - 1) + 1
+    keys: of the rounds, two 64-bit numbers each. A slice has the places that the slice of a list would have.
+    """
+
+    def __init__(self, n: int, keys: Sequence[int], places: range | None = None) -> None:
+        self._n, self._columns, self._keys = n, isqrt(n - 1) + 1, keys
         self._rows = -(-n // self._columns)
-        self._keys = list(zip(keys[::2], keys[1::2], strict=True))
+        self._places = range(n) if places is None else places
 
     def __len__(self) -> int:
-        return self._n
+        return len(self._places)
 
-    def __getitem__(self, place: int) -> int:
-        if not 0 <= place < self._n:
-            raise IndexError(f"place {place} of {self._n}")
+    def __getitem__(self, place: int | slice) -> "int | Permutation":
+        if isinstance(place, slice):
+            return Permutation(self._n, self._keys, self._places[place])
+        place = self._places[place]
         while True:
             row, column = divmod(place, self._columns)
-            for first, second in self._keys:
+            for first, second in zip(self._keys[::2], self._keys[1::2], strict=True):
                 row = (row + _hash(column ^ first)) % self._rows
                 column = (column + _hash(row ^ second)) % self._columns
             place = row * self._columns + column
             if place < self._n:
                 return place
-
-
-class EveryNth(Sequence[int]):
-    """Every `step`-th item of an order, from the place `start` on."""
-
-    def __init__(self, order: np.ndarray | Permutation, start: int, step: int) -> None:
-        self._order, self._places = order, range(start, len(order), step)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, place: int) -> int:
-        return int(self._order[self._places[place]])
 
 
 def shuffled(n: int, seed: int, *purpose: int) -> np.ndarray | Permutation:

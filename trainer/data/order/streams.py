@@ -22,7 +22,7 @@ from math import gcd
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.order.permutation import ORDER, SORTED, EveryNth, shuffled
+from trainer.data.order.permutation import ORDER, SORTED, shuffled
 from trainer.runtime.console import logger
 
 StreamState = dict[str, Any]
@@ -52,7 +52,7 @@ def assigned(n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int)
     """Yield the number of each stream that a data-parallel rank reads, and its share of n items in shuffled order."""
     items = shuffled(n, seed, _ASSIGN)
     for stream in streams_of_rank(data_streams, dp_rank, dp_degree):
-        yield stream, EveryNth(items, stream, data_streams)
+        yield stream, items[stream::data_streams]
 
 
 def streams_of_rank(data_streams: int, dp_rank: int, dp_degree: int) -> range:

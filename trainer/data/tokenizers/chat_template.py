@@ -71,16 +71,14 @@ class ChatTemplate:
         """
         messages, how = messages_of(found), _brought(found)
         try:
-            try:
-                return self._rendered(messages, how)
-            except ConfigError:  # some templates write arguments of calls as JSON, and others take them as such
-                if (others := other_arguments(messages)) is None:
-                    raise
-                with suppress(ConfigError):
-                    return self._rendered(others, how)
-                raise
+            return self._rendered(messages, how)
         except ConfigError as error:
-            raise ConfigError(f"{found['where']()}: the chat template {self._name} {error}") from None
+            reason = error
+        # Some templates write arguments of calls as JSON, and others take them as such.
+        with suppress(ConfigError):
+            if (others := other_arguments(messages)) is not None:
+                return self._rendered(others, how)
+        raise ConfigError(f"{found['where']()}: the chat template {self._name} {reason}")
 
     def prompt(self, found: Mapping[str, Any]) -> str:
         """Return the text that asks a model for the next answer; ConfigError if the template refuses it."""
