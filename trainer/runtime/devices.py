@@ -1,8 +1,6 @@
 """The GPUs that a job may use, found without torch, so that the launcher counts ranks at once."""
 
 import os
-import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,7 +9,6 @@ from pathlib import Path
 
 from trainer.config.errors import ConfigError
 
-_FILES = re.compile(r"nvidia\d+")
 _OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # of AMD, of Windows' Linux: PyTorch counts these
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -58,10 +55,7 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
 
 def _gpu_memories() -> list[int]:
     """Return the memory of each GPU in bytes, as nvidia-smi says it; none without that program."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -72,20 +66,15 @@ def _gpu_memories() -> list[int]:
 
 def _gpu_files() -> int:
     """Return the number of GPUs by their files: containers may lack nvidia-smi."""
-    try:
-        return sum(1 for path in Path("/dev").iterdir() if _FILES.fullmatch(path.name))
-    except OSError:
-        return 0
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _host_memory() -> int | None:
     """Return the memory that processes may use here in bytes: of the machine, or of the container."""
     limits = []
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        try:
+        with suppress(OSError, ValueError):
             limits.append(int(path.read_text()))
-        except (OSError, ValueError):
-            continue
-    with suppress(ValueError, OSError):
+    with suppress(OSError, ValueError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min(limits, default=None)

@@ -121,14 +121,9 @@ def read_ranks(file: str, given: str) -> dict[bytes, int]:
     return ranks
 
 
-def vocab_size(file: str, given: str) -> int:
-    """Return `TiktokenTokenizer(file, given).vocab_size`, without tiktoken."""
-    return len(read_ranks(file, given)) + NUM_SPECIAL_TOKENS
-
-
-def special_names(file: str, given: str) -> tuple[str, ...]:
-    """Return the texts of the special tokens."""
-    return SPECIAL_TOKENS
+def facts(file: str, given: str) -> tuple[int, tuple[str, ...]]:
+    """Return the size of the vocabulary, and the texts of the special tokens, without tiktoken."""
+    return len(read_ranks(file, given)) + NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 
 
 FORMAT = TiktokenTokenizer

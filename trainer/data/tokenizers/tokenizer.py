@@ -89,13 +89,13 @@ def open_tokenizer(path: str | None = None) -> Tokenizer:
 def vocab_size_of(path: str | None = None) -> int:
     """Return `open_tokenizer(path).vocab_size`, from the file alone, without the tokenizer's library."""
     module, *found = _found(path)
-    return module.vocab_size(*found)
+    return module.facts(*found)[0]
 
 
 def special_names(path: str | None = None) -> Sequence[str]:
     """Return the texts of the special tokens of `open_tokenizer(path)`, likewise."""
     module, *found = _found(path)
-    return module.special_names(*found)
+    return module.facts(*found)[1]
 
 
 def tokenizer_hash(path: str | None = None) -> str:

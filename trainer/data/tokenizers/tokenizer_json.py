@@ -28,7 +28,7 @@ class JsonTokenizer(Tokenizer):
         from tokenizers import Tokenizer as FastTokenizer
         from tokenizers import processors
 
-        self.vocab_size = vocab_size(file, given)
+        self.vocab_size, _ = facts(file, given)
         try:
             self._tokenizer = FastTokenizer.from_file(file)
         except Exception as error:  # the library raises nothing more special
@@ -98,18 +98,12 @@ def read_settings(file: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def vocab_size(file: str, given: str) -> int:
-    """Return one more than the largest id, without the library; ConfigError if the file is damaged."""
-    return _facts(file, given)[0]
-
-
-def special_names(file: str, given: str) -> tuple[str, ...]:
-    """Return the texts of the special tokens, likewise."""
-    return _facts(file, given)[1]
-
-
 @lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later
-def _facts(file: str, given: str) -> tuple[int, tuple[str, ...]]:
+def facts(file: str, given: str) -> tuple[int, tuple[str, ...]]:
+    """Return one more than the largest id, and the texts of the special tokens, without the library.
+
+    ConfigError if the file is damaged.
+    """
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         vocab = content["model"]["vocab"]
