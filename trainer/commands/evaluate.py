@@ -24,8 +24,10 @@ from trainer.commands.options import Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run
 from trainer.commands.start import CPU_RANKS
 from trainer.config.errors import ConfigError
+from trainer.data.evaluation import long_documents, needle_prompts
 from trainer.data.sources.registry import DATASETS, DataSettings
-from trainer.data.token_files.catalog import check_data
+from trainer.data.token_files.catalog import check_data, documents_in_order
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.training import check_batch
 from trainer.runtime import check_creatable, writing_to
@@ -35,7 +37,6 @@ from trainer.stores.folder import checkpoint_folder, step_to_load
 if TYPE_CHECKING:
     import torch
 
-    from trainer.data.packing.sequence import PackedSequence
     from trainer.tasks.evaluation import Evaluation
 
 Row = dict[str, Any]
@@ -44,7 +45,6 @@ _TABLES = ("model", "parallelism", "comm")
 _KEYS = ("job.device", *(f"training.{key}" for key in ("dtype", "mixed_precision_param", "loss_chunk_tokens")))
 _LONGEST, _SHORTEST_NEEDLE, _FIRST_BUCKET = 8192, 256, 1024
 _DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
-_SHARES = {"accuracy": "correct", "log_probability": "log_probability"}
 
 
 def parser() -> Parser:
@@ -149,22 +149,15 @@ def edges_of(seq_len: int, given: list[int] | None) -> tuple[int, ...]:
 
 def positions(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
     """Return the loss by position. A collective over all ranks."""
-    from trainer.data.evaluation import long_documents
-    from trainer.data.token_files.catalog import documents_in_order
     from trainer.runtime.agreement import raise_on_all_ranks
 
     settings = DataSettings.of(wanted.dataset, wanted.dataset_path, job.config.model, job.config.training)
-
-    def sequences() -> "list[PackedSequence]":
-        return list(long_documents(documents_in_order(settings), wanted.seq_len, wanted.sequences))
-
-    return evaluation.by_position(raise_on_all_ranks(sequences, evaluation.dims["world"]), wanted.edges)
+    found = long_documents(documents_in_order(settings), wanted.seq_len, wanted.sequences)
+    return evaluation.by_position(raise_on_all_ranks(lambda: list(found), evaluation.dims["world"]), wanted.edges)
 
 
 def needle(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
     """Return the answers by length and depth; log_probability: mean of a token of them. A collective over all ranks."""
-    from trainer.data.evaluation import needle_prompts
-    from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 
     tokenizer, cells = open_tokenizer(job.config.model.tokenizer_file), []
@@ -174,7 +167,7 @@ def needle(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJo
         found = evaluation.needles(prompts)
         for depth in wanted.depths:
             of = [answer for prompt, answer in zip(prompts, found, strict=True) if prompt.depth == depth]
-            shares = {name: fmean(getattr(x, of_answer) for x in of) for name, of_answer in _SHARES.items()}
+            shares = {"accuracy": fmean(x.correct for x in of), "log_probability": fmean(x.log_probability for x in of)}
             cells.append({"length": length, "depth": depth, "prompts": len(of), **shares})
     return cells
 

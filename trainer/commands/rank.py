@@ -65,11 +65,6 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         if local_rank == 0:  # every rank of the node has the same error
             report(f"error: {error}")
         return 2
-    return train(job)
-
-
-def train(job: ResolvedJob) -> int:
-    """Train on this rank, report how it ended, and return the exit code."""
     return on_rank(job, _train)
 
 

@@ -1,7 +1,6 @@
 """What every command does that starts ranks on this machine. Torch-free."""
 
 import os
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -31,14 +30,6 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
     if device_type == "cuda" and config.comm.trace_buf_size:
         options += ["--flight-records", str(Path(config.job.dump_folder, config.comm.save_traces_folder).absolute())]
     return options
-
-
-def start_tokenizing(arguments: list[str]) -> subprocess.Popen[bytes]:
-    """Start to make the token files of a job on this node, in a process of its own: it ends with this one.
-
-    Ranks find them, so that no collective waits for hours.
-    """
-    return subprocess.Popen([sys.executable, "-m", "trainer.commands.tokenize_text", *arguments])
 
 
 def launch(arguments: list[str]) -> int:

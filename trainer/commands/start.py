@@ -7,6 +7,7 @@ The variables CONFIG_FILE, NGPU and LOG_RANK stand for FILE and the two options.
 
 import argparse
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,16 +102,13 @@ def _left_checkpoints(job: ResolvedJob) -> str:
     if job.config.checkpoint.enable or is_address(job.config.checkpoint.folder):  # a store may answer late
         return ""
     folder = checkpoint_folder(job.config)
-    try:
-        steps = folder.steps()
-    except OSError:
-        return ""
-    if not steps:
-        return ""
-    return (
-        f"{folder} has a checkpoint of step {steps[-1]:,}, and checkpoint.enable is off: this run starts from "
-        "the beginning and saves none; --checkpoint.enable resumes"
-    )
+    with suppress(OSError):
+        if steps := folder.steps():
+            return (
+                f"{folder} has a checkpoint of step {steps[-1]:,}, and checkpoint.enable is off: this run starts from "
+                "the beginning and saves none; --checkpoint.enable resumes"
+            )
+    return ""
 
 
 def _log_rank(ranks: int) -> str:

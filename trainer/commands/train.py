@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.commands.check import acted
-from trainer.commands.ranks import launch, launch_options, start_tokenizing
+from trainer.commands.ranks import launch, launch_options
 from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
@@ -42,7 +42,8 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         report(f"error: {error}")
         return _WRONG
-    tokenizing = start_tokenizing(start.arguments)
+    # Ranks find the token files of this node, so that no collective waits for hours.
+    tokenizing = subprocess.Popen([sys.executable, "-m", "trainer.commands.tokenize_text", *start.arguments])
     say_waiting("importing PyTorch, here and in the ranks")
     if tokenizing.wait() != 0:  # it has reported why
         return _WRONG

@@ -4,7 +4,6 @@ Each has `write`, which takes the metrics of a step by name, and `close`.
 """
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -13,10 +12,10 @@ from pathlib import Path
 from uuid import uuid4
 
 from trainer.config.schema import JobConfig
+from trainer.data.sources.files import write_whole
+from trainer.runtime.console import logger
 from trainer.runtime.dump_folder import writing_to
 from trainer.runtime.full_disk import full_disk
-
-logger = logging.getLogger("trainer")
 
 
 class JsonLines:
@@ -60,15 +59,11 @@ class JsonLines:
 
 def _keep_up_to(path: Path, step: int) -> None:
     """Remove the lines of later steps from the file, and a line that a killed run left incomplete."""
-    lines, kept = [], path.with_suffix(".tmp")
+    lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError):
             lines += [line + "\n"] if json.loads(line)["step"] <= step else []
-    try:
-        kept.write_text("".join(lines), encoding="utf-8")
-        kept.replace(path)
-    finally:
-        kept.unlink(missing_ok=True)
+    write_whole(path, "".join(lines).encode())
 
 
 class TensorBoard:

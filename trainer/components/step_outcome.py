@@ -1,8 +1,8 @@
-"""The few numbers of a step that the host reads: loss, gradient norm, votes. What they mean for the run.
+"""The few numbers of a step that the host reads: loss, gradient norm, votes. One reduction, one reading.
 
-It stops, it leaves out the update, or it warns of a spike. There is one reduction, and one reading.
+By them the run stops, leaves out the update, or warns of a spike.
 
-They are read during the next step, so that the host never waits before it launches the next forward:
+The numbers are read during the next step, so that the host never waits before it launches the next forward:
 
     host    launch N | launch forward, backward N+1 | read N | launch norm, update N+1 | ...
     device           | norm, update N               | forward, backward N+1            | ...

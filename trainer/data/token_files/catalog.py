@@ -9,6 +9,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -41,12 +42,10 @@ def catalog_of(settings: DataSettings) -> str:
     content = json.dumps(found).encode()
     name = f"{sha256(content).hexdigest()[:32]}.json"
     for folder in (cache_folder() / "catalogs", Path(tempfile.gettempdir(), "long-context-trainer")):
-        try:
+        with suppress(OSError):  # token files need no cache
             if not (file := folder / name).exists():
                 write_whole(file, content)
             return str(file)
-        except OSError:  # token files need no cache
-            continue
     raise ConfigError(f"neither {cache_folder()} nor {tempfile.gettempdir()} can be written; set XDG_CACHE_HOME")
 
 
