@@ -160,11 +160,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
 def _of_peft(
     adapters: Collection[str], pairs: Mapping[str, tuple[torch.Tensor, HFTensor]], ours: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
-    """Return peft's tensors of adapters, and the names of the modules and of the stacked weights that have one.
-
-    Raises:
-        ConfigError: a module is a part of a tensor there.
-    """
+    """Return peft's tensors of adapters, and the names of the modules and of the stacked weights that have one."""
     theirs, modules, stacked = {}, set(), set()
     for module in adapters:
         a, b = (ours[name] for name in adapter_names(module))

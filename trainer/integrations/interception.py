@@ -59,12 +59,7 @@ def intercept_sdpa(model: nn.Module | None = None, *, allow_modules: Collection[
 def _intercepting(
     handle: torch.Tensor, live: LivePlan, model: nn.Module | None, allow_modules: Collection[type | str]
 ) -> Iterator[None]:
-    """Intercept attention under an open plan.
-
-    Raises:
-        ContextParallelError: as an `Interception` and a `ModelWatch`; at the end, if no attention ran or an entry of
-            allow_modules named nothing.
-    """
+    """Intercept attention under an open plan; an error at the end if none ran, or allow_modules has a wrong name."""
     allowed = Allowed(allow_modules)
     watch = ModelWatch(live, lambda: is_intercepted(handle), model, allowed)
     with Interception(handle, live, watch), watch:

@@ -141,11 +141,7 @@ def _reach(nodes: Nodes, waiting: "_Waiting") -> TCPStore:
 
 
 def _join(store: TCPStore, nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
-    """Be another node: register with the first one, and wait for its verdict.
-
-    Raises:
-        DistError: the first node has ended.
-    """
+    """Be another node: register with the first one, and wait for its verdict; DistError if that node ends."""
     if (job := store.get("job").decode()) != nodes.job:
         raise ConfigError(
             f"the job {job!r} gathers at this MASTER_ADDR and MASTER_PORT, but this is {nodes.job!r}; give each job a "

@@ -217,8 +217,7 @@ class StreamLoader:
 def _check(saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping[str, int]) -> None:
     """Check that the saved state of a stream means the same data as `fixed`, and has the entries of a position.
 
-    Raises:
-        ConfigError: it does not; an entry of `IDENTITY` that an older state lacks is left out.
+    An entry of `IDENTITY` that an older state lacks is left out.
     """
     if "order" in fixed and "order" not in saved:
         raise ConfigError(

@@ -139,11 +139,7 @@ def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:
 
 
 def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
-    """Return what `lct tokenize` says about its shards in a folder; empty: another program made them.
-
-    Raises:
-        ConfigError: the folder is not finished or not whole, or of another tokenizer.
-    """
+    """Return what `lct tokenize` says about its shards in a whole folder; empty: another program made them."""
     if (folder / UNFINISHED).exists():
         raise ConfigError(
             f"{folder} is not finished; run the same `lct tokenize` again, which makes the shards that are missing"
