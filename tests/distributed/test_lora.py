@@ -38,14 +38,14 @@ SAVED = [*harness.EXPORTED, "--training.data_streams=8"]
 
 
 def sums_of_one_rank(
-    module: nn.Linear, linear: lora.Linear, scale: float, dropout: lora.Dropout, x: DTensor
+    module: nn.Linear, linear: lora.Linear, scale: float, dropout: lora.Dropout, over_inputs: bool, x: DTensor
 ) -> DTensor:
-    """The planted mistake: what an adapter adds is the part of the first rank."""
-    only = x.device_mesh.get_local_rank() == 0
-    return lora_row_wise(module, linear, scale * only, dropout, x)
+    """The planted mistake: what an adapter of a part of the inputs adds is the part of the first rank."""
+    counts = not over_inputs or x.device_mesh.get_local_rank() == 0
+    return lora_adapted(module, linear, scale * counts, dropout, over_inputs, x)
 
 
-lora_row_wise = lora._row_wise
+lora_adapted = lora._adapted
 
 
 def train(folder: str, hf: str, arguments: list[str], fault: bool = False) -> dict:
@@ -54,7 +54,7 @@ def train(folder: str, hf: str, arguments: list[str], fault: bool = False) -> di
     given = [f"--model.flavor={hf}", f"--checkpoint.initial_load_path={hf}", f"--job.dump_folder={folder}"]
     given += ["--training.dtype=float64", "--checkpoint.export_dtype=float64", *SAVED, *LORA, *arguments]
     config = parse_command_line([*SETTINGS, *given]).config
-    planted = mock.patch.object(lora, "_row_wise", sums_of_one_rank) if fault else nullcontext()
+    planted = mock.patch.object(lora, "_adapted", sums_of_one_rank) if fault else nullcontext()
     made = mock.patch.object(harness, "VOCAB", LLAMA.vocab_size)
     with made, planted, process_group(process, config.comm):
         record = Record()

@@ -14,7 +14,7 @@ from trainer.planner.worker import Worker
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not shim.has_compiler(), reason=f"no compiler of C++ ({shim.COMPILER})"),
+    pytest.mark.skipif(bool(shim.why_not()), reason=shim.why_not()),
 ]
 _P = "--parallelism."
 

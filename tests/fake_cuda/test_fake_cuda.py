@@ -19,7 +19,7 @@ NAMES = [row.name for row in (*table.jobs(), *table.calls())]
 ROWS = [*(name for name in NAMES if name not in table.WHOLE_ONLY), *slow(*table.WHOLE_ONLY)]
 PINNED = re.search(r"^torch==(\S+)", Path("requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)[1]
 
-needs_compiler = pytest.mark.skipif(not shim.has_compiler(), reason=f"no compiler of C++ ({shim.COMPILER})")
+needs_compiler = pytest.mark.skipif(bool(shim.why_not()), reason=shim.why_not())
 of_pinned = pytest.mark.skipif(
     torch.__version__.partition("+")[0] != PINNED, reason=f"the committed counts are those of torch {PINNED}"
 )

@@ -60,7 +60,7 @@ def test_a_hybrid_is_a_ring_of_groups(problem: Problem, head_degree: int):
         group, place = divmod(plan.rank, head_degree)
         assert (plan.forward, plan.backward) == (ring[group].forward, ring[group].backward)
         assert rows_sent(plan) == rows_sent(ring[group])
-        for layout, whole, near in zip(plan.layouts, groups, plan.head_group_layouts, strict=True):
+        for layout, whole, near in zip((plan.q_layout, plan.kv_layout), groups, plan.head_group_layouts, strict=True):
             assert near.degree == head_degree
             whole, layout = (x.repeated(plan.sequences) for x in (whole, layout))
             assert whole.indices(group)[near.indices(place)].tolist() == layout.indices(plan.rank).tolist()

@@ -185,9 +185,9 @@ class ParallelDims:
         """
         root, sizes = self._roots[0], self.degrees.sizes()
         rows = lines(root.mesh_dim_names, root.mesh_dim_names[1:], sizes)
-        if rows not in self._of_rows and (rows, "stage") not in self._own:
-            self._own[rows, "stage"] = dist.group.WORLD if len(rows) == 1 else new_group(rows, "stage")
-        return self._of_rows[rows].get_group() if rows in self._of_rows else self._own[rows, "stage"]
+        if (rows, "stage") not in self._own:
+            self._own[rows, "stage"] = self._group(rows, "stage")
+        return self._own[rows, "stage"]
 
     def group_names(self) -> str:
         """Return the names of this rank's process groups; they depend on the degrees and the order of creation."""

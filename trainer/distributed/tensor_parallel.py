@@ -64,11 +64,8 @@ class Gathered(ParallelStyle):
     """Style for an identity of (B, S / tp, dim): each rank gets the whole sequence, and uses it for its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_part: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            whole = DTensor.from_local(inputs[0], device_mesh, [Shard(1)], run_check=False).redistribute(
-                device_mesh, [Replicate()]
-            )
-            return whole.to_local(grad_placements=[Partial()])
+        def gather(part: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            return _gathered(part, inputs, device_mesh).to_local(grad_placements=[Partial()])
 
         module.register_forward_pre_hook(gather)
         return module
@@ -96,10 +93,12 @@ class VocabularyParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
-            return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
+        return distribute_module(module, device_mesh, shard_rows, input_fn=_gathered)
 
-        return distribute_module(module, device_mesh, shard_rows, input_fn=gather)
+
+def _gathered(_part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
+    """Return (B, S / tp, dim), the input of a module, with the whole sequence."""
+    return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
 
 
 @contextmanager

@@ -15,14 +15,9 @@ _SOURCE = Path(__file__).with_name("hooks.cpp")
 COMPILER = os.environ.get("CXX", "g++")
 
 
-def has_compiler() -> bool:
-    """Return whether there is a compiler of C++."""
-    return shutil.which(COMPILER) is not None
-
-
 def why_not() -> str:
     """Return why there can be no CUDA tensors without a GPU here; "" if there can."""
-    return "" if has_compiler() else f"no compiler of C++ ({COMPILER})"
+    return "" if shutil.which(COMPILER) else f"no compiler of C++ ({COMPILER})"
 
 
 def install() -> None:
@@ -37,7 +32,7 @@ def build(folder: Path | None = None) -> Path:
     Raises:
         subprocess.CalledProcessError: the compiler failed; its output is on stderr.
     """
-    torch = _torch_folder()
+    torch = Path(importlib.util.find_spec("torch").origin).parent
     digest = hashlib.blake2b(_SOURCE.read_bytes() + (torch / "version.py").read_bytes(), digest_size=6).hexdigest()
     folder = folder or cache_folder()
     library = folder / f"libhooks-{digest}.so"
@@ -56,7 +51,3 @@ def build(folder: Path | None = None) -> Path:
 def environment(library: Path) -> Mapping[str, str]:
     """Return the environment of a process that has the shim."""
     return os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def _torch_folder() -> Path:
-    return Path(importlib.util.find_spec("torch").origin).parent

@@ -120,7 +120,7 @@ def _adapt(module: nn.Linear, settings: LoRA, dropout: Dropout) -> None:
         module.register_parameter(name, nn.Parameter(parameter))
     module.adapters_on = True
     over_inputs = isinstance(weight, DTensor) and weight.placements[0] == Shard(1)
-    forward = partial(_row_wise if over_inputs else _adapted, module, module.forward, settings.scale, dropout)
+    forward = partial(_adapted, module, module.forward, settings.scale, dropout, over_inputs)
     replace_forward(module, "adapters", forward)
 
 
@@ -144,35 +144,23 @@ def _adapted(
     linear: Linear,
     scale: float,
     dropout: Dropout,
+    over_inputs: bool,
     x: torch.Tensor,
     token_numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """over_inputs: each rank has a part of the inputs; the sums over ranks stay open, as those of W x do."""
     if not module.adapters_on:
         return linear(x)
-    kept = x
+    kept = x.to_local() if over_inputs else x
     if token_numbers is not None:
-        factors = dropout.factors(token_numbers, range(x.shape[-1]), x.dtype)
-        if isinstance(x, DTensor):
+        features = kept.shape[-1]
+        first = x.device_mesh.get_local_rank() * features if over_inputs else 0
+        factors = dropout.factors(token_numbers, range(first, first + features), kept.dtype)
+        if isinstance(kept, DTensor):
             factors = DTensor.from_local(factors, x.device_mesh, [Replicate()], run_check=False)
-        kept = x * factors
-    return linear(x) + scale * F.linear(F.linear(kept, module.lora_a), module.lora_b)
-
-
-def _row_wise(
-    module: nn.Linear,
-    linear: Linear,
-    scale: float,
-    dropout: Dropout,
-    x: DTensor,
-    token_numbers: torch.Tensor | None = None,
-) -> DTensor:
-    """As `_adapted` where each rank has a part of the inputs: the sums over ranks stay open, as those of W x do."""
-    if not module.adapters_on:
-        return linear(x)
-    mesh, kept = x.device_mesh, x.to_local()
-    if token_numbers is not None:
-        first, features = mesh.get_local_rank() * kept.shape[-1], kept.shape[-1]
-        kept = kept * dropout.factors(token_numbers, range(first, first + features), kept.dtype)
+        kept = kept * factors
+    if not over_inputs:
+        return linear(x) + scale * F.linear(F.linear(kept, module.lora_a), module.lora_b)
     low = F.linear(kept, module.lora_a.to_local())
     added = scale * F.linear(low, module.lora_b.to_local(grad_placements=[Partial()]))
-    return linear(x) + DTensor.from_local(added, mesh, [Partial()], run_check=False)
+    return linear(x) + DTensor.from_local(added, x.device_mesh, [Partial()], run_check=False)

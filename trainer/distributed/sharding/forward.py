@@ -1,14 +1,5 @@
 """The only function that replaces a module's forward from outside, in a fixed order of features.
 
-    adapters                 a linear module also multiplies by low-rank adapters
-    context parallelism      attention of a module becomes attention over ranks
-    expert parallelism       tokens are sent to the ranks of their experts
-    experts in parts         experts compute a part of the rows at a time
-    loss in chunks           the projection to logits also returns losses
-    activation checkpointing the block's forward is recomputed in the backward
-    compile                  the block's forward of that moment becomes one graph
-    offload                  the block's input waits for the backward on the host
-
 FSDP comes last and works by hooks. A feature replaces a forward once, and not after a later feature of the list. A
 forward that was set on the instance by other code is refused, because it would be dropped without a message.
 """
@@ -19,14 +10,14 @@ from typing import Any
 from torch import nn
 
 ORDER = (
-    "adapters",
-    "context parallelism",
-    "expert parallelism",
-    "experts in parts",
-    "loss in chunks",
-    "activation checkpointing",
-    "compile",
-    "offload",
+    "adapters",  # a linear module also multiplies by low-rank adapters
+    "context parallelism",  # attention of a module becomes attention over ranks
+    "expert parallelism",  # tokens are sent to the ranks of their experts
+    "experts in parts",  # experts compute a part of the rows at a time
+    "loss in chunks",  # the projection to logits also returns losses
+    "activation checkpointing",  # the block's forward is recomputed in the backward
+    "compile",  # the block's forward of that moment becomes one graph
+    "offload",  # the block's input waits for the backward on the host
 )
 _WRAPPING = ORDER[-2:]
 

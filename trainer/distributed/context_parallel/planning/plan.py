@@ -78,15 +78,11 @@ class RankPlan:
     def degree(self) -> int:
         return self.q_layout.degree
 
-    @property
-    def layouts(self) -> tuple[AxisLayout, AxisLayout]:
-        return self.q_layout, self.kv_layout
-
     @cached_property
     def head_group_layouts(self) -> tuple[AxisLayout, AxisLayout]:
         """The layouts of the head group's queries and keys, of all sequences, over its ranks; rows count from 0."""
         first, layouts = self.rank // self.head_degree * self.head_degree, []
-        for layout in self.layouts:
+        for layout in (self.q_layout, self.kv_layout):
             shards = layout.ranges[first : first + self.head_degree]
             places = Offsets(union(sum(shards, ())))
             of_group = AxisLayout(layout.name, size(places.ranges), tuple(places.places(shard) for shard in shards))
