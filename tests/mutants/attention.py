@@ -281,8 +281,8 @@ EXECUTION = (
     Mutant(
         "every rank of a head group applies the sinks of the first heads",
         f"{_CP}/execution/ulysses.py",
-        "None if of_heads is None else of_heads[share.queries(self.group.rank())]",
-        "None if of_heads is None else of_heads[share.queries(0)]",
+        "own = terms.of(share.queries(self.group.rank()))",
+        "own = terms.of(share.queries(0))",
         _ATTENTION,
     ),
     Mutant(

@@ -14,7 +14,7 @@ from tests.masks import dense
 from tests.unit.kernel_stand_ins import OPS
 from tests.unit.plan_problems import Problem, problems
 from tests.unit.test_kernels import error
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Varlen
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.stages import Merged, add_parts, attend, gradients, lone_gradients
@@ -76,8 +76,8 @@ def layer(count: int, kernel: CudaFlash | Varlen) -> Counter[str]:
     q, k, v, dout = inputs(mask.q_len)
     run = StagedExecution(lowered(mask, 1, 0, kernel), kernel, None, None)
     with Operators() as seen:
-        out, lse = run.forward(q, k, v, SCALE)
-        grads = run.backward(BackwardInputs(dout, q, k, v, out, lse), SCALE)
+        out, lse = run.forward(q, k, v, terms=Terms(SCALE))
+        grads = run.backward(BackwardInputs(dout, q, k, v, out, lse), Terms(SCALE))
     for got, wanted in zip((out, *grads), definition(q, k, v, dout, mask), strict=True):
         assert error(got, wanted) < 1e-12
     return seen.counts

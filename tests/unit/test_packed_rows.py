@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.attention_cases import Case
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
@@ -36,9 +36,9 @@ def copies(rank: int, mesh: ThreadMesh, case: Case) -> tuple[Counter[str], Count
     q, k, v, dout = (x[:, :, own].transpose(1, 2).contiguous().transpose(1, 2) for x in case.inputs())
     run = LivePlan(mesh, layout, options=case.options).execution(q, k, v, (0,), is_causal=True, window=0)
     with Copies() as forward:
-        out, lse = run.forward(q, k, v, 0.3)
+        out, lse = run.forward(q, k, v, terms=Terms(0.3))
     with Copies() as backward:
-        run.backward(BackwardInputs(dout, q, k, v, out, lse), 0.3)
+        run.backward(BackwardInputs(dout, q, k, v, out, lse), Terms(0.3))
     return forward.counts, backward.counts
 
 

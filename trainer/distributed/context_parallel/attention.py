@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
 from trainer.distributed.context_parallel.execution.latent import value_dim
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange, Kept
 from trainer.distributed.context_parallel.live import Mark, layer_of, resolve
@@ -82,7 +82,7 @@ def context_parallel_attention(
             "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
         )
     kept = {"keep": True} if keep_exchanged else {}
-    out, lse, *exchanged = run.forward(q, k, v, scale, sinks, up, **kept)
+    out, lse, *exchanged = run.forward(q, k, v, terms=Terms(scale, sinks, up), **kept)
     if live.see is not None:
         live.see(layer_of(plan), lse)
     return out, lse, *(exchanged or (q.new_empty(0, dtype=torch.uint8) for _ in range(2)))
@@ -116,7 +116,7 @@ def _context_parallel_attention_backward(
         k = given.k
     q, v = (dout, k) if up is None else given[1:4:2]
     run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
-    dq, dk, dv, *others = run.backward(given, scale, sinks, up)
+    dq, dk, dv, *others = run.backward(given, Terms(scale, sinks, up))
     return dq, dk, dv, *(dout.new_empty(0) if x is None else others.pop(0) for x in (sinks, up))
 
 

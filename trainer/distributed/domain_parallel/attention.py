@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.execution.build import Execution, build_execution
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.planning.mask import causal, full
 from trainer.distributed.context_parallel.planning.methods import make_plan
@@ -152,7 +152,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Execution, scale: float
     ) -> torch.Tensor:
-        out, lse = run.forward(q, k, v, scale)
+        out, lse = run.forward(q, k, v, terms=Terms(scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.run, ctx.scale = run, scale
         return out
@@ -160,7 +160,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dq, dk, dv, *_ = ctx.run.backward(BackwardInputs(dout, *ctx.saved_tensors), ctx.scale)
+        dq, dk, dv, *_ = ctx.run.backward(BackwardInputs(dout, *ctx.saved_tensors), Terms(ctx.scale))
         return dq, dk, dv, None, None
 
 

@@ -16,7 +16,7 @@ from trainer.distributed.context_parallel.planning.lowering import lower
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 
-# Both have `forward(q, k, v, scale)` and `backward(BackwardInputs, scale)`, which are collectives.
+# Both have `forward(q, k, v, terms=...)` and `backward(BackwardInputs, terms)`, which are collectives.
 Execution = StagedExecution | HeadExchange
 
 # Communicators, by what they are for. They outlive the contexts that use them; an entry is deleted with its group.

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from trainer.distributed.context_parallel.execution.kernels.base import Terms
 from trainer.distributed.context_parallel.execution.ring import Held, Item, Returning, StagedExecution
 from trainer.distributed.context_parallel.execution.stages import fold_batch, pack, unpack
 from trainer.distributed.sharding.exchange import Pending, put_rows
@@ -71,21 +72,13 @@ class ChunkExecution(StagedExecution):
     waiting: ChunkRows = field(default_factory=ChunkRows)
     layer: int = 0
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *qkv: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the rows of this chunk that later ones see, unless an earlier pass has, and attend."""
         key, ranges = (self.layer, self.plan.rank), union(r for m in self.plan.forward[0].messages for r in m.ranges)
         if ranges and key not in self.waiting.rows:
-            rows = pack(fold_batch(k, self.plan), fold_batch(v, self.plan), self.plan.own.places(ranges))
+            rows = pack(*(fold_batch(x, self.plan) for x in qkv[1:]), self.plan.own.places(ranges))
             self.waiting.rows[key] = Offsets(ranges), self.waiting.keep(rows)
-        return super().forward(q, k, v, scale, sinks, up)
+        return super().forward(*qkv, terms=terms)
 
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
         """Begin to fetch the rows of the next stage."""

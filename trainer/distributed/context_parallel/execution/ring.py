@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.context_parallel.execution.kernels.base import QKV, BackwardInputs, Kernel
+from trainer.distributed.context_parallel.execution.kernels.base import QKV, BackwardInputs, Kernel, Terms
 from trainer.distributed.context_parallel.execution.latent import Expansion, value_dim
 from trainer.distributed.context_parallel.execution.stages import (
     Merged,
@@ -88,22 +88,10 @@ class StagedExecution:
     def plan(self) -> RankPlan:
         return self.lowered.plan
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S).
-
-        sinks: (H,), whose share is in both results. up: (H, N + V, R), with which k is a latent (B, 1, T, W) and v has
-        no width; the output is then (B, H, S, V).
-        """
-        whole_q = q
-        q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
+    def forward(self, *qkv: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
+        scale, sinks, up = terms
+        q, k, v = (fold_batch(x, self.plan) for x in qkv)
         expansion = None if up is None else Expansion(up, q.shape[3])
         total = Merged(q, v.shape[3] if up is None else value_dim(q, k, up))
         own = held = Held(k, v)
@@ -115,18 +103,12 @@ class StagedExecution:
                 attend(total, (part(q, heads, 1), *keys), heads, item.launches, self.kernel, scale)
             pending.wait()
             held = incoming
-        out, lse = (unfold_batch(x, whole_q) for x in total.result)
+        out, lse = (unfold_batch(x, qkv[0]) for x in total.result)
         out = out.to(q.dtype)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     def backward(
-        self,
-        given: BackwardInputs,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
-        *,
-        kv_dtype: torch.dtype | None = None,
+        self, given: BackwardInputs, terms: Terms, *, kv_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of q, k, v, and of the sinks and of `up` if there are any.
 
@@ -134,6 +116,7 @@ class StagedExecution:
         sinks, and so do the probabilities that tiles compute from them. kv_dtype: of dk and dv, if the caller adds to
         them; by default the dtypes of k and v.
         """
+        scale, sinks, up = terms
         of_sinks = () if sinks is None else (sink_gradient(given.dout, given.out, given.lse, sinks),)
         inputs = given.q, given.k, given.v
         types = given.q.dtype, kv_dtype or given.k.dtype, kv_dtype or given.v.dtype

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, repeated, summed
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms, repeated, summed
 from trainer.distributed.context_parallel.execution.packed_rows import PackedRows, Tensors
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.stages import fold_batch, restore_shape, unfold_batch, with_next
@@ -82,27 +82,16 @@ class HeadExchange:
     heads_per_pass: int = 0
     query_heads_per_pass: int = 0
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
-        *,
-        keep: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(self, *qkv: torch.Tensor, terms: Terms, keep: bool = False) -> tuple[torch.Tensor, ...]:
         """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S).
 
-        sinks: (H,), whose share is in both results. up: (H, N + V, R), of latents, see `StagedExecution.forward`: a
-        latent is sent to all ranks. keep: also return two tensors of bytes, all rows of this rank's heads: of q, k, v,
-        and of output and log-sum-exp; for one pass.
+        A latent is sent to all ranks. keep: also return two tensors of bytes, all rows of this rank's heads: of q, k,
+        v, and of output and log-sum-exp; for one pass.
 
         Raises:
             ContextParallelError: keep, and the keys have another layout than the queries, or are latents.
         """
-        if keep and up is not None:
+        if keep and terms.up is not None:
             raise ContextParallelError(
                 "keep_exchanged keeps keys and values, and latent attention sends latents; use keep_exchanged = False"
             )
@@ -111,8 +100,7 @@ class HeadExchange:
                 "keep_exchanged keeps rows of queries and keys together, and this attention has as many of each only "
                 "in self-attention; use keep_exchanged = False"
             )
-        whole_q = q
-        q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
+        q, k, v = (fold_batch(x, self.plan) for x in qkv)
         passes = self._passes(q, k.shape[1])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
         returning: list[Pending] = []
@@ -123,8 +111,8 @@ class HeadExchange:
             of_heads = [all_q, *_keys(of_heads, share, held)]
             kept += inputs if keep else []
             del inputs
-            of_own = self._own(sinks, share), self._own(up, share)
-            results = [*self.inner.forward(*of_heads, scale, *of_own)]  # (B, h, R, D), (B, h, R)
+            own = terms.of(share.queries(self.group.rank()))
+            results = [*self.inner.forward(*of_heads, terms=own)]  # (B, h, R, D), (B, h, R)
             width = results[0].shape[3]
             del all_q, of_heads
             bundle = PackedRows.of(results, [], self.plan.head_group_layouts)
@@ -139,15 +127,9 @@ class HeadExchange:
         into[0].extend((out, lse))
         for each in returning:
             each.wait()
-        return unfold_batch(out, whole_q), unfold_batch(lse, whole_q), *(x.view(-1) for x in kept)
+        return unfold_batch(out, qkv[0]), unfold_batch(lse, qkv[0]), *(x.view(-1) for x in kept)
 
-    def backward(
-        self,
-        given: BackwardInputs | Kept,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+    def backward(self, given: BackwardInputs | Kept, terms: Terms) -> tuple[torch.Tensor, ...]:
         """Return the gradients of q, k, v, and of the sinks and of `up` (of this rank's heads, zero elsewhere)."""
         dout = fold_batch(given.dout, self.plan)
         _, heads, rows, width = dout.shape
@@ -162,17 +144,17 @@ class HeadExchange:
         # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
         sum_dtype = torch.promote_types(dout.dtype, torch.float32)
         gradient_dtype = sum_dtype if copies > 1 else dout.dtype
-        of_heads = [None if x is None else torch.zeros_like(x) for x in (sinks, up)]
+        of_heads = [None if x is None else torch.zeros_like(x) for x in terms[1:]]
         returning: list[Pending] = []
         into: tuple[Tensors, Tensors] = [], []
         sums: Tensors = []
         for share, inside in inputs_of(given, dout, passes):
-            mine, in_parts = (self._own(x, share) for x in (sinks, up)), not (share.has_keys and share.has_gradients)
+            mine, in_parts = share.queries(self.group.rank()), not (share.has_keys and share.has_gradients)
             kv_dtype = dout.dtype if in_parts else gradient_dtype
-            found = [*self.inner.backward(inside.pop(), scale, *mine, kv_dtype=kv_dtype)]
+            found = [*self.inner.backward(inside.pop(), terms.of(mine), kv_dtype=kv_dtype)]
             for total in reversed(of_heads):
                 if total is not None:
-                    total[share.queries(self.group.rank())] = found.pop()
+                    total[mine] = found.pop()
             if in_parts:
                 found[1:] = _summed_over_passes(found[1:], share, sums, sum_dtype, gradient_dtype)
             bundle = PackedRows.of(found[:1], found[1:], self.plan.head_group_layouts)
@@ -211,9 +193,6 @@ class HeadExchange:
         all_q, *all_kv = of_inputs.tensors([given.inputs.view(-1, of_inputs.blocks[0].width)])
         all_out, all_lse = of_results.tensors([given.results.view(-1, of_results.blocks[0].width)])
         yield share, [BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)]
-
-    def _own(self, of_heads: torch.Tensor | None, share: HeadShare) -> torch.Tensor | None:
-        return None if of_heads is None else of_heads[share.queries(self.group.rank())]
 
     def _passes(self, q: torch.Tensor, kv_heads: int) -> list[HeadShare]:
         return HeadShare.passes(

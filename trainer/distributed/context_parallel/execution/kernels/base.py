@@ -29,6 +29,22 @@ class BackwardInputs(NamedTuple):
     lse: torch.Tensor
 
 
+class Terms(NamedTuple):
+    """What attention is computed with beside q, k and v.
+
+    sinks: (H,) logits of one more key of each head, whose share is in output and log-sum-exp. up: (H, N + V, R), with
+    which k is a latent (B, 1, T, W) and v has no width; the output is then (B, H, S, V).
+    """
+
+    scale: float
+    sinks: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+
+    def of(self, heads: slice) -> "Terms":
+        """Return the terms of some heads."""
+        return Terms(self.scale, *(None if x is None else x[heads] for x in self[1:]))
+
+
 class Kernel(Protocol):
     """A kernel: forward and backward of one tile, of a relation that its capabilities allow."""
 
