@@ -316,8 +316,8 @@ EXECUTION = (
     Mutant(
         "the adjoint of an exchange does not add",
         "trainer/distributed/sharding/exchange.py",
-        "movement.received, movement.sent, group, add=True)",
-        "movement.received, movement.sent, group, add=False)",
+        "piece.view(size(places), *shape), add=add)",
+        "piece.view(size(places), *shape), add=False)",
         "tests/distributed/test_exchange.py",
     ),
     Mutant(

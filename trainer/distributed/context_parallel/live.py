@@ -88,7 +88,7 @@ class LivePlan:
         of_up = None if up is None else up.shape
         key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), of_up, sequences, is_causal, window, softcap
         if key not in self._executions:
-            self._check(q, k, v, sequences, up)
+            self._check(q, k, v, sequences=sequences, up=up)
             mask = self._mask(sequences, is_causal, window)
             if self.chunk is None:
                 ways = {"kv_layout": self.kv_layout, "head_degree": self.options.head_degree(self.mesh.size())}
@@ -112,15 +112,9 @@ class LivePlan:
             )
         return replace(self._executions[key], layer=layer)
 
-    def _check(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: tuple[int, ...],
-        up: torch.Tensor | None,
-    ) -> None:
+    def _check(self, *qkv: torch.Tensor, sequences: tuple[int, ...], up: torch.Tensor | None) -> None:
         """Check the inputs of an attention call; sequences: of the batch, () for any."""
+        q, k, v = qkv
         alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
         if up is not None:
             _check_latents(q, k, v, up)

@@ -20,7 +20,7 @@ def group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5) -> Dom
     grouped, domain = x.local.unflatten(1, (num_groups, -1)), x.domain.moved(1, first=2)
     reach = reach_of(x.asked, x.domain)
     inside = None if reach is None else reach._replace(dim=reach.dim + 1)
-    found = _normed(grouped, domain, range(2, x.ndim + 1), inside, weight, bias, eps, channel=2)
+    found = _normed(grouped, domain, range(2, x.ndim + 1), inside, Affine(weight, bias, eps, 2))
     y, halo = (None if rows is None else rows.flatten(1, 2) for rows in (found.y, found.halo))
     return _with_halo(DomainTensor(y, x.domain), halo, reach, x)
 
@@ -49,10 +49,10 @@ def batch_norm(
     _check_channels(function, x)
     if not training:
         shape = [1, -1, *[1] * (x.ndim - 2)]
-        y = _scaled(x.local, running_mean.view(shape), running_var.view(shape), weight, bias, eps, 1)
+        y = _scaled(x.local, running_mean.view(shape), running_var.view(shape), Affine(weight, bias, eps, 1))
         return DomainTensor(y, x.domain)
     reach = reach_of(x.asked, x.domain)
-    found = _normed(x.local, x.domain, (0, *range(2, x.ndim)), reach, weight, bias, eps, channel=1)
+    found = _normed(x.local, x.domain, (0, *range(2, x.ndim)), reach, Affine(weight, bias, eps, 1))
     with torch.no_grad():
         for running, new in ((running_mean, found.mean), (running_var, found.squares / (found.number - 1))):
             if running is not None:
@@ -71,6 +71,15 @@ def _check_channels(function: Callable, x: DomainTensor) -> None:
     refuse_unless(1 not in x.domain.axes, function, x, "sharded channels")
 
 
+class Affine(NamedTuple):
+    """Weight and bias of a norm, of each entry of dimension `channel` with those before it, and its epsilon."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+    channel: int
+
+
 class Normed(NamedTuple):
     """A norm's result, with the halo of it, mean and sum of squares of the input, and how many elements these have."""
 
@@ -81,40 +90,18 @@ class Normed(NamedTuple):
     number: int
 
 
-def _normed(
-    x: torch.Tensor,
-    domain: Domain,
-    dims: Sequence[int],
-    reach: Reach | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    channel: int,
-) -> Normed:
-    """Return the norm of x over `dims`, and the rows of it that a reach asks of other ranks.
-
-    channel: the dimension of x of which weight and bias have an entry for each element, with those before it.
-    """
+def _normed(x: torch.Tensor, domain: Domain, dims: Sequence[int], reach: Reach | None, affine: Affine) -> Normed:
+    """Return the norm of x over `dims`, and the rows of it that a reach asks of other ranks."""
     if reach is None or torch.compiler.is_compiling():
         found = moments(x, domain, dims, wide(x.dtype))
-        y = _scaled(x, found.mean, found.squares / found.number, weight, bias, eps, channel)
-        return Normed(y, None, *found)
-    return Normed(*_Norm.apply(x, weight, bias, domain, tuple(dims), reach, eps, channel))
+        return Normed(_scaled(x, found.mean, found.squares / found.number, affine), None, *found)
+    return Normed(*_Norm.apply(x, affine.weight, affine.bias, domain, tuple(dims), reach, affine.eps, affine.channel))
 
 
-def _scaled(
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    channel: int,
-) -> torch.Tensor:
+def _scaled(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, affine: Affine) -> torch.Tensor:
     """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass over x."""
-    weight, bias = (_beside(parameter, mean, channel) for parameter in (weight, bias))
-    scale = (var + eps).rsqrt()
+    weight, bias = (_beside(parameter, mean, affine.channel) for parameter in affine[:2])
+    scale = (var + affine.eps).rsqrt()
     shift = -mean * scale
     if weight is not None:
         scale, shift = scale * weight, shift * weight
@@ -150,8 +137,8 @@ class _Norm(torch.autograd.Function):
             return theirs
 
         found = moments(x, domain, dims, dtype, send)
-        var = found.squares / found.number
-        y, of_halo = (_scaled(rows, found.mean, var, weight, bias, eps, channel).to(x.dtype) for rows in (x, halo))
+        var, affine = found.squares / found.number, Affine(weight, bias, eps, channel)
+        y, of_halo = (_scaled(rows, found.mean, var, affine).to(x.dtype) for rows in (x, halo))
         ctx.save_for_backward(x, halo, weight, bias, found.mean, (var + eps).rsqrt())
         ctx.options = domain, dims, reach, eps, channel, movement, foreign, found.number
         ctx.mark_non_differentiable(found.mean, found.squares)
@@ -198,7 +185,7 @@ class _Norm(torch.autograd.Function):
         x, _, weight, bias, *_ = ctx.saved_tensors
         domain, dims, reach, eps, channel, _, foreign, _ = ctx.options
         axis, inputs = domain.axes[reach.dim], [p for p in (x, weight, bias) if p is not None and p.requires_grad]
-        y = _normed(x, domain, dims, None, weight, bias, eps, channel=channel).y
+        y = _normed(x, domain, dims, None, Affine(weight, bias, eps, channel)).y
         halo = exchange(y, axis.layout, foreign, dim=reach.dim, group=axis.group)
         found = iter(torch.autograd.grad([y, halo], inputs, gradients, create_graph=True))
         return *(next(found) if p is not None and p.requires_grad else None for p in (x, weight, bias)), *[None] * 5

@@ -272,14 +272,14 @@ def exchange(
         target = result.movedim(dim, 0)
         for start, stop in movement.outside:
             target[start:stop] = 0
-        _move(x.movedim(dim, 0), target, movement.sent, movement.received, group, add=False)
+        _move(x.movedim(dim, 0), target, movement, group, add=False)
         return result
 
     def returned(gradient: torch.Tensor) -> torch.Tensor:
         # A row may have gone to many ranks.
         exact = torch.promote_types(gradient.dtype, torch.float32)
         result = _with_rows(gradient, layout.local_length(rank), dim, exact)
-        _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement.received, movement.sent, group, add=True)
+        _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement, group, add=True)
         return result.to(gradient.dtype)
 
     return with_adjoint(x, fetched, returned)
@@ -292,19 +292,12 @@ def _with_rows(x: torch.Tensor, rows: int, dim: int, dtype: torch.dtype | None =
     return x.new_empty(shape, dtype=dtype)
 
 
-def _move(
-    rows: torch.Tensor,
-    target: torch.Tensor,
-    sent: tuple[tuple[Range, ...], ...],
-    received: tuple[tuple[Range, ...], ...],
-    group: dist.ProcessGroup,
-    *,
-    add: bool,
-) -> None:
-    """Send rows at the places sent[r] to each rank r; write, or add up, what r sent at the places received[r].
+def _move(rows: torch.Tensor, target: torch.Tensor, movement: Movement, group: dist.ProcessGroup, *, add: bool) -> None:
+    """Send rows to the ranks that want them, and write them; or back to their owners, and add them up.
 
     target: has no values yet.
     """
+    sent, received = (movement.received, movement.sent) if add else (movement.sent, movement.received)
     own, shape = group.rank(), rows.shape[1:]
     width = shape.numel()
     parts = [rows[start:stop].reshape(-1) for r, places in enumerate(sent) if r != own for start, stop in places]

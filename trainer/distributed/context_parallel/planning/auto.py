@@ -1,6 +1,5 @@
 """The choice of a method for `auto`, by how much the busiest rank sends for one layer. Torch-free."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -49,7 +48,16 @@ def choose(
     all-gather replaces it, with fewer messages. Without a ring, the method with the fewest calls of `options.kernel` is
     first.
     """
-    candidates = sorted(_candidates(options, masks, degree, shape, batch, hybrids), key=lambda c: c.bytes_sent)
+    # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
+    balancer = "auto" if options.load_balancer == "balanced" and batch is None else options.load_balancer
+    masks, candidates = masks if batch is None else tuple(mask & batch for mask in masks), []
+    for name, method in METHODS.items():
+        for hybrid in method.ways(degree, shape.heads):
+            if hybrids or hybrid is None:
+                way = replace(options, method=name, hybrid_degrees=hybrid, heads_per_pass=0)
+                layout = replace(way, load_balancer=balancer).layout(masks[0].q_len, degree, batch)
+                candidates.append(Candidate(way, *_busiest(way, layout, masks, shape)))
+    candidates.sort(key=lambda c: c.bytes_sent)
     near = [c for c in candidates if c.bytes_sent <= 1.1 * candidates[0].bytes_sent]
     rows = masks[0].q_len // degree
     hidden = next((c for c in near if c.options.spread.overlaps), None)
@@ -69,25 +77,6 @@ def choose(
         f"{best} ({reason}; a layer, forward and backward: {', '.join(map(str, candidates))}; "
         f"{shape.heads}/{shape.kv_heads} heads over {degree} ranks)"
     )
-
-
-def _candidates(
-    options: ContextParallelOptions,
-    masks: tuple[Mask, ...],
-    degree: int,
-    shape: AttentionShape,
-    batch: Mask | None,
-    hybrids: bool,
-) -> Iterator[Candidate]:
-    # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
-    balancer = "auto" if options.load_balancer == "balanced" and batch is None else options.load_balancer
-    masks = masks if batch is None else tuple(mask & batch for mask in masks)
-    for name, method in METHODS.items():
-        for hybrid in method.ways(degree, shape.heads):
-            if hybrids or hybrid is None:
-                way = replace(options, method=name, hybrid_degrees=hybrid, heads_per_pass=0)
-                layout = replace(way, load_balancer=balancer).layout(masks[0].q_len, degree, batch)
-                yield Candidate(way, *_busiest(way, layout, masks, shape))
 
 
 def _busiest(

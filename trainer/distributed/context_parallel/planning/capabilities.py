@@ -33,7 +33,7 @@ class Capabilities:
         head_dim: int,
         *,
         bands: bool,
-        deterministic: bool,
+        deterministic: bool = False,
         softcap: bool = False,
     ) -> list[str]:
         """Return what the kernel cannot do, in words; device_type and dtype are None if not known yet."""
@@ -129,22 +129,12 @@ def kernel_words(name: str, capability: tuple[int, int], package: FlashPackage |
     return f"{words}; faster here would be {' or '.join(faster)}"
 
 
-def able_kernels(
-    name: str,
-    device_type: str | None,
-    dtype: str | None,
-    head_dim: int,
-    *,
-    bands: bool,
-    deterministic: bool = False,
-    softcap: bool = False,
-) -> list[str]:
-    """Return the kernels that can do this. name: the configured kernel, or `auto`.
+def able_kernels(name: str, device_type: str | None, dtype: str | None, head_dim: int, **needs: bool) -> list[str]:
+    """Return the kernels that can do this. name: the configured kernel, or `auto`; needs: as of `Capabilities.lacks`.
 
     Raises:
         OptionError: an unknown kernel, or one that cannot do it; the message names kernels that can.
     """
-    needs = {"bands": bands, "deterministic": deterministic, "softcap": softcap}
     lacks = {each: c.lacks(device_type, dtype, head_dim, **needs) for each, c in CAPABILITIES.items()}
     able = [each for each in lacks if not lacks[each]]
     if name not in ("auto", *lacks):
