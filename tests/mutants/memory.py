@@ -63,7 +63,7 @@ OFFLOADED_INPUTS = (
     Mutant(
         "a block whose input is not seen is not offloaded, without a word",
         "trainer/transforms/offload.py",
-        "        if self._kept is None:\n            raise",
+        "        if not found:\n            raise",
         "        if False:\n            raise",
         f"{_OFFLOAD}::test_an_input_that_is_not_seen_is_an_error",
     ),

@@ -98,24 +98,20 @@ def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
     return found
 
 
-def _send_profile(sender: Connection, *job: Any) -> None:
+def _send_profile(sender: Connection, job: ResolvedJob, gpu: Any, pp_rank: int) -> None:
+    """Trace the first rank of a pipeline rank, and send its profile, or the error."""
+    from trainer.planner.profiling import added_up
+    from trainer.planner.tracing import trace
+
     try:
-        sender.send(_profile(*job))
+        rank = pp_rank * (job.degrees.world_size // job.degrees.pp)
+        sender.send(added_up(trace(job, rank, gpu), 1, _layers(job, pp_rank)))
     except Exception as error:
         traceback.print_exc()
         said = f"{type(error).__name__}: {error}"
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
             said = f"what ranks send depends on values, which a trace does not have ({error}); ask for one rank"
         sender.send(RuntimeError(said))
-
-
-def _profile(job: ResolvedJob, gpu: Any, pp_rank: int) -> Profile:
-    """Trace the first rank of a pipeline rank."""
-    from trainer.planner.profiling import added_up
-    from trainer.planner.tracing import trace
-
-    rank = pp_rank * (job.degrees.world_size // job.degrees.pp)
-    return added_up(trace(job, rank, gpu), 1, _layers(job, pp_rank))
 
 
 def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
@@ -136,7 +132,9 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     if job.config.optimizer.name == "Muon" and owners <= _OWNERS:  # each is dealt as many matrices of every shape
         period = math.lcm(period, owners)
     stages = 1 if job.pipeline is None else len(job.pipeline.stages)
-    if stages > 1 and (period > 1 or special or job.pipeline.csv or _stages_are_given(job.config.parallelism)):
+    parallelism = job.config.parallelism
+    given = parallelism.pipeline_parallel_split_points or parallelism.pipeline_parallel_module_fqns
+    if stages > 1 and (period > 1 or special or job.pipeline.csv or given):
         return None
     layers = model.n_layers // stages
     least = SHALLOW + special
@@ -149,10 +147,6 @@ def _turn(model: Any, first: int) -> tuple[int, int]:
     kinds = [kind_of_layer(model, layer) for layer in range(first, model.n_layers)]
     turns = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
     return first, next(turns, model.n_layers)
-
-
-def _stages_are_given(settings: Parallelism) -> bool:
-    return bool(settings.pipeline_parallel_split_points or settings.pipeline_parallel_module_fqns)
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:

@@ -227,43 +227,28 @@ def _offloading(
     def offloading(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(x, *args, **kwargs)
-        hook = _InputHook(keep, x)
-        with saved_tensors_hooks(hook.pack, _take):
+        given, found = [x], []  # emptied after the forward: autograd holds `pack` until the backward
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if not _is_same(tensor, given[0]):
+                return tensor
+            if not found:
+                found.append(keep(tensor))
+            return found[0]
+
+        with saved_tensors_hooks(pack, _take):
             result = forward(x, *args, **kwargs)
-        hook.check()
-        inputs.run = torch.no_grad()(lambda x: block(x, *args, **kwargs)) if runs_again else None
-        return result
-
-    return offloading
-
-
-class _InputHook:
-    """What autograd calls with each tensor that a block keeps. Autograd holds it until the backward."""
-
-    def __init__(self, keep: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
-        self._keep = keep
-        self._x: torch.Tensor | None = x
-        self._kept: KeptInput | RecomputedInput | None = None
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        if not _is_same(tensor, self._x):
-            return tensor
-        if self._kept is None:
-            self._kept = self._keep(tensor)
-        return self._kept
-
-    def check(self) -> None:
-        """Forget the input after the forward.
-
-        Raises:
-            RuntimeError: it was not seen, so that it would stay on the device.
-        """
-        if self._kept is None:
+        if not found:
             raise RuntimeError(
                 "activation_checkpoint.offload = 'inputs', or a group of layers, has not seen the input of a layer "
                 f"among the tensors that PyTorch {torch.__version__} keeps for the backward; use neither"
             )
-        self._x = self._kept = None
+        given.clear()
+        found.clear()
+        inputs.run = torch.no_grad()(lambda x: block(x, *args, **kwargs)) if runs_again else None
+        return result
+
+    return offloading
 
 
 def _take(kept: Any) -> torch.Tensor:
