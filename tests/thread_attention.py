@@ -14,8 +14,8 @@ import torch
 from tests.covering import Row
 from tests.distributed.attention_cases import BATCH, Case, oracle, relative
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.distributed.context_parallel import live
 from trainer.distributed.context_parallel.attention import context_parallel_attention
+from trainer.distributed.context_parallel.execution import build
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
@@ -133,7 +133,7 @@ def kernel_of(row: Row, device: str) -> Iterator[None]:
             from tests.unit.kernel_stand_ins import KERNELS  # needs pytest
 
             stand_in = next(kernel for kernel in KERNELS if kernel.name == name)
-            stack.enter_context(mock.patch.object(live, "choose_kernel", return_value=stand_in))
+            stack.enter_context(mock.patch.object(build, "choose_kernel", return_value=stand_in))
         yield
 
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.distributed.context_parallel import attention, live
-from trainer.distributed.context_parallel.execution import stages
+from trainer.distributed.context_parallel.execution import build, stages
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
@@ -69,7 +69,7 @@ def measure(degree: int, method: str, kernel: str, rounds: int) -> dict[str, flo
         times: list[tuple[float, float]] = []
         with (
             live.opened(plan, 1) as handle,
-            mock.patch.object(live, "choose_kernel", return_value=KERNELS[kernel]),
+            mock.patch.object(build, "choose_kernel", return_value=KERNELS[kernel]),
             mock.patch.object(stages, "merge", lambda total, *_: total.mul_(1)),
         ):
             for _ in range(rounds + 3):

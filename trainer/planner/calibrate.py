@@ -107,10 +107,12 @@ def non_negative(rows: np.ndarray, seconds: np.ndarray, rest: np.ndarray) -> np.
 
 def record(memory: int, costs: dict[str, float]) -> str:
     """Return the record as TOML. Peaks are what was reached; attention's share is beside that of products."""
+    import tomli_w  # here: a machine without it can plan
+
     moved = 1 / costs["memory"]
     lines = {
-        "name": json.dumps("this machine"),
-        "type": json.dumps("cpu"),
+        "name": "this machine",
+        "type": "cpu",
         "memory": float(memory),
         "flops": 1 / costs["products"],
         "bandwidth": moved,
@@ -121,5 +123,4 @@ def record(memory: int, costs: dict[str, float]) -> str:
     }
     directions = ("attention_forward", "attention_backward")
     shares = {key: costs["products"] / (costs[key] or costs["products"]) for key in directions}
-    tables = ("\n".join(f"{key} = {value}" for key, value in table.items()) for table in (lines, shares))
-    return "[this_machine]\n{}\n[this_machine.efficiency]\n{}\n".format(*tables)
+    return tomli_w.dumps({"this_machine": lines | {"efficiency": shares}})

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.execution.build import Execution, build_execution
 from trainer.distributed.context_parallel.execution.chunks import ChunkRows
-from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.execution.latent import value_dim
 from trainer.distributed.context_parallel.planning.heads import check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
@@ -95,13 +94,10 @@ class LivePlan:
                 plan = make_plan(self.layout, mask, self.options.method, self.rank, **ways)
             else:
                 plan = chunk_plan(self.layout, mask, self.rank)
-            calls = max(len(stage.tiles) for stage in plan.forward)
-            choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
             fixed = self.mask is None and not window
-            needs = {"bands": mask.has_windows, "calls": calls, "fixed": fixed, "softcap": softcap}
-            kernel = choose_kernel(*choice, **needs)
+            needs = {"bands": mask.has_windows, "fixed": fixed, "softcap": softcap}
             groups, waiting = self.groups or (self.mesh.get_group(),) * 2, self.chunk and self.chunk[1]
-            run = build_execution(plan, kernel, groups, self.mesh.device_type, self.options, waiting)
+            run = build_execution(plan, q, groups, self.options, waiting, **needs)
             self._executions[key] = run
         if self.chunk is None:
             return self._executions[key]

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.execution.build import Execution, build_execution
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
-from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.planning.mask import causal, full
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
@@ -69,7 +68,8 @@ def attention(
     parts = local.split([k.shape[-1], v.shape[-1]], -1)
     if travels:
         axes = domain.axes[rows], of_keys
-        out = DomainTensor(_over_ranks(q.local, *parts, axes, scale, is_causal=is_causal, shares=enable_gqa), domain)
+        how = {"axes": axes, "scale": scale, "is_causal": is_causal, "shares": enable_gqa}
+        out = DomainTensor(_over_ranks(q.local, *parts, **how), domain)
         return gather(out, [rows]) if is_whole else out
     mask = _rows_of_mask(attn_mask, q, is_causal=is_causal)
     if not q.local.numel():
@@ -113,17 +113,10 @@ def _weights(
 
 
 def _over_ranks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    axes: tuple[Axis, Axis],
-    scale: float | None,
-    *,
-    is_causal: bool,
-    shares: bool,
+    *qkv: torch.Tensor, axes: tuple[Axis, Axis], scale: float | None, is_causal: bool, shares: bool
 ) -> torch.Tensor:
     """Return attention of this rank's rows; a collective. axes: of queries and of keys; shares: heads share keys."""
-    of_queries, of_keys = axes
+    (q, k, v), (of_queries, of_keys) = qkv, axes
     *lead, rows, width = q.shape
     batch, values = len(lead) - shares, v.shape[-1]
     size = max(width, values)  # the engine takes one size of heads
@@ -138,9 +131,7 @@ def _over_ranks(
     mask = causal(*lengths) if is_causal else full(*lengths)
     options = ContextParallelOptions(method="ring")
     plan = make_plan(of_queries.layout, mask, options.method, of_queries.rank, kv_layout=of_keys.layout)
-    tiles = max(len(stage.tiles) for stage in plan.forward)
-    kernel = choose_kernel(q.device.type, q.dtype, size, calls=tiles, fixed=True)
-    run = build_execution(plan, kernel, (of_queries.group,) * 2, q.device.type, options)
+    run = build_execution(plan, q, (of_queries.group,) * 2, options, fixed=True)
     out = _Attention.apply(q, k, v, run, width**-0.5 if scale is None else scale)
     return out[..., :values].reshape(*lead, rows, values)
 

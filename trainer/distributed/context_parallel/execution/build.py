@@ -3,13 +3,14 @@
 A communicator of NCCL is a queue, which runs one operation after another.
 """
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from trainer.distributed.context_parallel.execution.chunks import ChunkExecution, ChunkRows
-from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
 from trainer.distributed.context_parallel.planning.lowering import lower
@@ -25,17 +26,20 @@ _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] 
 
 def build_execution(
     plan: RankPlan,
-    kernel: Kernel,
+    q: torch.Tensor,
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-    device_type: str,
     options: ContextParallelOptions,
     waiting: ChunkRows | None = None,
+    **needs: Any,
 ) -> Execution:
-    """Bind a plan to a kernel and to communicators; this is cheap, because lowered calls are cached.
+    """Bind a plan to a kernel for queries like q, and to communicators; it is cheap, because lowered calls are cached.
 
     groups: the group over which K/V are sent in stages, and the group that exchanges heads; the same on a 1-D mesh.
-    waiting: what waits between the chunks of a sequence, if the plan is that of a chunk.
+    waiting: what waits between the chunks of a sequence, if the plan is that of a chunk. needs: of `choose_kernel`,
+    beside the number of calls.
     """
+    device_type, calls = q.device.type, max(len(stage.tiles) for stage in plan.forward)
+    kernel = choose_kernel(device_type, q.dtype, q.shape[3], options.kernel, calls=calls, **needs)
     if waiting is not None:
         return ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, waiting=waiting)
     staged = plan if plan.inner is None else plan.inner

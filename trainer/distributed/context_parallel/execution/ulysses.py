@@ -19,8 +19,7 @@ copies are added up.
 "All rows" are the whole sequence for `all_to_all`, and the rows of a head group for `hybrid`. Between the two exchanges
 runs the plan of a ring, of one rank or of several.
 
-All tensors are sent side by side in rows of bytes (`packed_rows.py`), each rank's part as one piece. So the number of
-copies depends on the number of tensors and not on the number of ranks.
+All tensors are sent side by side in rows of bytes (`packed_rows.py`).
 
 Shapes below: B batch; H query heads and K key/value heads in all, h and k of one rank in one pass; S and T this rank's
 rows of queries and keys; R all rows of the head group; N ranks of the head group.

@@ -8,11 +8,8 @@ Stages: K/V of the next stage arrive while a stage computes, so two buffers are 
     computes with           own       buffer 1  buffer 2  buffer 3    (kind kv; dkv on the way home)
     arriving                buffer 1  buffer 2  buffer 3
 
-Exchange of heads: a rank sends each other rank its rows of that rank's heads, and later the rows of that rank.
-
-    forward    q, k, v              (kind qkv)        attention inside    out, lse      (kind out)
-    backward   q, dout, out, lse, k, v  (qkv_dout)    attention inside    dq, dk, dv    (dqkv)
-    or, if what the forward has exchanged is kept, dout (dout)
+Exchange of heads: a rank sends each other rank its rows of that rank's heads, and after attention the rows of that rank
+(`_TENSORS`).
 """
 
 from collections import Counter
@@ -190,7 +187,8 @@ def _exchanged(
     return cost
 
 
-# The exchange to the ranks of the heads, and the one back: kind -> tensors as large as these.
+# The exchange to the ranks of the heads, and the one back: kind -> tensors as large as these (`out`: dout too).
+# keeping: of a backward whose forward has kept what was exchanged.
 _TENSORS = {
     "forward": {"qkv": ("q", "k", "v"), "out": ("out", "lse")},
     "backward": {"qkv_dout": ("q", "out", "out", "lse", "k", "v"), "dqkv": ("q", "dk", "dv")},
