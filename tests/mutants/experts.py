@@ -30,8 +30,8 @@ EXPERTS = (
     Mutant(
         "the compiler recomputes attention beside experts",
         "trainer/transforms/activation_checkpoint.py",
-        'part="with_attention", context_fn=_contexts_keeping_operators',
-        'part="with_attention"',
+        '_checkpointed("with_attention", context_fn=_contexts_keeping_operators)',
+        '_checkpointed("with_attention")',
         f"{_LAYOUTS}::test_compiled_attention_is_kept_by_operator_and_experts_are_recomputed",
     ),
     Mutant(

@@ -75,39 +75,25 @@ def apply_activation_checkpoint(
         replace_forward(layer, "activation checkpointing", types.MethodType(forward, layer))
 
 
-# Functions of the block, not closures over it, so that torch.compile makes one graph for all blocks. Blocks draw no
-# random numbers, so no generator state is kept.
+_OPTIONS = {"use_reentrant": False, "preserve_rng_state": False}
 
 
-def _forward_keeping_inputs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _checkpointed(self, args, kwargs)
+def _checkpointed(part: str = "forward", **options: Any) -> Callable[..., Any]:
+    """Return a function of a block, which checkpoints a part of it.
 
+    Blocks share it, so that torch.compile makes one graph for all of them. They draw no random numbers, so no
+    generator state is kept.
+    """
 
-def _forward_keeping_operators(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _checkpointed(self, args, kwargs, context_fn=_contexts_keeping_operators)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(getattr(type(self), part), self, *args, **_OPTIONS, **options, **kwargs)
 
-
-def _attention_keeping_operators(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _checkpointed(self, args, kwargs, part="with_attention", context_fn=_contexts_keeping_operators)
-
-
-def _experts_keeping_inputs(self: nn.Module, *args: Any) -> Any:
-    return _checkpointed(self, args, {}, part="with_experts")
+    return forward
 
 
 def _forward_with_attention_on_host(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _checkpointed(self, args, kwargs, context_fn=partial(_contexts_with_attention_on_host, self.keep_attention))
-
-
-def _forward_within_budget(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _checkpointed(self, args, kwargs, context_fn=_contexts_keeping_exchanges)
-
-
-def _checkpointed(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "forward", **options: Any
-) -> Any:
-    options |= {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(getattr(type(block), part), block, *args, **options, **kwargs)
+    contexts = partial(_contexts_with_attention_on_host, self.keep_attention)
+    return checkpoint(type(self).forward, self, *args, **_OPTIONS, context_fn=contexts, **kwargs)
 
 
 def _contexts_keeping_exchanges() -> tuple[Any, Any]:
@@ -125,6 +111,13 @@ def _keep_exchanges(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwar
 
 def _contexts_keeping_operators() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(_KeepOperators())
+
+
+_forward_keeping_inputs = _checkpointed()
+_forward_within_budget = _checkpointed(context_fn=_contexts_keeping_exchanges)
+_forward_keeping_operators = _checkpointed(context_fn=_contexts_keeping_operators)
+_attention_keeping_operators = _checkpointed("with_attention", context_fn=_contexts_keeping_operators)
+_experts_keeping_inputs = _checkpointed("with_experts")
 
 
 def _contexts_with_attention_on_host(keep: Callable[[int, torch.Tensor], Any]) -> tuple[Any, Any]:
