@@ -112,18 +112,28 @@ def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces
     return tuple(pieces)
 
 
+@planned
+def _has_copies(pieces: Pieces) -> bool:
+    """Return whether a row of the shard is there more than once, so that gradients are added up."""
+    taken = [(start, stop) for source, start, stop in pieces if source == 1]
+    return size(union(taken)) < size(taken)
+
+
 def put_together(x: torch.Tensor, halo: torch.Tensor | None, pieces: dict[int, Pieces]) -> torch.Tensor:
     """Return the rows that the pieces of each dimension name; differentiable, nothing is sent.
 
     x: the shard. halo: rows of other ranks that have arrived, in the first of these dimensions; None if there are none.
     """
     for dim, parts in pieces.items():
-        sources, shape = [x] if halo is None else [x, halo], [*x.shape]
+        dtype, shape = x.dtype, [*x.shape]
+        if x.is_floating_point() and _has_copies(parts):
+            x = x.to(torch.promote_types(dtype, torch.float32))
+        sources = [x] if halo is None else [x, halo]
         rows = [source.narrow(dim, 0, 0) for source in sources]  # so that every rank joins the backward of each
         for source, start, stop in parts:
             shape[dim] = stop - start
             rows.append(sources[source - 1].narrow(dim, start, stop - start) if source else x.new_zeros(shape))
-        x, halo = torch.cat(rows, dim), None
+        x, halo = torch.cat(rows, dim).to(dtype), None
     return x
 
 
