@@ -23,7 +23,7 @@ from scripts.provenance import made_with
 from trainer.data.balance import assign, document_costs
 from trainer.distributed.context_parallel.planning.mask import documents_of
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.job.training import BALANCE_GROWTH
 
 

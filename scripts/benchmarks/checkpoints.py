@@ -31,7 +31,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from scripts.provenance import made_with
 from trainer.checkpoint.checkpointer import Checkpointer, tensors_of
 from trainer.config.loader import parse_command_line
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
 from trainer.stores.store import LocalStore

@@ -26,7 +26,7 @@ from trainer.config.schema import JobConfig, Model
 from trainer.data.loader import BatchLoader
 from trainer.data.mixture import open_training_data
 from trainer.families.args import ModelArgs
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.registry import model_args
 from trainer.job import ResolvedJob, resolve
 from trainer.models.initialization import initialize

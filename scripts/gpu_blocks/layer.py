@@ -8,7 +8,7 @@ import torch
 
 from scripts.gpu_blocks.block import Check
 from trainer.components.out_of_memory import is_out_of_memory
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.models.decoder import TransformerBlock
 from trainer.models.rotary import precompute_freqs_cis
 

@@ -160,7 +160,7 @@ def _serve(connection: Connection, device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(tempfile.gettempdir())
     from tests.distributed.harness import FAMILY_FLAVORS, TEST_FLAVORS
-    from trainer.families.llama3 import FLAVORS
+    from trainer.families.decoder_args import LLAMA3 as FLAVORS
     from trainer.families.registry import MODELS
     from trainer.runtime.process_group import is_peer_failure
 

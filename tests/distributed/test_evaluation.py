@@ -28,7 +28,7 @@ from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import documents_in_order
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.families.llama3 import TransformerArgs
+from trainer.families.decoder_args import TransformerArgs
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks.evaluation import Evaluation, Retrieved

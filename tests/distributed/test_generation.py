@@ -32,8 +32,8 @@ from trainer.config.schema import JobConfig, Model, Parallelism, Training
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import RopeScaling
-from trainer.families.llama3 import TransformerArgs
 from trainer.job import ResolvedJob, resolve
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec

@@ -11,10 +11,10 @@ import torch
 from tests.distributed import harness
 from tests.distributed.pool import WorkerPool
 from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import LayerKind
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
-from trainer.families.llama3 import FLAVORS
 
 LENGTH, ROWS = 16, 64
 SHAPE = TransformerArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_hidden_dim=128, qk_norm=True)

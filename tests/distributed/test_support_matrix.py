@@ -9,7 +9,7 @@ from tests.distributed.harness import BASE, FAMILY_FLAVORS, TEST_FLAVORS, assert
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import reference
 from tests.support_matrix import FEATURES, PAGE, Cell, Record, cells, page, refusal
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.registry import MODELS
 
 # What every commit runs: what test_pairs.py does not combine. Cells that are refused cost nothing, and run too.

@@ -12,8 +12,8 @@ import pytest
 
 import train
 from tests.distributed.pool import WorkerPool
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.decoder_args import TransformerArgs
-from trainer.families.llama3 import FLAVORS
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "checkpoints"
 SETTINGS = [

@@ -10,7 +10,7 @@ import torch
 from scripts.benchmarks.block_parts import main, parser, parts, shared
 from scripts.benchmarks.train import settled_work
 from scripts.benchmarks.train_loops import Bare, Work
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 
 SMALL = ["--layers", "1", "--seq-len", "16", "--rows", "2", "--steps", "1", "--rounds", "2"]
 

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from scripts.benchmarks import checkpoints as benchmark
 from scripts.benchmarks.checkpoints import Times, main, rows
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.runtime.console import logger
 
 

@@ -14,7 +14,7 @@ from scripts.benchmarks import train_loops as loops
 from scripts.benchmarks.train import Block, compared, main, parser, settled, speed
 from scripts.benchmarks.train_loops import Bare, PeakMemory, Rounds, Work, memory_of, train
 from tests.support_matrix import Record
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.runtime.console import logger
 
 MEASUREMENTS = Path(__file__).resolve().parents[2] / "docs" / "measurements"

@@ -17,7 +17,7 @@ from trainer.distributed.context_parallel.planning.cost import (
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.job import attention, resolve
 from trainer.job.attention import resolve_attention
 

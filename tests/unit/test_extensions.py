@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from trainer.config.keys import AT_LEAST_ONE, key
 from trainer.extensions import register_dataset, register_model, register_table
 from trainer.data.sources.registry import DATASETS
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 
 register_model("mine", {"small": replace(FLAVORS["debugmodel"], n_layers=3)}, spec="trainer.models.decoder_spec")
 register_dataset("mine", DATASETS["text"])

@@ -12,8 +12,8 @@ from torch import nn
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Float8
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.decoder_args import TransformerArgs
-from trainer.families.llama3 import FLAVORS
 from trainer.job import resolve
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize

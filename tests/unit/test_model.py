@@ -11,9 +11,9 @@ from scripts.benchmarks.activation_checkpointing import Meter
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
 from trainer.distributed.sharding.random_bits import parameter_seed
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import RopeScaling
-from trainer.families.llama3 import FLAVORS
 from trainer.families.registry import MODELS
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize

@@ -7,8 +7,8 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.decoder_args import TransformerArgs
-from trainer.families.llama3 import FLAVORS
 from trainer.job import resolve
 from trainer.job.pipeline_stages import SCHEDULES, PipelinePlan, pipeline_plan
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.data.balance import Assignment, assign, document_costs
-from trainer.families.llama3 import FLAVORS
+from trainer.families.decoder_args import LLAMA3 as FLAVORS
 
 LONGEST = 32768
 

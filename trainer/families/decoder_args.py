@@ -387,3 +387,7 @@ def sizes(family: str) -> dict[str, TransformerArgs]:
     return {
         flavor: TransformerArgs(**{key: value(key, x) for key, x in fields.items()}) for flavor, fields in found.items()
     }
+
+
+LLAMA3 = sizes("llama3")
+"""Sizes of Llama 3, by flavor."""

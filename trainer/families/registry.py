@@ -8,31 +8,9 @@ from typing import Any
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig, Model
-from trainer.families import (
-    deepseek_v3,
-    gemma2,
-    gemma3,
-    glm4_moe,
-    gpt_oss,
-    granite,
-    granitemoehybrid,
-    kimi_linear,
-    llama3,
-    minimax_m2,
-    mistral,
-    mixtral,
-    olmo2,
-    olmo3,
-    olmoe,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-    qwen3_next,
-    smollm3,
-)
+from trainer.families import dense, hybrid, sparse
 from trainer.families.args import DecoderArgs, ModelArgs
+from trainer.families.decoder_args import sizes
 from trainer.hugging_face.config_json import Entries, HFConfig, folder_hint, read_config
 from trainer.hugging_face.tensors import HFTensor
 
@@ -52,37 +30,11 @@ class Family:
     """The `ModelSpec.hf_unread` of such a family."""
 
 
-_FAMILIES = (
-    llama3,
-    qwen3,
-    qwen2,
-    qwen3_moe,
-    gpt_oss,
-    mistral,
-    olmo2,
-    olmo3,
-    smollm3,
-    granite,
-    phi3,
-    gemma2,
-    gemma3,
-    mixtral,
-    olmoe,
-    qwen2_moe,
-    glm4_moe,
-    minimax_m2,
-    qwen3_next,
-    deepseek_v3,
-    kimi_linear,
-    granitemoehybrid,
-)
 MODELS: Registry[Family] = Registry(
     "model",
     {
-        m.__name__.rpartition(".")[2]: Family(
-            m.FLAVORS, hugging_face=m.HF.config(), tensor=m.HF.tensor, unread=m.HF.unread
-        )
-        for m in _FAMILIES
+        name: Family(sizes(name), hugging_face=known.config(), tensor=known.tensor, unread=known.unread)
+        for name, known in (dense.FAMILIES | sparse.FAMILIES | hybrid.FAMILIES).items()
     },
 )
 

@@ -1,0 +1,247 @@
+"""Entries of `config.json` that some architectures have, each read and written by one part. Torch-free.
+
+An architecture is a list of such parts, see `HFDecoder`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.rotary_entries import FULL, SLIDING, rope_entries, rotary
+from trainer.hugging_face.config_json import Entries
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some entries, in both directions."""
+
+    read: Callable[[Entries], Fields]
+    """Entries -> fields of `TransformerArgs`, and as "layers" fields of `LayerKind`, each with its values for all
+    layers. It raises a ConfigError, by key and value, for what cannot be computed here."""
+    write: Callable[[TransformerArgs], Fields] = lambda args: {}
+    """The entries of these fields."""
+    needs: tuple[str, str] = ("", "")
+    """A field without which no such model can be written, and its name in messages."""
+
+
+def only(key: str, *supported: Any, written: bool = False) -> Part:
+    """Return the part of a key that must have one of these values, the first by default."""
+
+    def read(config: Entries) -> Fields:
+        config.only(key, *supported)
+        return {}
+
+    return Part(read, lambda args: {key: supported[0]} if written else {})
+
+
+def always(**fields: Any) -> Part:
+    """Return the part of what the architecture has without an entry."""
+    return Part(lambda config: fields)
+
+
+def switch(key: str, *fields: str) -> Part:
+    """Return the part of a switch that these fields follow."""
+    return Part(lambda config: dict.fromkeys(fields, config.switch(key)), lambda args: {key: getattr(args, fields[0])})
+
+
+BIASES = switch("attention_bias", "attention_bias", "output_bias")
+"""One switch for all biases of attention."""
+
+
+def number(key: str, field: str, missing: float | None = None) -> Part:
+    """Return the part of a number above 0. missing: the field's value where the file has none."""
+
+    def read(config: Entries) -> Fields:
+        return {field: missing if config.content.get(key) is None else float(config.number(key))}
+
+    return Part(read, lambda args: {key: getattr(args, field)})
+
+
+# ---- kinds of layers
+
+
+def read_layer_types(config: Entries, names: Sequence[str], assumed: Sequence[str]) -> list[str]:
+    """Return the kind of each layer, one of `names`, from `layer_types`. assumed: where the file has none.
+
+    Raises:
+        ConfigError: another kind, or too few or too many.
+    """
+    n_layers, kinds = config.whole("num_hidden_layers"), config.content.get("layer_types")
+    kinds = list(assumed) if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != n_layers or not {*names}.issuperset(map(str, kinds)):
+        raise ConfigError(
+            f"{config.file}: layer_types = {kinds!r} is not supported; it must be {' or '.join(map(repr, names))} for "
+            f"each of {n_layers} layers"
+        )
+    return kinds
+
+
+def full_every(config: Entries, other: str, every: int) -> list[str]:
+    """Return kinds of layers of which every n-th one has full attention."""
+    return [other if (i + 1) % every else FULL for i in range(config.whole("num_hidden_layers"))]
+
+
+def read_windows(config: Entries, assumed: Sequence[str]) -> Fields:
+    """Return the sliding window and which layers have it, from `layer_types`. assumed: where the file has none."""
+    kinds = read_layer_types(config, (FULL, SLIDING), assumed)
+    window = config.whole("sliding_window") if SLIDING in kinds else None
+    return {"sliding_window": window, "layers": {"window": [window is None or kind == SLIDING for kind in kinds]}}
+
+
+def write_windows(args: TransformerArgs, otherwise: int | None = None) -> Fields:
+    """Return the entries that `read_windows` reads.
+
+    otherwise: the window that is written where no layer has it: some models of transformers make its mask all the same.
+    """
+    windows = [args.window_of_layer(layer) for layer in range(args.n_layers)]
+    kinds = [FULL if window is None else SLIDING for window in windows]
+    return {"sliding_window": args.sliding_window or otherwise, "layer_types": kinds}
+
+
+def windows(full: int, otherwise: int, key: str = "") -> Part:
+    """Return the part of windows that by default all but every n-th layer have. key: of n, if it has one."""
+
+    def read(config: Entries) -> Fields:
+        return read_windows(config, full_every(config, SLIDING, config.whole(key, full) if key else full))
+
+    return Part(read, lambda args: write_windows(args, otherwise))
+
+
+def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
+    """Return `windows` of a model whose layers with a window have frequencies of their own, without scaling.
+
+    assumed: base of these where the file has none; keys: the entry's names before transformers 5.
+    """
+
+    def read(config: Entries) -> Fields:
+        fields, theta = part.read(config), None
+        has_window = fields["layers"]["window"]
+        if fields["sliding_window"] is not None:
+            table = config.table("rope_parameters").table(SLIDING)
+            table.only("rope_type", "default")
+            (old,) = [config.content[key] for key in keys if config.content.get(key)] or (assumed,)
+            theta = float(table.number("rope_theta", old))
+            theta = None if (theta, None) == rotary(config) else theta
+        return fields | {"layers": {"window": has_window, "rope_theta": [theta if has else None for has in has_window]}}
+
+    def write(args: TransformerArgs) -> Fields:
+        own = {args.layer(i).rope_theta for i in range(args.n_layers) if args.layer(i).window} - {None}
+        local = {"rope_type": "default", "rope_theta": own.pop() if own else args.rope_theta}
+        whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
+        return part.write(args) | {"rope_parameters": {FULL: whole, SLIDING: local}}
+
+    return Part(read, write)
+
+
+def _read_window(config: Entries) -> Fields:
+    without = config.content.get("sliding_window") is None
+    return {"sliding_window": None if without else config.whole("sliding_window")}
+
+
+WINDOW = Part(_read_window, lambda args: {"sliding_window": args.sliding_window})
+"""All layers have the window, if there is one."""
+
+
+def check_switched(config: Entries, window: int | None, needed: str) -> None:
+    """Check that layers with a window have what switches them on."""
+    if window is not None and not config.switch("use_sliding_window"):
+        value = config.content["layer_types"]
+        raise ConfigError(f"{config.file}: layer_types = {value!r} is not supported without {needed}")
+
+
+def _read_switched(config: Entries) -> Fields:
+    """Read Qwen's entries: a switch, and the first layer with a window."""
+    first = config.content.get("max_window_layers", 28)  # the default of transformers
+    if not isinstance(first, int) and config.content.get("layer_types") is None:
+        raise ConfigError(f"{config.file}: max_window_layers = {first!r} must be a number of layers")
+    on, n_layers = config.switch("use_sliding_window"), config.whole("num_hidden_layers")
+    fields = read_windows(config, [SLIDING if on and layer >= first else FULL for layer in range(n_layers)])
+    check_switched(config, fields["sliding_window"], "use_sliding_window")
+    return fields
+
+
+def _write_switched(args: TransformerArgs) -> Fields:
+    some = args.sliding_window is not None
+    first = {"use_sliding_window": some, "max_window_layers": 0 if some else args.n_layers}
+    return write_windows(args) | first
+
+
+SWITCHED_WINDOWS = Part(_read_switched, _write_switched)
+
+
+def _read_sparse(config: Entries) -> Fields:
+    n_layers, dense = config.whole("num_hidden_layers"), config.content.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ConfigError(f"{config.file}: mlp_only_layers = {dense!r} must be a list of layers")
+    step = config.whole("decoder_sparse_step", 1)
+    return {"layers": {"experts": [layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers)]}}
+
+
+def _write_sparse(args: TransformerArgs) -> Fields:
+    dense = [layer for layer in range(args.n_layers) if not args.layer(layer).experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+SPARSE_LAYERS = Part(_read_sparse, _write_sparse)
+"""Every n-th layer has experts, from number n - 1 on, but for those that are named."""
+
+
+# ---- experts
+
+
+def read_experts(config: Entries, number: str, width: str, **fields: Any) -> ExpertArgs:
+    """Return the experts. number, width: keys of how many there are, and of their hidden channels; fields: others.
+
+    Raises:
+        ConfigError: a token cannot choose so many of them.
+    """
+    found = ExpertArgs(config.whole(number), config.whole("num_experts_per_tok"), config.whole(width), **fields)
+    if found.number % found.groups or found.groups_per_token > found.groups:
+        raise ConfigError(
+            f"{config.file}: n_group = {found.groups} must divide {found.number} experts and be at least "
+            f"topk_group = {found.groups_per_token}"
+        )
+    if found.per_token > (most := found.number // found.groups * found.groups_per_token):
+        raise ConfigError(
+            f"{config.file}: num_experts_per_tok = {found.per_token} must be at most num_experts = {most}"
+        )
+    return found
+
+
+def read_balance(config: Entries) -> Fields:
+    """Return the coefficient of the loss that balances experts. transformers adds it with `output_router_logits` only.
+
+    Published models have the switch off, and some a coefficient (gpt-oss: 0.9), which nobody trains with.
+    """
+    on = config.switch("output_router_logits") and config.content.get("router_aux_loss_coef")
+    return {"router_aux_loss_coef": float(config.number("router_aux_loss_coef")) if on else 0.0}
+
+
+EXPERTS = "experts", "experts"
+NORMALISE, SHARED = {"normalise": "norm_topk_prob"}, {"shared_dim": "shared_expert_intermediate_size"}
+
+
+def experts(number: str, width: str, keys: dict[str, str] | None = None, **fields: Any) -> Part:
+    """Return the part of experts that a loss may balance.
+
+    number, width: see `read_experts`, and since transformers 5 the number is `num_local_experts`; keys: of other fields
+    of `ExpertArgs`, a switch or a whole number; fields: those that have no entry.
+    """
+    keys = keys or {}
+
+    def read(config: Entries) -> Fields:
+        there = "num_local_experts" if "num_local_experts" in config.content else number
+        given = {f: config.whole(key) if f == "shared_dim" else config.switch(key) for f, key in keys.items()}
+        return {"experts": read_experts(config, there, width, **given, **fields), **read_balance(config)}
+
+    def write(args: TransformerArgs) -> Fields:
+        of, others = args.experts, {key: getattr(args.experts, field) for field, key in keys.items()}
+        chosen = {number: of.number, "num_experts_per_tok": of.per_token, width: of.hidden_dim}
+        return chosen | others | {"router_aux_loss_coef": args.router_aux_loss_coef}
+
+    return Part(read, write, EXPERTS)

@@ -1,0 +1,137 @@
+"""Architectures of transformers without experts; sizes.toml has the sizes and their sources. Torch-free."""
+
+from dataclasses import replace
+
+from trainer.config.errors import ConfigError
+from trainer.families.config_parts import (
+    BIASES,
+    SWITCHED_WINDOWS,
+    WINDOW,
+    Fields,
+    Part,
+    always,
+    check_switched,
+    number,
+    only,
+    read_windows,
+    windows,
+    with_local_tables,
+    write_windows,
+)
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.decoder_config_json import HFDecoder
+from trainer.families.rotary_entries import FULL, SLIDING, rotary_table
+from trainer.hugging_face.config_json import Entries
+
+
+def _read_smollm3(config: Entries) -> Fields:
+    """By default every fourth layer rotates nothing; windows, if they are switched on, are of these layers."""
+    n_layers, key = config.whole("num_hidden_layers"), "no_rope_layers"
+    step = config.whole("no_rope_layer_interval", 4)
+    rotated = config.content.get(key)
+    rotated = [int((i + 1) % step != 0) for i in range(n_layers)] if rotated is None else rotated
+    if not isinstance(rotated, list) or len(rotated) < n_layers or any(x not in (0, 1) for x in rotated):
+        raise ConfigError(f"{config.file}: {key} = {rotated!r} must have a 0 or a 1 for each of {n_layers} layers")
+    on = config.switch("use_sliding_window") and config.content.get("sliding_window") is not None
+    fields = read_windows(config, [SLIDING if on and not rotated[i] else FULL for i in range(n_layers)])
+    check_switched(config, fields["sliding_window"], "use_sliding_window and sliding_window")
+    return fields | {"layers": {"rope": [bool(x) for x in rotated[:n_layers]], **fields["layers"]}}
+
+
+def _write_smollm3(args: TransformerArgs) -> Fields:
+    return {
+        "no_rope_layers": [int(args.layer(layer).rope) for layer in range(args.n_layers)],
+        "use_sliding_window": args.sliding_window is not None,
+        **write_windows(args),
+    }
+
+
+SCALARS = (
+    number("embedding_multiplier", "embedding_scale", 1.0),
+    number("residual_multiplier", "residual_scale", 1.0),
+    number("logits_scaling", "logits_divisor", 1.0),
+    replace(
+        number("attention_multiplier", "attention_scale", 1.0),
+        write=lambda args: {"attention_multiplier": args.score_scale},
+    ),
+)
+"""Of Granite."""
+
+
+def _read_phi3(config: Entries) -> Fields:
+    """Take any scaling for LongRoPE, as transformers does."""
+    table = rotary_table(config)
+    table.only("rope_type" if "rope_type" in table.content else "type", "default", "longrope")
+    return {}
+
+
+def _write_phi3(args: TransformerArgs) -> Fields:
+    long = args.rope_scaling
+    return {} if long is None else {"original_max_position_embeddings": long.original_max_seq_len}
+
+
+def _read_gemma(config: Entries) -> Fields:
+    scalar = config.whole("query_pre_attn_scalar")
+    return {
+        "norm_place": "around",
+        "norm_offset": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": config.whole("hidden_size") ** 0.5,
+        "attention_scale": None if scalar == config.whole("head_dim") else scalar**-0.5,
+    }
+
+
+def _write_gemma(args: TransformerArgs) -> Fields:
+    scale = args.attention_scale
+    return {"query_pre_attn_scalar": args.head_dim if scale is None else round(scale**-2)}
+
+
+_GEMMA = (
+    only("use_bidirectional_attention", False),
+    BIASES,
+    Part(_read_gemma, _write_gemma),
+    number("final_logit_softcapping", "logits_softcap"),
+)
+_OLMO = always(norm_place="after", qk_norm=True, qk_norm_of_all_heads=True), BIASES
+_GELU = "hidden_activation", "gelu_pytorch_tanh"
+_NO_MLP_BIAS = only("mlp_bias", False, written=True)
+_QKV, _GATES = "self_attn.qkv_proj", "mlp.gate_up_proj"
+FAMILIES = {
+    "llama3": HFDecoder("llama", "LlamaForCausalLM", (_NO_MLP_BIAS, only("sliding_window", None), BIASES)),
+    "qwen3": HFDecoder("qwen3", "Qwen3ForCausalLM", (always(qk_norm=True), BIASES, SWITCHED_WINDOWS)),
+    # Queries, keys and values always have a bias.
+    "qwen2": HFDecoder("qwen2", "Qwen2ForCausalLM", (always(attention_bias=True), SWITCHED_WINDOWS)),
+    # Without the entry all layers have a window of 4,096 tokens, with null none.
+    "mistral": HFDecoder("mistral", "MistralForCausalLM", (only("layer_types", None), WINDOW)),
+    "olmo2": HFDecoder("olmo2", "Olmo2ForCausalLM", _OLMO),
+    "olmo3": HFDecoder("olmo3", "Olmo3ForCausalLM", (*_OLMO, with_local_tables(windows(4, 4096), 500000.0))),
+    "smollm3": HFDecoder("smollm3", "SmolLM3ForCausalLM", (_NO_MLP_BIAS, BIASES, Part(_read_smollm3, _write_smollm3))),
+    "granite": HFDecoder("granite", "GraniteForCausalLM", (_NO_MLP_BIAS, BIASES, *SCALARS)),
+    "phi3": HFDecoder(
+        "phi3",
+        "Phi3ForCausalLM",
+        (only("resid_pdrop", 0.0), only("embd_pdrop", 0.0), Part(_read_phi3, _write_phi3), WINDOW),
+        names={
+            **{f"attention.{part}": _QKV for part in ("wq", "wk", "wv")},
+            **{f"feed_forward.{part}": _GATES for part in ("w1", "w3")},
+        },
+        rotates_a_share=True,
+    ),
+    "gemma2": HFDecoder(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        (*_GEMMA, windows(2, 4096), number("attn_logit_softcapping", "attention_softcap")),
+        activation=_GELU,
+    ),
+    "gemma3": HFDecoder(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        (
+            only("attn_logit_softcapping", None),
+            always(qk_norm=True),
+            *_GEMMA,
+            with_local_tables(windows(6, 4096, "sliding_window_pattern"), 10000.0, "rope_local_base_freq"),
+        ),
+        activation=_GELU,
+    ),
+}

@@ -1,0 +1,302 @@
+"""Architectures of transformers with linear attention; sizes.toml has the sizes and their sources. Torch-free."""
+
+from dataclasses import replace
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.families.args import ExpertArgs
+from trainer.families.config_parts import (
+    NORMALISE,
+    SHARED,
+    SPARSE_LAYERS,
+    Fields,
+    Part,
+    always,
+    experts,
+    full_every,
+    only,
+    read_balance,
+    read_layer_types,
+)
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.decoder_config_json import HFDecoder
+from trainer.families.decoder_tensors import FURTHER_AS_LAYERS
+from trainer.families.dense import SCALARS
+from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
+from trainer.families.rotary_entries import FULL
+from trainer.families.sparse import LATENT, LATENT_NAMES, NO_BIASES, SIGMOID_EXPERTS, SIGMOID_NAMES
+from trainer.hugging_face.config_json import Entries
+from trainer.hugging_face.tensors import HFTensor
+
+_LINEAR, _MAMBA = "linear_attention", ("mamba", "linear_attention")
+_NEEDS = "linear", "linear attention"
+_INFINITE = float("inf"), "Infinity", {"__float__": "Infinity"}  # as JSON has it, or does not
+
+
+def _linear(args: TransformerArgs) -> list[bool]:
+    return [args.layer(layer).linear for layer in range(args.n_layers)]
+
+
+def _types(args: TransformerArgs) -> list[str]:
+    return [_LINEAR if is_linear else FULL for is_linear in _linear(args)]
+
+
+# ---- Qwen3-Next
+
+
+def _read_qwen(config: Entries) -> Fields:
+    kinds = read_layer_types(
+        config, (FULL, _LINEAR), full_every(config, _LINEAR, config.whole("full_attention_interval", 4))
+    )
+    names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+    linear = GatedDeltaArgs(*(config.whole(f"linear_{name}") for name in names))
+    if linear.value_heads % linear.key_heads:
+        raise ConfigError(
+            f"{config.file}: linear_num_value_heads = {linear.value_heads} must be a multiple of "
+            f"linear_num_key_heads = {linear.key_heads}"
+        )
+    return {"linear": linear, "layers": {"linear": [kind == _LINEAR for kind in kinds]}}
+
+
+def _write_qwen(args: TransformerArgs) -> Fields:
+    return {
+        "layer_types": _types(args),
+        "linear_num_key_heads": args.linear.key_heads,
+        "linear_num_value_heads": args.linear.value_heads,
+        "linear_key_head_dim": args.linear.key_dim,
+        "linear_value_head_dim": args.linear.value_dim,
+        "linear_conv_kernel_dim": args.linear.kernel,
+    }
+
+
+# ---- Kimi Linear: Kimi Delta Attention in three of four layers, latent attention without rotation in the others
+
+_KEYS = {
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    "num_expert_group": "n_group",
+    "moe_renormalize": "norm_topk_prob",
+    "model_max_length": "max_position_embeddings",
+}
+"""Names there -> those of DeepSeek-V3."""
+
+
+def _as_deepseek(config: Entries) -> Entries:
+    named = {ours: config.content[key] for key, ours in _KEYS.items() if key in config.content}
+    return replace(config, content=config.content | named)
+
+
+def _read_kimi_layers(config: Entries) -> Fields:
+    """Read linear layers, which are listed and counted from one, or stand in `layer_types`.
+
+    Raises:
+        ConfigError: a layer is named twice, or not at all.
+    """
+    n_layers, table = config.whole("num_hidden_layers"), config.table("linear_attn_config")
+    names = {"num_heads": "num_heads", "head_dim": "head_dim", "short_conv_kernel_size": "conv_kernel_dim"}
+    linear = KimiDeltaArgs(*(table.whole(key, config.whole(f"linear_{other}")) for key, other in names.items()))
+    if table.content:
+        full, others = (table.content.get(key) for key in ("full_attn_layers", "kda_layers"))
+        numbers = [*range(1, n_layers + 1)]
+        if not (isinstance(full, list) and isinstance(others, list) and sorted(full + others) == numbers):
+            raise ConfigError(
+                f"{config.file}: full_attn_layers = {full!r} and kda_layers = {others!r} of linear_attn_config must "
+                f"name each of {n_layers} layers once, the first one as 1"
+            )
+        are_linear = [number in others for number in numbers]
+    else:
+        assumed = [FULL if i and i % 4 == 0 else _LINEAR for i in range(n_layers)]
+        are_linear = [kind == _LINEAR for kind in read_layer_types(config, (FULL, _LINEAR), assumed)]
+    return {"linear": linear, "layers": {"linear": are_linear, "rope": [False] * n_layers}}
+
+
+def _write_kimi_layers(args: TransformerArgs) -> Fields:
+    numbered = list(enumerate(_linear(args), 1))
+    return {
+        "linear_attn_config": {
+            "full_attn_layers": [number for number, is_linear in numbered if not is_linear],
+            "kda_layers": [number for number, is_linear in numbered if is_linear],
+            "num_heads": args.linear.heads,
+            "head_dim": args.linear.head_dim,
+            "short_conv_kernel_size": args.linear.kernel,
+        },
+        "layer_types": _types(args),
+    }
+
+
+def _read_kimi_experts(config: Entries) -> Fields:
+    fields = SIGMOID_EXPERTS.read(_as_deepseek(config))
+    if (kinds := config.content.get("mlp_layer_types")) is not None:
+        n_layers = config.whole("num_hidden_layers")
+        if not isinstance(kinds, list) or len(kinds) != n_layers or not {"dense", "sparse"}.issuperset(kinds):
+            raise ConfigError(
+                f"{config.file}: mlp_layer_types = {kinds!r} is not supported; it must be 'dense' or 'sparse' for each "
+                f"of {n_layers} layers"
+            )
+        fields["layers"] = {"experts": [kind == "sparse" for kind in kinds]}
+    return fields | {"max_seq_len": _as_deepseek(config).whole("max_position_embeddings")}
+
+
+def _write_kimi_experts(args: TransformerArgs) -> Fields:
+    known = {ours: key for key, ours in _KEYS.items()}
+    return {
+        **{known.get(key, key): value for key, value in SIGMOID_EXPERTS.write(args).items()},
+        "model_max_length": args.max_seq_len,
+        "mlp_layer_types": ["sparse" if args.layer(layer).experts else "dense" for layer in range(args.n_layers)],
+    }
+
+
+class _KimiLinear(HFDecoder):
+    def tensor(self, args: TransformerArgs, name: str) -> HFTensor | None:
+        """Return Hugging Face's tensor for a parameter; that of decays has dimensions of one."""
+        found = super().tensor(args, name)
+        if not name.endswith("decay.a_log.weight"):
+            return found
+        return replace(found, to_hf=lambda x: x.view(1, 1, -1, 1), from_hf=lambda x: x.flatten())
+
+
+# ---- Granite 4: Mamba-2 in nine of ten layers, with experts or without
+
+
+def _read_mamba(config: Entries) -> Fields:
+    n_layers = config.whole("num_hidden_layers")
+    assumed = config.content.get("layers_block_type") or [_MAMBA[0]] * n_layers
+    kinds = read_layer_types(config, (*_MAMBA, "attention", FULL), assumed)
+    config.only("mamba_proj_bias", False)
+    config.only("time_step_limit", None, *([0.0, infinite] for infinite in _INFINITE))
+    heads, groups = config.whole("mamba_n_heads"), config.whole("mamba_n_groups")
+    inner = config.whole("mamba_expand") * config.whole("hidden_size")
+    if inner % heads or heads % groups:
+        raise ConfigError(
+            f"{config.file}: mamba_n_heads = {heads} must divide mamba_expand * hidden_size = {inner}, and be a "
+            f"multiple of mamba_n_groups = {groups}"
+        )
+    state, kernel, biases = (
+        config.whole("mamba_d_state"),
+        config.whole("mamba_d_conv"),
+        config.switch("mamba_conv_bias"),
+    )
+    linear = MambaArgs(heads, inner // heads, state, groups, kernel, biases)
+    rotates = config.only("position_embedding_type", "nope", "rope") == "rope"
+    are_linear = [kind in _MAMBA for kind in kinds]
+    return {
+        "linear": linear if any(are_linear) else None,
+        "layers": {"linear": are_linear, "rope": [rotates] * n_layers},
+    }
+
+
+def _write_mamba(args: TransformerArgs) -> Fields:
+    linear = args.linear or MambaArgs(args.n_heads, 2 * args.dim // args.n_heads, 128)
+    rotates = {args.layer(layer).rope for layer, is_linear in enumerate(_linear(args)) if not is_linear}
+    return {
+        "layer_types": _types(args),
+        "position_embedding_type": "rope" if True in rotates else None,
+        "mamba_n_heads": linear.heads,
+        "mamba_d_head": linear.head_dim,
+        "mamba_expand": max(linear.heads * linear.head_dim // args.dim, 1),
+        "mamba_d_state": linear.state_dim,
+        "mamba_n_groups": linear.groups,
+        "mamba_d_conv": linear.kernel,
+        "mamba_conv_bias": linear.convolution_bias,
+        "mamba_proj_bias": False,
+    }
+
+
+def _read_granite_experts(config: Entries) -> Fields:
+    """A model without experts has what others call the shared expert as its feed-forward network."""
+    shared = config.whole("shared_intermediate_size")
+    if not config.content.get("num_local_experts"):
+        return {"ffn_hidden_dim": shared}
+    keys = "num_local_experts", "num_experts_per_tok", "intermediate_size"
+    return {"experts": ExpertArgs(*map(config.whole, keys), shared_dim=shared), **read_balance(config)}
+
+
+def _write_granite_experts(args: TransformerArgs) -> dict[str, Any]:
+    of = args.experts or ExpertArgs(0, 0, args.ffn_hidden_dim, shared_dim=args.ffn_hidden_dim)
+    return {
+        "num_local_experts": of.number,
+        "num_experts_per_tok": of.per_token,
+        "intermediate_size": of.hidden_dim,
+        "shared_intermediate_size": of.shared_dim,
+        "router_aux_loss_coef": args.router_aux_loss_coef,
+    }
+
+
+_OF_KIMI = {"wb": "b_proj", "f_a": "f_a_proj", "f_b": "f_b_proj", "g_a": "g_a_proj", "g_b": "g_b_proj"}
+_EXPERT = "block_sparse_moe.experts.{}"
+_DENSE = {"w1": "shared_mlp.input_linear", "w3": "shared_mlp.input_linear", "w2": "shared_mlp.output_linear"}
+FAMILIES = {
+    "qwen3_next": HFDecoder(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        (
+            # Full attention has gates, and norms of queries and keys; all norms of the hidden size count from one.
+            always(qk_norm=True, norm_offset=True, attention_gate=True),
+            experts("num_experts", "moe_intermediate_size", NORMALISE | SHARED, shared_gate=True),
+            Part(_read_qwen, _write_qwen, _NEEDS),
+            NO_BIASES,
+            SPARSE_LAYERS,
+        ),
+        rotates_a_share=True,
+        further={
+            "": "mtp.layers.0.",
+            "embedding_norm": "mtp.pre_fc_norm_embedding",
+            "hidden_norm": "mtp.pre_fc_norm_hidden",
+            "projection": "mtp.fc",
+            "mtp_norms": "mtp.norm",
+        },
+    ),
+    "kimi_linear": _KimiLinear(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        (
+            only("mla_use_nope", True, written=True),
+            only("moe_router_activation_func", "sigmoid", written=True),
+            only("moe_layer_freq", 1, written=True),
+            Part(_read_kimi_layers, _write_kimi_layers, _NEEDS),
+            Part(_read_kimi_experts, _write_kimi_experts, SIGMOID_EXPERTS.needs),
+            NO_BIASES,
+            LATENT,
+        ),
+        names={
+            **LATENT_NAMES,
+            **{f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in _OF_KIMI.items()},
+            **{f"attention.{part}_conv": f"self_attn.{part}_conv1d" for part in "qkv"},
+            "attention.decay.a_log.weight": "self_attn.A_log",
+            "attention.decay.dt_bias.weight": "self_attn.dt_bias",
+            "attention.norm": "self_attn.o_norm",
+            "linear.wo": "self_attn.o_proj",
+            **{ours: theirs.replace("mlp.", "block_sparse_moe.") for ours, theirs in SIGMOID_NAMES.items()},
+            "feed_forward.router.gate": "block_sparse_moe.gate",
+            "feed_forward.experts.w13": f"{_EXPERT}.w1 {_EXPERT}.w3",
+            "feed_forward.experts.w2": f"{_EXPERT}.w2",
+        },
+        further=FURTHER_AS_LAYERS,
+    ),
+    "granitemoehybrid": HFDecoder(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        (
+            NO_BIASES,
+            Part(_read_mamba, _write_mamba),
+            Part(_read_granite_experts, _write_granite_experts),
+            *SCALARS,
+        ),
+        names={
+            **{f"attention.in_{part}": "mamba.in_proj" for part in ("z", "x", "b", "c", "dt")},
+            **{f"attention.{part}_conv": "mamba.conv1d" for part in "xbc"},
+            **{f"attention.{part}_bias.weight": "mamba.conv1d.bias" for part in "xbc"},
+            "attention.decay.a_log.weight": "mamba.A_log",
+            "attention.decay.dt_bias.weight": "mamba.dt_bias",
+            "attention.skip.weight": "mamba.D",
+            "attention.norm": "mamba.norm",
+            "linear.wo": "mamba.out_proj",
+            "feed_forward.router.gate": "block_sparse_moe.router.layer",
+            "feed_forward.experts.w13": "block_sparse_moe.input_linear",
+            "feed_forward.experts.w2": "block_sparse_moe.output_linear",
+            **{f"feed_forward.{ours}": there for ours, there in _DENSE.items()},
+            **{f"feed_forward.shared.{ours}": there for ours, there in _DENSE.items()},
+        },
+    ),
+}

@@ -1,0 +1,118 @@
+"""Rotary positions in `config.json`. Torch-free.
+
+Since transformers 5 their table is `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.families.layer_kinds import RopeScaling
+from trainer.hugging_face.config_json import Entries
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def rotary_table(config: Entries) -> Entries:
+    """Return the table of rotary positions, of two that of layers without a window."""
+    table = config.table("rope_parameters" if config.content.get("rope_parameters") else "rope_scaling")
+    return table.table(FULL) if FULL in table.content else table
+
+
+def rotary_share(config: Entries) -> float:
+    """Return the share of a head's channels that is rotated."""
+    key, table = "partial_rotary_factor", rotary_table(config)
+    share = float((table if key in table.content else config).number(key, 1.0))
+    head_dim = config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    if key not in {**table.content, **config.content} and config.content.get("rotary_dim") is not None:
+        share = config.whole("rotary_dim") / head_dim
+    if not share <= 1 or int(head_dim * share) % 2:
+        raise ConfigError(f"{config.file}: {key} = {share} must leave an even part of heads of {head_dim}")
+    return share
+
+
+def rotary(config: Entries) -> tuple[float, RopeScaling | None]:
+    """Return the base of the frequencies and their scaling."""
+    table = rotary_table(config)
+    theta = float((table if "rope_theta" in table.content else config).number("rope_theta", 10000.0))
+    kinds = "default", "linear", "llama3", "yarn", "longrope"
+    kind = table.only("rope_type" if "rope_type" in table.content else "type", *kinds)
+    if kind == "default":
+        return theta, None
+    if kind == "longrope":
+        return theta, _longrope(config, table)
+    scaling = RopeScaling(float(table.number("factor")), kind=kind)
+    if kind == "linear":
+        return theta, scaling
+    longest = config.content.get("max_position_embeddings")
+    scaling = replace(scaling, original_max_seq_len=table.whole("original_max_position_embeddings", longest))
+    if kind == "llama3":
+        low, high = (float(table.number(key)) for key in ("low_freq_factor", "high_freq_factor"))
+        return theta, replace(scaling, low_freq_factor=low, high_freq_factor=high)
+    fast, slow = float(table.number("beta_fast", 32.0)), float(table.number("beta_slow", 1.0))
+    truncate, of_scores = bool(table.only("truncate", True, False)), table.content.get("mscale_all_dim")
+    return theta, replace(
+        scaling,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=truncate,
+        attention_factor=_attention_factor(table),
+        mscale_all_dim=float(table.number("mscale_all_dim")) if of_scores else 0.0,
+    )
+
+
+def _longrope(config: Entries, table: Entries) -> RopeScaling:
+    """Return the scaling of LongRoPE. Phi's files have the original length outside the table, and no factor."""
+    key = "original_max_position_embeddings"
+    original = (config if key in config.content else table).whole(key)
+    head_dim = config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    pairs, factors = int(head_dim * rotary_share(config)) // 2, []
+    for name in ("short_factor", "long_factor"):
+        values = table.content.get(name)
+        numbers = isinstance(values, list) and all(isinstance(x, (int, float)) and x > 0 for x in values)
+        if not numbers or len(values) != pairs:
+            raise ConfigError(f"{table.file}: {name} = {values!r} must be a list of {pairs} numbers above 0")
+        factors.append(tuple(map(float, values)))
+    return RopeScaling(
+        float(table.number("factor", config.whole("max_position_embeddings") / original)),
+        kind="longrope",
+        original_max_seq_len=original,
+        attention_factor=None if table.content.get("attention_factor") is None else _attention_factor(table),
+        short_factors=factors[0],
+        long_factors=factors[1],
+    )
+
+
+def _attention_factor(table: Entries) -> float | None:
+    """Return YaRN's factor of attention where it is not that of the paper, said by itself or as DeepSeek's two."""
+    both = [table.content.get(key) for key in ("mscale", "mscale_all_dim")]
+    if table.content.get("attention_factor") is not None:
+        return float(table.number("attention_factor"))
+    if not all(both):
+        return None
+    log = math.log(table.number("factor"))
+    over, under = (0.1 * table.number(key) * log + 1.0 for key in ("mscale", "mscale_all_dim"))
+    return over / under
+
+
+def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Return the entries of a scaling."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    entries: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return entries
+    entries["original_max_position_embeddings"] = scaling.original_max_seq_len
+    if scaling.kind == "llama3":
+        return entries | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "longrope":
+        entries |= {"short_factor": [*scaling.short_factors], "long_factor": [*scaling.long_factors]}
+        own = scaling.attention_factor
+        return entries if own is None else entries | {"attention_factor": own}
+    entries |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    if scaling.attention_factor is not None:
+        entries["attention_factor"] = scaling.attention_factor
+    if scaling.mscale_all_dim:
+        entries["mscale_all_dim"] = scaling.mscale_all_dim
+    return entries if scaling.truncate else entries | {"truncate": False}

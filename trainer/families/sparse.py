@@ -1,0 +1,209 @@
+"""Architectures of transformers with experts; sizes.toml has the sizes and their sources. Torch-free."""
+
+from trainer.config.errors import ConfigError
+from trainer.families.args import LatentArgs
+from trainer.families.config_parts import (
+    BIASES,
+    EXPERTS,
+    NORMALISE,
+    SHARED,
+    SPARSE_LAYERS,
+    SWITCHED_WINDOWS,
+    WINDOW,
+    Fields,
+    Part,
+    always,
+    experts,
+    only,
+    read_experts,
+    switch,
+    windows,
+)
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.decoder_config_json import HFDecoder
+from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
+from trainer.hugging_face.config_json import Entries
+
+
+def _read_sigmoid(config: Entries) -> Fields:
+    n_layers, dense = config.whole("num_hidden_layers"), config.content["first_k_dense_replace"]
+    if not isinstance(dense, int):
+        raise ConfigError(f"{config.file}: first_k_dense_replace = {dense!r} must be a number of layers")
+    found = read_experts(
+        config,
+        "n_routed_experts",
+        "moe_intermediate_size",
+        normalise=config.switch("norm_topk_prob"),
+        sigmoid=True,
+        groups=config.whole("n_group"),
+        groups_per_token=config.whole("topk_group"),
+        scale=float(config.number("routed_scaling_factor")),
+        shared_dim=config.whole("n_shared_experts") * config.whole("moe_intermediate_size"),
+    )
+    return {"experts": found, "layers": {"experts": [layer >= dense for layer in range(n_layers)]}}
+
+
+def _write_sigmoid(args: TransformerArgs) -> Fields:
+    return {
+        "n_routed_experts": args.experts.number,
+        "num_experts_per_tok": args.experts.per_token,
+        "moe_intermediate_size": args.experts.hidden_dim,
+        "n_shared_experts": max(args.experts.shared_dim // args.experts.hidden_dim, 1),
+        "norm_topk_prob": args.experts.normalise,
+        "n_group": args.experts.groups,
+        "topk_group": args.experts.groups_per_token,
+        "routed_scaling_factor": args.experts.scale,
+        "first_k_dense_replace": sum(not args.layer(layer).experts for layer in range(args.n_layers)),
+    }
+
+
+SIGMOID_EXPERTS = Part(_read_sigmoid, _write_sigmoid, EXPERTS)
+"""Chosen by sigmoids, a bias and groups (DeepSeek-V3, arXiv 2412.19437), in all layers but the first ones."""
+SIGMOID_NAMES = {
+    SELECTION_BIAS: "mlp.gate.e_score_correction_bias",
+    "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
+    "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
+}
+
+
+def _read_latent(config: Entries) -> Fields:
+    if config.whole("num_attention_heads") != config.whole("num_key_value_heads"):
+        raise ConfigError(
+            f"{config.file}: num_key_value_heads = {config.content['num_key_value_heads']!r} must be "
+            f"num_attention_heads = {config.whole('num_attention_heads')}: a latent is for all heads"
+        )
+    names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    query_rank = config.whole("q_lora_rank") if config.content.get("q_lora_rank") is not None else None
+    latent = LatentArgs(*(config.whole(name) for name in names), query_rank)
+    if latent.rope_dim % 2 or latent.value_dim > latent.head_dim:
+        raise ConfigError(
+            f"{config.file}: qk_rope_head_dim = {latent.rope_dim} must be even, and v_head_dim = {latent.value_dim} at "
+            f"most qk_nope_head_dim + qk_rope_head_dim = {latent.head_dim}"
+        )
+    return {"latent": latent, "head_size": None}
+
+
+def _write_latent(args: TransformerArgs) -> Fields:
+    return {
+        "head_dim": args.latent.rope_dim,
+        "kv_lora_rank": args.latent.rank,
+        "q_lora_rank": args.latent.query_rank,
+        "qk_nope_head_dim": args.latent.nope_dim,
+        "qk_rope_head_dim": args.latent.rope_dim,
+        "v_head_dim": args.latent.value_dim,
+    }
+
+
+NO_BIASES = only("attention_bias", False, written=True)
+LATENT = Part(_read_latent, _write_latent, ("latent", "latent attention"))
+LATENT_NAMES = {
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_a_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+}
+_FURTHER = Part(lambda config: {}, lambda args: {"num_nextn_predict_layers": args.mtp_layers})
+
+
+def _read_switched_window(config: Entries) -> Fields:
+    return {"sliding_window": config.whole("sliding_window") if config.switch("use_sliding_window") else None}
+
+
+def _write_switched_window(args: TransformerArgs) -> Fields:
+    return {"use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window}
+
+
+def _read_minimax(config: Entries) -> Fields:
+    kinds = config.content.get("attn_type_list")
+    if kinds is not None and any(kind != 1 for kind in kinds):
+        raise ConfigError(f"{config.file}: attn_type_list = {kinds!r} is not supported; it must be 1 for each layer")
+    return {"qk_norm": True, "qk_norm_of_all_heads": True}
+
+
+def _read_olmoe(config: Entries) -> Fields:
+    config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    return {"qk_norm": True, "qk_norm_of_all_heads": True}
+
+
+_MIXTRAL_NAMES = {
+    "feed_forward.router.gate": "block_sparse_moe.gate",
+    "feed_forward.experts.w13": "block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3",
+    "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
+}
+_NO_JITTER, _LOCAL = only("router_jitter_noise", 0.0), ("num_local_experts", "intermediate_size")
+FAMILIES = {
+    "qwen3_moe": HFDecoder(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        (
+            always(qk_norm=True),
+            BIASES,
+            experts("num_experts", "moe_intermediate_size", NORMALISE),
+            Part(_read_switched_window, _write_switched_window),
+            SPARSE_LAYERS,
+        ),
+    ),
+    "gpt_oss": HFDecoder(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        (
+            only("attention_bias", True, written=True),
+            only("swiglu_alpha", 1.702),
+            only("swiglu_limit", 7.0),
+            always(attention_sinks=True, attention_bias=True, output_bias=True),
+            experts(*_LOCAL, biases=True, clamped=True),
+            windows(2, 128),
+        ),
+        quantised=("mxfp4",),
+    ),
+    "mixtral": HFDecoder("mixtral", "MixtralForCausalLM", (_NO_JITTER, experts(*_LOCAL), WINDOW), names=_MIXTRAL_NAMES),
+    "olmoe": HFDecoder(
+        "olmoe",
+        "OlmoeForCausalLM",
+        (
+            only("clip_qkv", None, written=True),
+            Part(_read_olmoe),
+            BIASES,
+            experts("num_experts", "intermediate_size", NORMALISE),
+        ),
+    ),
+    "qwen2_moe": HFDecoder(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        (
+            SWITCHED_WINDOWS,
+            SPARSE_LAYERS,
+            experts("num_experts", "moe_intermediate_size", NORMALISE | SHARED, shared_gate=True),
+            switch("qkv_bias", "attention_bias"),
+        ),
+    ),
+    "glm4_moe": HFDecoder(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        (SIGMOID_EXPERTS, switch("use_qk_norm", "qk_norm"), switch("attention_bias", "attention_bias"), _FURTHER),
+        names=SIGMOID_NAMES,
+        rotates_a_share=True,
+        further=FURTHER_AS_LAYERS,
+    ),
+    "minimax_m2": HFDecoder(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        (
+            Part(_read_minimax, lambda args: {"rotary_dim": args.rotary_dim}),
+            _NO_JITTER,
+            experts(*_LOCAL, sigmoid=True),
+        ),
+        names={**_MIXTRAL_NAMES, SELECTION_BIAS: "block_sparse_moe.e_score_correction_bias"},
+        rotates_a_share=True,
+    ),
+    "deepseek_v3": HFDecoder(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        (only("rope_interleave", True, written=True), SIGMOID_EXPERTS, NO_BIASES, LATENT, _FURTHER),
+        names=SIGMOID_NAMES | LATENT_NAMES,
+        further=FURTHER_AS_LAYERS,
+    ),
+}
