@@ -21,7 +21,7 @@ from trainer.models.chunked_loss import (
     chunk_statistics,
     chunked_token_losses,
 )
-from trainer.models.output import CappedOutput
+from trainer.models.decoder import CappedOutput
 
 VOCAB, DIM = 37, 8
 EAGER = resolve_compilation(

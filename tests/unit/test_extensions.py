@@ -19,7 +19,7 @@ from trainer.extensions import register_dataset, register_model, register_table
 from trainer.data.sources.registry import DATASETS
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 
-register_model("mine", {"small": replace(FLAVORS["debugmodel"], n_layers=3)}, spec="trainer.models.decoder_spec")
+register_model("mine", {"small": replace(FLAVORS["debugmodel"], n_layers=3)}, spec="trainer.models.parallelize")
 register_dataset("mine", DATASETS["text"])
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from trainer.hugging_face.reader import HFReader
 from trainer.hugging_face.writer import NewFolder
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
-from trainer.models import decoder_spec as llama3
+from trainer.models import parallelize as llama3
 from trainer.models.model_spec import hf_model
 
 

@@ -20,7 +20,7 @@ class Family:
     """A model family: its sizes by name, where its modules are, and how it reads and writes `config.json`."""
 
     flavors: Mapping[str, ModelArgs]
-    spec: str = "trainer.models.decoder_spec"
+    spec: str = "trainer.models.parallelize"
     """The module that holds `SPEC`, a `ModelSpec`: what needs PyTorch."""
     hugging_face: HFConfig | None = None
     """None: transformers does not have the family."""

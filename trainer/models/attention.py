@@ -9,9 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
 from trainer.distributed.context_parallel.execution.latent import expanded
-from trainer.models.initialization import draw, start
+from trainer.models.initialization import fill
 from trainer.models.rotary import apply_rope
 from trainer.models.short_convolution import ShortConvolution
+from trainer.models.weights import Weights
 
 _CUDNN, _FLASH, *_OTHERS = (
     SDPBackend.CUDNN_ATTENTION,
@@ -79,16 +80,8 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | No
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
-class AttentionSinks(nn.Module):
-    """One logit a head, of a key without a value that every token sees (as in GPT-OSS)."""
-
-    def __init__(self, n_heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_heads))
-
-    def forward(self) -> torch.Tensor:
-        """Return (H,): with tensor parallelism, the logits of this rank's heads."""
-        return self.weight
+class AttentionSinks(Weights):
+    """(H,): one logit a head, of a key without a value that every token sees (as in GPT-OSS)."""
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         parameter.zero_()
@@ -177,7 +170,4 @@ class Attention(nn.Module):
         return self.wo(out * gate.sigmoid() if self.gate else out, **of_adapters)  # (B, S, dim)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        if parameter.ndim == 1:
-            start(name, parameter)
-        else:
-            draw(parameter, generator, branches=self.branches if name == "wo.weight" else 1)
+        fill(name, parameter, generator, branches=self.branches if name == "wo.weight" else 1)

@@ -15,12 +15,11 @@ from trainer.families.args import all_layers, expert_layers
 from trainer.families.decoder_args import TransformerArgs
 from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
-from trainer.models.initialization import draw, start
+from trainer.models.initialization import fill
 from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import LINEAR_LAYERS
 from trainer.models.moe import MoE, routers_of
 from trainer.models.norms import NormOfHeads, OffsetNorm, build_norm
-from trainer.models.output import CappedOutput
 from trainer.models.rotary import apply_rope, freqs_cis_at, rope_frequencies
 from trainer.models.tiles import in_tiles
 
@@ -152,20 +151,22 @@ class FurtherTokenLayer(TransformerBlock):
         x = self.projection(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1))
         return super().forward(x, *args, **of_adapters)
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        draw(parameter, generator) if name == "projection.weight" else start(name, parameter)
-
 
 def _own(theta: float) -> str:
     """Return the name of the frequencies of layers that have their own base."""
     return f"frequencies_of_{theta}".replace(".", "_")
 
 
-def build_output(args: TransformerArgs) -> nn.Linear:
-    """Return the projection to logits."""
-    if args.logits_softcap is None:
-        return nn.Linear(args.dim, args.vocab_size, bias=False)
-    return CappedOutput(args.dim, args.vocab_size, args.logits_softcap)
+class CappedOutput(nn.Linear):
+    """Projection to logits c * tanh(logit / c), whose size is bounded (Gemma 2, arXiv 2408.00118). softcap: c."""
+
+    def __init__(self, dim: int, vocab_size: int, softcap: float) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.softcap = softcap
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (B, S, dim) -> (B, S, vocab)."""
+        return self.softcap * torch.tanh(super().forward(hidden) / self.softcap)
 
 
 class Transformer(nn.Module):
@@ -184,7 +185,9 @@ class Transformer(nn.Module):
         self.norm = build_norm(args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
         further = all_layers(args)[args.n_layers :]
         self.mtp_norms = nn.ModuleDict({str(i): deepcopy(self.norm) for i in further})
-        self.output = build_output(args)
+        cap = args.logits_softcap
+        kind = partial(nn.Linear, bias=False) if cap is None else partial(CappedOutput, softcap=cap)
+        self.output = kind(args.dim, args.vocab_size)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         pairs = args.table_dim // 2
@@ -281,4 +284,4 @@ class Transformer(nn.Module):
         elif name == "output.weight":
             parameter.normal_(0.0, 1.0 / parameter.shape[1], generator=generator)
         else:
-            start(name, parameter)
+            fill(name, parameter, generator)

@@ -47,7 +47,7 @@ class Experts(nn.Module):
     branches: of the model, see `initialization.draw`.
     """
 
-    stacked = ("w13", "w2")
+    stacked = muon_matrices = ("w13", "w2")
     """Parameters that can have adapters, which add `adapter_scale` times their product."""
 
     def __init__(self, dim: int, args: ExpertArgs, *, branches: int = 1) -> None:

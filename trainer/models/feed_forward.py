@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.models.initialization import draw, start
+from trainer.models.initialization import fill
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
@@ -31,7 +31,4 @@ class FeedForward(nn.Module):
         return self.w2(self.activation(self.w1(x, **of_adapters)) * self.w3(x, **of_adapters), **of_adapters)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        if parameter.ndim == 1:
-            start(name, parameter)
-        else:
-            draw(parameter, generator, branches=self.branches if name == "w2.weight" else 1)
+        fill(name, parameter, generator, branches=self.branches if name == "w2.weight" else 1)

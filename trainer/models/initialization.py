@@ -28,9 +28,12 @@ def draw(parameter: torch.Tensor, generator: torch.Generator, *, fan_in: int | N
     parameter.normal_(0.0, 1.0 / math.sqrt(inputs * branches), generator=generator)
 
 
-def start(name: str, parameter: torch.Tensor) -> None:
-    """Set a vector: biases to zero, weights of norms to one."""
-    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+def fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, branches: int = 1) -> None:
+    """Draw a matrix, see `draw`; set a vector: biases to zero, weights of norms to one."""
+    if parameter.ndim == 1:
+        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    else:
+        draw(parameter, generator, branches=branches)
 
 
 @torch.no_grad()

@@ -7,23 +7,15 @@ from torch import nn
 
 from trainer.families.args import LatentArgs
 from trainer.models.attention import InnerAttention
-from trainer.models.initialization import draw, start
+from trainer.models.initialization import fill
 from trainer.models.rotary import apply_rope
+from trainer.models.weights import Weights
 
 
-class UpProjection(nn.Module):
-    """The weights that make keys and values of latents, which attention applies where it needs them."""
+class UpProjection(Weights):
+    """(H * (N + V), R): what makes keys and values of latents, which attention applies where it needs them."""
 
-    def __init__(self, rank: int, rows: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, rank))
-
-    def forward(self) -> torch.Tensor:
-        """Return (H * (N + V), R): with tensor parallelism, the rows of this rank's heads."""
-        return self.weight
-
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        draw(parameter, generator)
+    muon_matrices = ("weight",)
 
 
 class LatentAttention(nn.Module):
@@ -60,7 +52,7 @@ class LatentAttention(nn.Module):
         self.kv_a_norm = nn.RMSNorm(args.rank, eps=norm_eps)
         self.gathered = nn.Identity()
         """Where tensor-parallel ranks, each with the latents of its tokens, get those of all."""
-        self.wkv_b = UpProjection(args.rank, n_heads * (args.nope_dim + args.value_dim))
+        self.wkv_b = UpProjection(n_heads * (args.nope_dim + args.value_dim), args.rank)
         self.wo = nn.Linear(n_heads * args.value_dim, dim, bias=False)
         self.inner_attention = InnerAttention(sliding_window)
 
@@ -95,7 +87,4 @@ class LatentAttention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2), **of_adapters)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        if parameter.ndim == 1:
-            start(name, parameter)
-        else:
-            draw(parameter, generator, branches=self.branches if name == "wo.weight" else 1)
+        fill(name, parameter, generator, branches=self.branches if name == "wo.weight" else 1)

@@ -9,9 +9,10 @@ from torch import nn
 
 from trainer.distributed.context_parallel.linear_attention import linear_attention
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, LinearArgs, MambaArgs
-from trainer.models.initialization import draw, start
+from trainer.models.initialization import fill
 from trainer.models.norms import NormOfHeads
 from trainer.models.short_convolution import InnerConvolution, Taps
+from trainer.models.weights import Weights
 
 
 class InnerLinearAttention(nn.Module):
@@ -33,18 +34,6 @@ class InnerLinearAttention(nn.Module):
         return linear_attention(q, k, v, log_decay, beta, plan, positions, scale)[0]
 
 
-class OfHeads(nn.Module):
-    """One number for each head, or for each channel of all heads."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads))
-
-    def forward(self) -> torch.Tensor:
-        """Return (H,): with tensor parallelism, the numbers of this rank's heads."""
-        return self.weight
-
-
 class Decay(nn.Module):
     """Logarithms of decays, -e^a_log * step, with step = softplus(x + dt_bias) (Mamba, arXiv 2312.00752).
 
@@ -55,7 +44,7 @@ class Decay(nn.Module):
     def __init__(self, heads: int, channels: int = 1) -> None:
         super().__init__()
         self.channels = channels
-        self.a_log, self.dt_bias = OfHeads(heads), OfHeads(heads * channels)
+        self.a_log, self.dt_bias = Weights(heads), Weights(heads * channels)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: (B, S, H * channels) -> logarithms and steps, (B, S, H), or (B, S, H, channels) of several."""
@@ -92,7 +81,7 @@ class LinearAttention(nn.Module):
         for name, channels in args.convolved().items():
             self.add_module(f"{name}_conv", Taps(channels, args.kernel))
             if args.convolution_bias:
-                self.add_module(f"{name}_bias", OfHeads(channels))
+                self.add_module(f"{name}_bias", Weights(channels))
         self.inner_convolution = InnerConvolution()
         self.inner_attention = InnerLinearAttention()
 
@@ -125,10 +114,8 @@ class LinearAttention(nn.Module):
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         if name.endswith("_bias.weight"):
             parameter.zero_()
-        elif parameter.ndim == 1:
-            start(name, parameter)
         else:
-            draw(parameter, generator, branches=self.branches if name == "wo.weight" else 1)
+            fill(name, parameter, generator, branches=self.branches if name == "wo.weight" else 1)
 
 
 class GatedDeltaNet(LinearAttention):
@@ -190,9 +177,9 @@ class Mamba2(LinearAttention):
 
     def __init__(self, dim: int, args: MambaArgs, *, norm_eps: float, branches: int = 1) -> None:
         super().__init__(dim, args, branches=branches)
-        self.decay, self.skip, self.norm_eps = Decay(args.heads), OfHeads(args.heads), norm_eps
+        self.decay, self.skip, self.norm_eps = Decay(args.heads), Weights(args.heads), norm_eps
         values = args.heads * args.head_dim
-        self.norm = NormOfHeads(values, eps=norm_eps) if args.groups == 1 else OfHeads(values)
+        self.norm = NormOfHeads(values, eps=norm_eps) if args.groups == 1 else Weights(values)
         kinds = ("conv", "bias") if args.convolution_bias else ("conv",)
         of_groups = "in_b", "in_c", *(f"{part}_{kind}" for part in "bc" for kind in kinds)
         of_heads = "in_z", "in_x", "in_dt", "skip", "decay.a_log", "decay.dt_bias", *(f"x_{kind}" for kind in kinds)
@@ -216,12 +203,6 @@ class Mamba2(LinearAttention):
             return self.norm(x)
         size = self.args.heads * self.args.head_dim // self.args.groups
         return F.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=self.norm_eps).flatten(2) * self.norm()
-
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        if name == "skip.weight":
-            parameter.fill_(1.0)
-        else:
-            super().init_parameter(name, parameter, generator)
 
 
 LINEAR_LAYERS = {GatedDeltaArgs: GatedDeltaNet, KimiDeltaArgs: KimiDeltaAttention, MambaArgs: Mamba2}

@@ -1,15 +1,14 @@
 """Which parameters of a model are matrices for Muon, and the rows of each matrix in a parameter that holds several.
 
 It is decided by the kind of the module that owns a parameter, never by its number of dimensions: a router, an embedding
-or the taps of a convolution have two and more, and are no maps between features. What a kind of module says:
+or the taps of a convolution have two and more, and are no maps between features. A kind of module, also of a package,
+says it with `muon_matrices`, a tuple of the names of its own parameters. What is known here:
 
     nn.Linear                   one matrix, but for the output, and those that `LinearArgs.gates` names
     Experts                     gate, up and down projection of each expert
     attention with gates        queries and gates apart; with `per_head`, the rows of each head
     Gated DeltaNet              queries, keys, values and gates apart, of all heads
     latent attention            what makes keys and what makes values of latents apart
-
-A module of a package says it with `muon_matrices`, a tuple of the names of its own parameters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,18 +19,10 @@ from trainer.config.errors import ConfigError
 from trainer.distributed.sharding.ranges import Range, Ranges
 from trainer.models.attention import Attention
 from trainer.models.experts import Experts
-from trainer.models.latent_attention import LatentAttention, UpProjection
+from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import GatedDeltaNet, LinearAttention
-from trainer.models.moe import Gate
-from trainer.models.short_convolution import Taps
-from trainer.transforms.lora import is_adapter
 
-_NO_MATRICES = (nn.Embedding, Gate, Taps, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Linear: ("weight",),
-    UpProjection: ("weight",),
-    Experts: Experts.stacked,
-}
+_NO_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def matrices_of(model_parts: Iterable[nn.Module], *, per_head: bool = False) -> dict[nn.Parameter, tuple[Ranges, ...]]:
@@ -78,11 +69,9 @@ def _names(module: nn.Module) -> Sequence[str] | None:
         return declared
     if isinstance(module, _NO_MATRICES):
         return ()
-    kind = next((kind for kind in _MATRICES if isinstance(module, kind)), None)
-    own = dict(module.named_parameters(recurse=False))
-    if kind is not None:
-        return [name for name in _MATRICES[kind] if name in own and not is_adapter(name)]
-    return () if all(parameter.ndim < 2 for parameter in own.values()) else None
+    if isinstance(module, nn.Linear):
+        return ("weight",)
+    return () if all(parameter.ndim < 2 for parameter in module.parameters(recurse=False)) else None
 
 
 def _unknown(name: str, module: nn.Module) -> str:

@@ -32,18 +32,13 @@ from trainer.families.args import ExpertArgs, expert_layers
 from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.experts import Experts
 from trainer.models.feed_forward import FeedForward
-from trainer.models.initialization import draw, start
 from trainer.observer import Observer
 
 
 class Gate(nn.Linear):
     """Linear module that computes in float32 at least."""
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        if parameter.ndim == 1:
-            start(name, parameter)
-        else:
-            draw(parameter, generator)
+    muon_matrices = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)

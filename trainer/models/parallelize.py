@@ -32,12 +32,14 @@ from trainer.distributed.tensor_parallel import (
     apply_tensor_parallel,
     logits_layout,
 )
+from trainer.families.decoder_tensors import hf_tensor
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
-from trainer.models.decoder import FurtherTokenLayer
+from trainer.models.decoder import FurtherTokenLayer, Transformer
 from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import Decay, LinearAttention, Mamba2
-from trainer.models.moe import MoE
+from trainer.models.model_spec import ModelSpec
+from trainer.models.moe import ExpertBalance, MoE
 from trainer.models.tiles import compute_in_tiles, experts_in_tiles
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.compile import apply_compile, share_memory
@@ -209,3 +211,7 @@ def keep_stage(model: nn.Module, modules: Collection[str]) -> None:
             del model.layers[layer]
             if layer in getattr(model, "mtp_norms", ()):
                 del model.mtp_norms[layer]
+
+
+SPEC = ModelSpec(Transformer, parallelize_decoder, keep_stage, state_dict_adapter=hf_tensor, observer=ExpertBalance)
+"""What the trainer calls of a family that is the decoder of this folder with arguments of its own."""

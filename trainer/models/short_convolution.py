@@ -6,6 +6,7 @@ from torch import nn
 
 from trainer.distributed.context_parallel.convolution import convolved
 from trainer.models.initialization import draw
+from trainer.models.weights import Weights
 
 
 class InnerConvolution(nn.Module):
@@ -27,16 +28,13 @@ class InnerConvolution(nn.Module):
         return convolved(rows, weight, positions, [(0, x.shape[1])])
 
 
-class Taps(nn.Module):
-    """The weights of some channels, as those of a depthwise nn.Conv1d: (C, 1, kernel)."""
+class Taps(Weights):
+    """(C, 1, kernel): the weights of some channels, as those of a depthwise nn.Conv1d."""
+
+    muon_matrices = ()
 
     def __init__(self, channels: int, kernel: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
-
-    def forward(self) -> torch.Tensor:
-        """Return (C, 1, kernel): with tensor parallelism, the weights of this rank's channels."""
-        return self.weight
+        super().__init__(channels, 1, kernel)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         """Draw with the variance of nn.Conv1d."""
