@@ -1,6 +1,5 @@
 """Degrees of parallelism against the number of ranks: integers only, no torch."""
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,7 +120,7 @@ def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
 
 
 def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
-    """Return each single degree whose change makes the product fit, or else the nearest change of several."""
+    """Return each single degree whose change makes the product fit, or else one of several."""
     free = [name for name, degree in named.items() if degree != -1]
     single = []
     for name in free:
@@ -134,30 +133,18 @@ def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
         single.append(f"{_KEYS[name]}{_product(name)} = {fitting}")
     if single:
         return single
-    nearest = _nearest(named, world_size)
-    return [", ".join(f"{_KEYS[name]}{_product(name)} = {degree}" for name, degree in nearest.items())]
+    fitting, left = {}, world_size
+    for name in named:
+        if name != "dp_shard":
+            fitting[name] = math.gcd(named[name], left)
+            left //= fitting[name]
+    fitting["dp_shard"] = -1 if named["dp_shard"] == -1 else left
+    changes = {name: degree for name, degree in fitting.items() if degree != named[name]}
+    return [", ".join(f"{_KEYS[name]}{_product(name)} = {degree}" for name, degree in changes.items())]
 
 
 def _product(name: str) -> str:
     return " (product)" if name == "domain" else ""
-
-
-def _nearest(named: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Return the fewest and smallest changes of degrees that fit; the shard degree, or -1, takes the rest."""
-    fixed = [name for name in named if name != "dp_shard"]
-    fitting = [
-        dict(zip(fixed, degrees, strict=True))
-        | {"dp_shard": -1 if named["dp_shard"] == -1 else world_size // math.prod(degrees)}
-        for degrees in itertools.product(_divisors(world_size), repeat=len(fixed))
-        if world_size % math.prod(degrees) == 0
-    ]
-
-    def distance(tried: Mapping[str, int]) -> tuple[int, float]:
-        changes = sum(degree != named[name] for name, degree in tried.items())
-        return changes, sum(abs(math.log(degree / named[name])) for name, degree in tried.items() if degree != -1)
-
-    best = min(fitting, key=distance)
-    return {name: best[name] for name in named if best[name] != named[name]}
 
 
 def _divisors(number: int) -> list[int]:

@@ -12,19 +12,16 @@ from trainer.distributed.context_parallel.planning.capabilities import runs_fla
 from trainer.families.args import DecoderArgs, experts_of, has_grouped_product, has_windows, mtp_layers_of
 from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, resolve_attention
-from trainer.job.chat import check_chat
+from trainer.job.data import check_chat, check_mixture, check_training_data, check_validation, check_validation_data
 from trainer.job.degrees import Degrees
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.float8 import check_float8
 from trainer.job.lora import check_lora
 from trainer.job.memory import host_memory, memory_of_stage
-from trainer.job.mixture import check_mixture, check_training_data
-from trainer.job.pipeline import resolve_pipeline
-from trainer.job.pipeline_stages import layers_of_stages
+from trainer.job.pipeline_stages import layers_of_stages, resolve_pipeline
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
 from trainer.job.training import check_balance, check_chunks
-from trainer.job.validation import check_validation, check_validation_data
 
 
 class Language(TaskSpec):

@@ -1,18 +1,18 @@
 """Make and check all decisions of a job before ranks start. Torch-free."""
 
+import math
 from dataclasses import replace
 
-from trainer.config.errors import Problems
+from trainer.config.errors import ConfigError, Problems
 from trainer.config.schema import JobConfig
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.args import ModelArgs, experts_of
-from trainer.families.registry import from_path
+from trainer.families.registry import flavor_args, from_path
 from trainer.job.compilation import resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
 from trainer.job.experts import check_experts
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
 from trainer.job.keys import check_bounds, check_effects
-from trainer.job.model import check_tensor_parallel_sizes, with_windows_of_flavor
 from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.record import ResolvedJob, TaskDecisions
 from trainer.job.tasks import resolve_model, task_of
@@ -56,12 +56,12 @@ def resolve(
     model = problems.check(resolve_model, config, missing)
     degrees = problems.check(_degrees, config, world_size, model)
     if model is not None and degrees is not None:
-        notes = of_adapters + (problems.check(check_effects, with_windows_of_flavor(config), degrees) or ())
+        notes = of_adapters + (problems.check(check_effects, _with_windows_of_flavor(config), degrees) or ())
     problems.raise_all()  # what follows counts on them
     task = task_of(config)
     problems.check(check_batch, config, degrees)
     problems.check(check_cpu_offload, config, degrees, device_type)
-    problems.check(check_tensor_parallel_sizes, model, config.model.flavor, degrees)
+    problems.check(_check_tensor_parallel_sizes, model, config.model.flavor, degrees)
     problems.check(check_experts, config, model, degrees)
     notes += tuple(problems.check(task.check, config, model, degrees) or ())
     for check in () if data_checked else task.data_checks(config):
@@ -122,6 +122,37 @@ def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Deg
         domain=parallelism.domain_parallel_degrees,
         ep=parallelism.expert_parallel_degree if has_experts else None,
     )
+
+
+def _with_windows_of_flavor(config: JobConfig) -> JobConfig:
+    """Return the configuration with the flavor's window in words of keys, by which other keys may have an effect.
+
+    Raises:
+        ConfigError: no such model or flavor.
+    """
+    if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
+        return config
+    args = flavor_args(config.model)
+    windows = [args.window_of_layer(layer) for layer in range(args.n_layers)] if config.task == "tokens" else []
+    shorter = [window for window in windows if window is not None and window < config.training.seq_len]
+    return replace(config, model=replace(config.model, sliding_window=shorter[0])) if shorter else config
+
+
+def _check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees) -> None:
+    """Check that tensor parallelism can shard the model.
+
+    Raises:
+        ConfigError: heads, feed-forward width or vocabulary that the degree does not divide.
+    """
+    sizes = args.tensor_parallel_sizes()
+    common = math.gcd(*sizes.values())
+    for what, size in sizes.items():
+        if size % degrees.tp:
+            fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree = {degrees.tp} must divide the {size} {what} of "
+                f"model.flavor = {flavor!r}; degrees that fit this model: {', '.join(fitting)}"
+            )
 
 
 def _without_auto(config: JobConfig, device_type: str, attention: ContextParallelOptions | None) -> JobConfig:

@@ -27,8 +27,7 @@ from trainer.config.loader import parse_command_line
 from trainer.config.schema import Checkpoint, Parallelism, Profiling
 from trainer.families.args import kind_of_layer
 from trainer.job import ResolvedJob, resolve
-from trainer.job.pipeline import resolve_pipeline
-from trainer.job.pipeline_stages import layers_of_stages
+from trainer.job.pipeline_stages import layers_of_stages, resolve_pipeline
 from trainer.planner import shim
 from trainer.planner.profile import Profile, deeper
 

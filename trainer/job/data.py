@@ -1,0 +1,144 @@
+"""Check the data of a run: the tables [mixture], [chat] and [validation], and the data sets that they name."""
+
+import re
+from contextlib import suppress
+from dataclasses import replace
+
+from trainer.config.data import CONVERSATIONS
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.schema import JobConfig
+from trainer.data.text_data import training_data, validation_data
+from trainer.data.sources.registry import DATASETS, all_documents, source_of
+from trainer.data.token_files.catalog import check_data
+from trainer.data.tokenizers.chat_template import find_template
+from trainer.data.tokenizers.encoders import plain_text
+from trainer.job.degrees import Degrees
+from trainer.job.training import check_batch
+
+
+def check_mixture(config: JobConfig) -> None:
+    """Check that each source has a name, a path and a weight, and that their kind of data has files."""
+    mixture, training = config.mixture, config.training
+    names = list(mixture.names)
+    for key in ("paths", "weights"):
+        given = list(getattr(mixture, key))
+        if len(given) != len(names):
+            raise ConfigError(
+                f"mixture.{key} = {given} lists {len(given)}, and mixture.names = {names} lists {len(names)}; give "
+                "one for each source"
+            )
+    if not names:
+        return
+    wrong = next((name for name in names if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"mixture.names = {names}: {wrong!r} must be a name of letters, digits, '_', '-' and '.', of one source; "
+            "write another one, such as 'web'"
+        )
+    if min(mixture.weights) < 0 or not sum(mixture.weights):
+        raise ConfigError(
+            f"mixture.weights = {list(mixture.weights)} must be at least 0, and one above 0; write shares, such as "
+            "0.7 0.3 (0 leaves a source out)"
+        )
+    if training.dataset_path is not None:
+        raise ConfigError(
+            f"training.dataset_path = {training.dataset_path!r} would do nothing beside mixture.paths; leave it out"
+        )
+    if not has_files(training.dataset):
+        raise ConfigError(
+            f"training.dataset = {training.dataset!r} is no kind of data that mixture.paths can name; use 'text', "
+            "'jsonl', 'tokens' or 'chat', for all sources"
+        )
+
+
+def check_training_data(config: JobConfig) -> None:
+    """Check the data set, or each source of the mixture, see `check_data`."""
+    if config.mixture.names and not has_files(config.training.dataset):
+        return  # refused by `check_mixture`
+    for settings in training_data(config):
+        check_data(settings, config.training.data_streams)
+
+
+def has_files(dataset: str) -> bool:
+    """Return whether a kind of data has files, which a mixture names."""
+    return dataset in DATASETS and bool(DATASETS[dataset].endings)
+
+
+def check_chat(config: JobConfig) -> None:
+    """Check the chat template with the first conversation of each data set.
+
+    Raises:
+        ConfigError: a template that is missing or damaged, or does not fit the conversation; a packing that cuts them.
+    """
+    settings, training = config.validation, config.training
+    if training.dataset in CONVERSATIONS and training.packing == "concatenate":
+        raise ConfigError(
+            f"training.packing = 'concatenate' would cut conversations of training.dataset = {training.dataset!r}; use "
+            "'best_fit' or 'pad', or leave it out"
+        )
+    sources = training_data(config)
+    if settings.enable:
+        sources.append(validation_data(config))
+        if sources[-1].dataset == "chat" and not config.masks_documents:
+            raise ConfigError(
+                "validation.dataset = 'chat' needs training.attention_mask = 'document', so that conversations in one "
+                "sequence do not see each other; set it, or train on 'chat' as well"
+            )
+    chats = [source for source in sources if source.dataset in CONVERSATIONS]
+    template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat) if chats else None
+    for source in chats:
+        with suppress(MissingFile):  # reported by the checks of data
+            found = next(all_documents(replace(source, skips=False)), None)
+            if found is None:
+                continue
+            if template is None:
+                plain_text(found)
+                if config.chat.arguments or config.chat.date:
+                    raise ConfigError(
+                        "chat.arguments and chat.date are those of a chat template, and there is none; leave them out, "
+                        "or name a template in model.chat_template"
+                    )
+            else:
+                template.render(found)
+
+
+def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
+    """Check lengths, and return notes.
+
+    Raises:
+        ConfigError: sequences longer than in training, or that cannot be divided among the ranks.
+    """
+    settings, training = config.validation, config.training
+    if not settings.enable:
+        return []
+    if settings.seq_len is not None:
+        if settings.seq_len > training.seq_len:
+            raise ConfigError(
+                f"validation.seq_len = {settings.seq_len} must be at most training.seq_len = {training.seq_len}, for "
+                "which the model is made; lower it, or leave it out"
+            )
+        as_training = replace(training, seq_len=settings.seq_len, global_batch_size=-1)
+        check_batch(replace(config, training=as_training), degrees, length_key="validation.seq_len")
+    if settings.source(training) == (training.dataset, training.dataset_path):
+        return [
+            "validation measures the loss on the training data: name other data in validation.dataset and "
+            "validation.dataset_path"
+        ]
+    return []
+
+
+def check_validation_data(config: JobConfig) -> None:
+    """Check that the validation data are there.
+
+    Raises:
+        ConfigError: see `check_source`.
+    """
+    if not config.validation.enable:
+        return
+    settings = validation_data(config)
+    if source_of(settings).iterable:
+        raise ConfigError(
+            f"validation.dataset = {settings.dataset!r} is an iterable, and each validation must read the same "
+            "documents; name a data set of files in validation.dataset"
+        )
+    check_data(settings)
