@@ -204,7 +204,7 @@ def unmoved(folder: str, hf: str) -> float:
 
 
 def unmoved_rows(reader: hf_reader.HFReader, name: str, offsets: list[int], lengths: list[int]) -> torch.Tensor:
-    return hf_reader._read_part(reader._stored[reader.pairs[name][1].name], offsets, lengths)
+    return hf_reader.read_part(reader._stored[reader.pairs[name][1].name], offsets, lengths)
 
 
 def test_the_test_sees_rotary_rows_in_the_wrong_order(pool: WorkerPool, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from trainer.families.decoder_args import TABLES, TransformerArgs
 from trainer.families.decoder_tensors import hf_tensor
 from trainer.families.layer_kinds import LayerKind, in_turns
 from trainer.families.rotary_entries import rope_entries, rotary, rotary_share, rotary_table
-from trainer.hugging_face.config_json import Entries, HFConfig
+from trainer.hugging_face.config_json import Entries
 from trainer.hugging_face.files import FLOAT8_BLOCK
 from trainer.hugging_face.tensors import HFTensor
 
@@ -43,9 +43,6 @@ class HFDecoder:
     def defaults(self) -> Mapping[str, Any]:
         """Entries that the architecture's class assumes where the file lacks them, if they are not those of Llama's."""
         return TABLES["assumed"].get(self.model_type, {})
-
-    def config(self) -> HFConfig:
-        return HFConfig(self.model_type, self._read, self._write, self.check_start)
 
     def tensor(self, args: TransformerArgs, name: str) -> HFTensor | None:
         """Return Hugging Face's tensor for a parameter, see `hf_tensor`."""
@@ -79,7 +76,7 @@ class HFDecoder:
         Raises:
             ConfigError: a feature that it does not have.
         """
-        there = self._read(Entries(Path(), self._entries(args)))
+        there = self.read(Entries(Path(), self._entries(args)))
         computed = _computed(args)
         for name, value in _computed(there).items():
             if value != computed[name]:
@@ -93,7 +90,7 @@ class HFDecoder:
         """As `check_features`, for a model that starts from there: its biases that choose experts begin at zero."""
         self.check_features(replace(args, router_bias_update_rate=0.0))
 
-    def _read(self, config: Entries) -> TransformerArgs:
+    def read(self, config: Entries) -> TransformerArgs:
         # An empty table of RoPE is as good as none.
         given = {key: value for key, value in config.content.items() if value or key not in _ROPE}
         config = Entries(config.file, {**self.defaults, **given})
@@ -147,7 +144,7 @@ class HFDecoder:
             quantised.only("fmt", "e4m3")
         return TransformerArgs(**fields)
 
-    def _write(self, args: TransformerArgs) -> dict[str, Any]:
+    def write(self, args: TransformerArgs) -> dict[str, Any]:
         self.check_features(args)
         return self._entries(args)
 

@@ -1,9 +1,8 @@
 """Names of models and flavors -> model arguments. Torch-free."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
@@ -12,7 +11,6 @@ from trainer.families import dense, hybrid, sparse
 from trainer.families.args import DecoderArgs, ModelArgs
 from trainer.families.decoder_args import sizes
 from trainer.hugging_face.config_json import Entries, HFConfig, folder_hint, read_config
-from trainer.hugging_face.tensors import HFTensor
 
 
 @dataclass(frozen=True)
@@ -23,19 +21,12 @@ class Family:
     spec: str = "trainer.models.parallelize"
     """The module that holds `SPEC`, a `ModelSpec`: what needs PyTorch."""
     hugging_face: HFConfig | None = None
-    """None: transformers does not have the family."""
-    tensor: Callable[[Any, str], HFTensor | None] | None = None
-    """The `ModelSpec.state_dict_adapter` of a family that shares its module with others."""
-    unread: Callable[[Any], tuple[str, ...]] = lambda args: ()
-    """The `ModelSpec.hf_unread` of such a family."""
+    """None: transformers does not have the family. Of an `HFDecoder` the spec gets the names of tensors, too."""
 
 
+_DECODERS = dense.FAMILIES | sparse.FAMILIES | hybrid.FAMILIES
 MODELS: Registry[Family] = Registry(
-    "model",
-    {
-        name: Family(sizes(name), hugging_face=known.config(), tensor=known.tensor, unread=known.unread)
-        for name, known in (dense.FAMILIES | sparse.FAMILIES | hybrid.FAMILIES).items()
-    },
+    "model", {name: Family(sizes(name), hugging_face=decoder) for name, decoder in _DECODERS.items()}
 )
 
 

@@ -1,10 +1,10 @@
 """`config.json` of a Hugging Face folder: its entries, checked. Torch-free. A family says what they mean to it."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.config.errors import ConfigError
 
@@ -74,19 +74,24 @@ class Entries:
         return value
 
 
-@dataclass(frozen=True)
-class HFConfig:
+class HFConfig(Protocol):
     """How a family reads `config.json` and writes it."""
 
     model_type: str
     """What `model_type` says of it."""
-    read: Callable[[Entries], Any]
-    """Entries -> model arguments, `max_seq_len` being the longest sequence that the file is for. It raises a
-    ConfigError, by key and value, for what the family does not have."""
-    write: Callable[[Any], dict[str, Any]]
-    """Model arguments -> entries. It raises a ConfigError for what transformers does not have."""
-    check_start: Callable[[Any], None]
-    """Model arguments -> nothing. It raises a ConfigError for what cannot start from weights of transformers."""
+
+    def read(self, config: Entries) -> Any:
+        """Return model arguments, `max_seq_len` being the longest sequence that the file is for.
+
+        Raises:
+            ConfigError: by key and value, what the family does not have.
+        """
+
+    def write(self, args: Any) -> dict[str, Any]:
+        """Return the entries of a model; ConfigError for what transformers does not have."""
+
+    def check_start(self, args: Any) -> None:
+        """Check that a model can start from weights of transformers, else raise a ConfigError."""
 
 
 def folder_hint(folder: Path) -> str:

@@ -65,18 +65,6 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     return _without_tables(found)
 
 
-def headers_of(found: Mapping[str, Stored]) -> bytes:
-    """Return what `stored_of` turns into these tensors of a folder on another rank."""
-    return json.dumps({name: [x.file.name, x.dtype, x.shape, x.start] for name, x in found.items()}).encode()
-
-
-def stored_of(folder: Path, headers: bytes) -> dict[str, Stored]:
-    found = json.loads(headers)
-    return {
-        name: Stored(folder / file, dtype, tuple(shape), start) for name, (file, dtype, shape, start) in found.items()
-    }
-
-
 def _without_tables(found: dict[str, Stored]) -> dict[str, Stored]:
     """Leave out the tables of frequencies that transformers stored until 2023, and ignores since then."""
     return {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}

@@ -15,8 +15,8 @@ import torch
 
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
-from trainer.hugging_face.files import BYTES, Stored, read_folder
-from trainer.hugging_face.reader import DTYPES
+from trainer.hugging_face.files import read_folder
+from trainer.hugging_face.reader import DTYPES, read_part
 from trainer.hugging_face.writer import NewFolder, carry
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -47,7 +47,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
         dtype = reduce(torch.promote_types, (DTYPES[stored.dtype] for stored in found.values()))
         with NewFolder(output, shapes, dtype) as folder:
             for name, stored in found.items():
-                tensor = _tensor(stored)
+                tensor = read_part(stored, [0] * len(stored.shape), stored.shape)
                 folder.put(name, _with_rows(tensor, rows, ids[0]) if name in grown else tensor)
                 del tensor
             folder.finish({CONFIG_FILE: {**config.content, "vocab_size": rows}}, Path(carried))
@@ -60,13 +60,6 @@ def _with_rows(tensor: torch.Tensor, rows: int, first: int) -> torch.Tensor:
     longer = (sums / first).to(tensor.dtype).expand(rows, -1).clone()
     longer[:first] = tensor[:first]
     return longer
-
-
-def _tensor(stored: Stored) -> torch.Tensor:
-    with stored.file.open("rb") as file:
-        file.seek(stored.start)
-        content = bytearray(file.read(math.prod(stored.shape) * BYTES[stored.dtype]))
-    return torch.frombuffer(content, dtype=DTYPES[stored.dtype]).view(stored.shape)
 
 
 def _added_to_tokenizer(folder: Path, source: Path, tokens: Sequence[str]) -> list[int]:

@@ -1,6 +1,7 @@
 """A Hugging Face folder as a checkpoint of weights: DCP asks for parts of our tensors, and only these are read."""
 
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from trainer.config.errors import ConfigError
-from trainer.hugging_face.files import BYTES, FLOAT8, Stored, headers_of, read_folder, stored_of
+from trainer.hugging_face.files import BYTES, FLOAT8, Stored, read_folder
 from trainer.hugging_face.quantised import BLOCKS, SCALES, blocks_of, dequantise, scaled, shapes_of, with_scales
 from trainer.hugging_face.tensors import HFModel, check_shapes
 
@@ -34,11 +35,12 @@ class HFReader(FileSystemReader):
     """
 
     def __init__(self, folder: Path, model: HFModel, headers: bytes | None = None) -> None:
-        """headers: what the attribute of a reader of another rank holds, which has read and checked the files."""
+        """headers: those of a reader of another rank, which has read and checked the files."""
         super().__init__(folder)
-        self._headers = headers_of(read_folder(folder)) if headers is None else headers
+        self.headers = pickle.dumps(read_folder(folder)) if headers is None else headers
+        """Names, shapes and places of all tensors, for readers of other ranks."""
         try:
-            self._stored = with_scales(stored_of(folder, self._headers))
+            self._stored = with_scales(pickle.loads(self.headers))
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
         there = (name for ours in model.further for name in model.pairs[ours][1].names)
@@ -48,11 +50,6 @@ class HFReader(FileSystemReader):
         self.pairs = model.pairs
         if headers is None:
             self._check(model)
-
-    @property
-    def headers(self) -> bytes:
-        """Names, shapes and places of all tensors, for readers of other ranks."""
-        return self._headers
 
     def _check(self, model: HFModel) -> None:
         second_names = {name: first for name, first in model.second_names.items() if {name, first} <= {*self._stored}}
@@ -87,16 +84,16 @@ class HFReader(FileSystemReader):
             return hf.from_hf(self._dequantised(hf.name, offsets[0], lengths[0]))[_places([0, *offsets[1:]], lengths)]
         stored = self._stored[hf.name]
         if hf.same_layout or 0 in lengths:
-            return _read_part(stored, [hf.first_row + offsets[0], *offsets[1:]], lengths)
+            return read_part(stored, [hf.first_row + offsets[0], *offsets[1:]], lengths)
         if hf.keeps_rows:
-            part = _read_part(stored, [offsets[0], *[0] * (len(stored.shape) - 1)], [lengths[0], *stored.shape[1:]])
+            part = read_part(stored, [offsets[0], *[0] * (len(stored.shape) - 1)], [lengths[0], *stored.shape[1:]])
             return hf.from_hf(part)[_places([0, *offsets[1:]], lengths)]
         if not hf.moves_rows:
-            whole = hf.from_hf(_read_part(stored, [0] * len(stored.shape), stored.shape))
+            whole = hf.from_hf(read_part(stored, [0] * len(stored.shape), stored.shape))
             return whole[_places(offsets, lengths)]
         rows = hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
         first = rows.min().item()
-        part = _read_part(stored, [hf.first_row + first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
+        part = read_part(stored, [hf.first_row + first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
         return part[rows - first]
 
     def _read_stacked(
@@ -111,13 +108,13 @@ class HFReader(FileSystemReader):
                 begin, end = max(first, start), min(last, start + size)
                 if begin < end:
                     cut = [begin - start, *offsets[2:]], [end - begin, *lengths[2:]]
-                    row[begin - first : end - first] = _read_part(self._stored[name], *cut)
+                    row[begin - first : end - first] = read_part(self._stored[name], *cut)
         return part
 
     def _dequantised(self, name: str, first: int, rows: int) -> torch.Tensor:
         """Return some rows (dim 0) of a tensor in MXFP4, of which a whole row changes its layout by itself."""
         parts = (self._stored[name + kind] for kind in (BLOCKS, SCALES))
-        return dequantise(*(_read_part(x, [first, *[0] * len(x.shape[1:])], [rows, *x.shape[1:]]) for x in parts))
+        return dequantise(*(read_part(x, [first, *[0] * len(x.shape[1:])], [rows, *x.shape[1:]]) for x in parts))
 
     def _check_equal(self, name: str, first: str) -> None:
         """Check that two tensors of the files, which are one in the model, have the same values.
@@ -129,7 +126,7 @@ class HFReader(FileSystemReader):
         same = (a.shape, a.dtype) == (b.shape, b.dtype)
         for start in range(0, a.shape[0], _ROWS) if same else ():
             part = [start, *[0] * len(a.shape[1:])], [min(_ROWS, a.shape[0] - start), *a.shape[1:]]
-            same = same and torch.equal(_read_part(a, *part), _read_part(b, *part))
+            same = same and torch.equal(read_part(a, *part), read_part(b, *part))
         if not same:
             raise ConfigError(f"{name} and {first} differ, and the model has one tensor for both (tie_word_embeddings)")
 
@@ -163,7 +160,7 @@ def _dtype_of(stored: Stored) -> torch.dtype:
     return DTYPES[stored.dtype] if stored.scales is None else torch.float32
 
 
-def _read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+def read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     """Return a part of a tensor of a file, of shape `lengths`; no other bytes are read but those of scales."""
     part = _read_bytes(stored, offsets, lengths)
     if stored.scales is None or 0 in lengths:

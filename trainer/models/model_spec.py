@@ -10,6 +10,7 @@ import torch
 from trainer.config.errors import ConfigError
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import is_further, mtp_layers_of
+from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.registry import MODELS
 from trainer.hugging_face.tensors import HFModel, HFTensor
 from trainer.job.record import ResolvedJob
@@ -85,9 +86,9 @@ class ModelSpec:
 
 def model_spec(name: str) -> ModelSpec:
     """Return the spec of a model family."""
-    family = MODELS[name]
-    spec = importlib.import_module(family.spec).SPEC
-    return spec if family.tensor is None else replace(spec, state_dict_adapter=family.tensor, hf_unread=family.unread)
+    there, spec = MODELS[name].hugging_face, importlib.import_module(MODELS[name].spec).SPEC
+    of_decoder = isinstance(there, HFDecoder)
+    return replace(spec, state_dict_adapter=there.tensor, hf_unread=there.unread) if of_decoder else spec
 
 
 def hf_model(spec: ModelSpec, args: Any) -> HFModel:
