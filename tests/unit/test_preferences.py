@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.chat_files import CHATML, chat_folder, write_lines
+from trainer.config.data import DPO
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.preferences import DPO
 from trainer.data.loader import BatchLoader
 from trainer.data.packing.sequence import IGNORE_INDEX, sample_of
 from trainer.data.sources.registry import DataSettings

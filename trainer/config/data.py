@@ -1,4 +1,4 @@
-"""The tables [mixture] (several data sets) and [chat] (how conversations are read)."""
+"""The tables [mixture] (several data sets), [chat] (how conversations are read) and [dpo] (pairs of answers)."""
 
 import json
 from contextlib import suppress
@@ -7,7 +7,7 @@ from datetime import date
 from typing import Any, Literal
 
 from trainer.config.errors import ConfigError
-from trainer.config.keys import TOKENS, Condition, key, needs
+from trainer.config.keys import POSITIVE, TOKENS, Bounds, Condition, key, needs, needs_value
 
 CONVERSATIONS = ("chat", "preferences")
 """Data sets whose documents have answers, and never see each other."""
@@ -24,6 +24,9 @@ def reads(*datasets: str) -> Condition:
 
 
 CHAT = reads(*CONVERSATIONS)
+_PAIRS = Condition(
+    lambda config, _: config.training.dataset == "preferences", "without training.dataset = 'preferences'"
+)
 _MIXED = needs("mixture.names", remedy="name the sources, or leave it out")
 
 
@@ -74,3 +77,19 @@ class Chat:
         except ValueError:
             raise ConfigError(f"chat.date = {self.date!r} is no date; write one as 2026-01-31") from None
         return values
+
+
+@dataclass(frozen=True)
+class DPO:
+    """Direct preference optimization of a run with training.dataset = "preferences"."""
+
+    beta: float = key(0.1, POSITIVE, when=_PAIRS)
+    """How much a change of an answer's log-probability counts: a reward is beta times the change."""
+    loss: Literal["sigmoid", "ipo"] = key("sigmoid", when=_PAIRS)
+    """sigmoid: of the difference of rewards (DPO); ipo: squared error of its mean over tokens from 1 / (2 beta)."""
+    label_smoothing: float = key(
+        0.0, Bounds(lambda x: 0 <= x < 0.5, "in [0, 0.5)"), when=(_PAIRS, needs_value("dpo.loss", "sigmoid"))
+    )
+    """Assumed share of pairs whose answers are the wrong way round."""
+    reference: Literal["auto", "adapters", "copy"] = key("auto", when=_PAIRS)
+    """Changes are from the model without its adapters, or a frozen copy of the first weights; auto: by lora."""

@@ -7,8 +7,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.legacy import Settings, accepted_keys, rewrite, todays_value
-from trainer.config.presets import found_or_preset
-from trainer.config.toml import load_toml
+from trainer.config.toml import found_or_preset, load_toml
 from trainer.config.unknown import unknown_key, unknown_table
 from trainer.config.values import from_toml, shown
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
-from trainer.config.presets import found_or_preset
-from trainer.config.toml import load_toml
+from trainer.config.toml import found_or_preset, load_toml
 
 _KEYS = (("job", "imports"), ("experimental", "custom_import"))
 """Today's key, and torchtitan's."""

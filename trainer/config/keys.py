@@ -64,10 +64,10 @@ def needs(*switches: str, remedy: str = "") -> Condition:
 
 
 @cache
-def needs_value(key: str, value: object) -> Condition:
-    """Return the condition that another key has this value."""
-    otherwise, general = f"with {key} = {{0.{key}!r}}", f"unless {key} = {value!r}"
-    return Condition(lambda config, _: attrgetter(key)(config) == value, otherwise, general=general)
+def needs_value(key: str, *values: object, why: str = "", remedy: str = "") -> Condition:
+    """Return the condition that another key has one of these values."""
+    otherwise, general = f"with {key} = {{0.{key}!r}}{why}", f"unless {key} = {' or '.join(map(repr, values))}"
+    return Condition(lambda config, _: attrgetter(key)(config) in values, otherwise, remedy, general)
 
 
 @cache

@@ -17,9 +17,9 @@ from trainer.config.help import help_text
 from trainer.config.imports import import_packages, imports_of
 from trainer.config.keys import keys_of
 from trainer.config.legacy import Settings, check_absent, rewrite
-from trainer.config.presets import found_or_preset
 from trainer.config.registry import with_tables
 from trainer.config.schema import JobConfig
+from trainer.config.toml import found_or_preset
 
 
 @dataclass(frozen=True)

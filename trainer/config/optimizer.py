@@ -29,11 +29,7 @@ _DECAYS = Condition(
     lambda config, _: config.lr_scheduler.decays_within(config.training.steps),
     "because the learning rate does not decay within training.steps = {0.training.steps}",
 )
-_ADAM = Condition(
-    lambda config, _: config.optimizer.name in OPTIMIZERS_HERE,
-    "with optimizer.name = {0.optimizer.name!r}, which has settings of its own",
-    general="unless optimizer.name is AdamW, Adam or Muon",
-)
+_ADAM = needs_value("optimizer.name", "AdamW", "Adam", "Muon", why=", which has settings of its own")
 _MUON = needs_value("optimizer.name", "Muon")
 _NOT_FLOAT64 = unless("training.dtype", "float64", ", in which they are computed")
 _HALF = Condition(

@@ -40,17 +40,15 @@ _SENDING_KV = unless(
     ", which sends no keys and values to be added to",
     remedy="leave it out, or use 'ring', 'all_gather' or 'hybrid'",
 )
-_EXCHANGING = Condition(
-    lambda config, _: config.parallelism.context_parallel_method in ("all_to_all", "hybrid"),
-    "with parallelism.context_parallel_method = {0.parallelism.context_parallel_method!r}, which exchanges no heads",
-    "leave it out, or use 'all_to_all' or 'hybrid'",
-    general='unless parallelism.context_parallel_method is `"all_to_all"` or `"hybrid"`',
+_EXCHANGING = needs_value(
+    "parallelism.context_parallel_method",
+    "all_to_all",
+    "hybrid",
+    why=", which exchanges no heads",
+    remedy="leave it out, or use 'all_to_all' or 'hybrid'",
 )
-_ALL_TO_ALL = Condition(
-    lambda config, _: config.parallelism.context_parallel_method == "all_to_all",
-    "with parallelism.context_parallel_method = {0.parallelism.context_parallel_method!r}",
-    "leave it out, or use 'all_to_all'",
-    general='unless parallelism.context_parallel_method is `"all_to_all"`',
+_ALL_TO_ALL = needs_value(
+    "parallelism.context_parallel_method", "all_to_all", remedy="leave it out, or use 'all_to_all'"
 )
 _DEALT = Condition(
     lambda config, _: (
@@ -107,10 +105,7 @@ class Parallelism:
     )
     """Key/value heads that are sent at a time (all_gather, all_to_all): less memory, more exchanges."""
     context_parallel_query_heads_per_pass: int = key(
-        0,
-        Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"),
-        "heads",
-        when=(_WITH_CP, _ALL_TO_ALL),
+        0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "heads", when=(_WITH_CP, _ALL_TO_ALL)
     )
     """Query heads of one key/value head that all_to_all sends at a time, below what heads_per_pass can do."""
     context_parallel_gradient_dtype: Literal["float32", "bfloat16"] = key("float32", when=(_WITH_CP, _SENDING_KV))

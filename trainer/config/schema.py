@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.config.checkpoint import SAVING, Checkpoint
-from trainer.config.data import CHAT, CONVERSATIONS, Chat, Mixture, reads
+from trainer.config.data import CHAT, CONVERSATIONS, DPO, Chat, Mixture, reads
 from trainer.config.keys import (
     AT_LEAST_ONE,
     NOT_NEGATIVE,
@@ -26,7 +26,6 @@ from trainer.config.keys import (
 )
 from trainer.config.optimizer import LRScheduler, Muon, Optimizer
 from trainer.config.parallelism import DATA_PARALLEL, NO_PIPELINE, Comm, Parallelism
-from trainer.config.preferences import DPO
 from trainer.config.registry import TASK_OF_DATASET
 from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 

@@ -113,7 +113,8 @@ def hf_tensor(
     ):  # latent attention has adjacent pairs there, too
         return there
     sizes = args.head_dim * (2 if args.attention_gate and part == "attention.wq" else 1), args.rotary_dim
-    return replace(there, to_hf=partial(_to_halves, *sizes), from_hf=partial(_to_pairs, *sizes), moves_rows=True)
+    to_hf, from_hf = (partial(_swap, *sizes, order) for order in ((-1, 2), (2, -1)))
+    return replace(there, to_hf=to_hf, from_hf=from_hf, moves_rows=True)
 
 
 def _place(args: TransformerArgs, layer: int, part: str, table: Mapping[str, str]) -> dict[str, int]:
@@ -141,34 +142,23 @@ def _of_gpt_oss(mlp: str, part: str) -> HFTensor:
     return HFTensor(f"{mlp}.experts.{name}", *layout, keeps_rows=bool(layout))
 
 
-def _to_halves(head_dim: int, rotary_dim: int, rows: "torch.Tensor") -> "torch.Tensor":
-    """Move the rows of heads from adjacent rotary pairs to pairs that are half of the rotated rows apart."""
-    return _swap(rows, head_dim, rotary_dim, (-1, 2))
+def _swap(head_dim: int, rotary_dim: int, sizes: tuple[int, int], rows: "torch.Tensor") -> "torch.Tensor":
+    """Transpose the two dimensions, of such sizes, into which the rotated rows of each head are divided.
 
-
-def _to_pairs(head_dim: int, rotary_dim: int, rows: "torch.Tensor") -> "torch.Tensor":
-    """Undo `_to_halves`."""
-    return _swap(rows, head_dim, rotary_dim, (2, -1))
-
-
-def _swap(rows: "torch.Tensor", head_dim: int, rotary_dim: int, sizes: tuple[int, int]) -> "torch.Tensor":
-    """Transpose the two dimensions, of such sizes, into which the rotated rows of each head are divided."""
+    (-1, 2): from adjacent rotary pairs to pairs that are half of the rotated rows apart; (2, -1): back.
+    """
     heads = rows.unflatten(0, (-1, head_dim)).clone()
-    rotated = heads[:, :rotary_dim]
-    heads[:, :rotary_dim] = rotated.unflatten(1, sizes).transpose(1, 2).flatten(1, 2).clone()
+    heads[:, :rotary_dim] = _turned(heads[:, :rotary_dim], sizes).clone()
     return heads.flatten(0, 1)
 
 
-def _in_turn(x: "torch.Tensor") -> "torch.Tensor":
-    """(E, 2 * hidden, ...): rows of the first and of the second half in turn."""
-    return x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+def _turned(x: "torch.Tensor", sizes: tuple[int, int]) -> "torch.Tensor":
+    """Transpose the two dimensions, of such sizes, into which dim 1 is divided."""
+    return x.unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
 
 
-def _in_halves(x: "torch.Tensor") -> "torch.Tensor":
-    """Undo `_in_turn`."""
-    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-
-
+# Rows of gates and of what they multiply: two halves of (E, 2 * hidden, ...) here, in turn there.
+_in_turn, _in_halves = partial(_turned, sizes=(2, -1)), partial(_turned, sizes=(-1, 2))
 _OF_GPT_OSS = {
     "experts.w13": ("gate_up_proj", lambda x: _in_turn(x).mT, lambda x: _in_halves(x.mT)),
     "experts.b13": ("gate_up_proj_bias", _in_turn, _in_halves),

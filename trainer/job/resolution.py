@@ -20,7 +20,6 @@ from trainer.job.training import (
     adapters_by_adamw,
     check_batch,
     check_cpu_offload,
-    check_optimizer,
     check_profiling,
     check_schedule,
     check_trackers,
@@ -50,9 +49,10 @@ def resolve(
     problems = Problems(missing)
     check_bounds(config, problems)
     problems.raise_all()
-    checks = check_schedule, check_optimizer, check_profiling, check_trackers, check_dump_folder, check_checkpoint_keys
+    checks = check_schedule, check_profiling, check_trackers, check_dump_folder, check_checkpoint_keys
     for check in checks:
         problems.check(check, config)
+    problems.check(config.optimizer.group_rules)
     model = problems.check(resolve_model, config, missing)
     degrees = problems.check(_degrees, config, world_size, model)
     if model is not None and degrees is not None:

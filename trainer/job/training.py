@@ -48,15 +48,6 @@ def check_schedule(config: JobConfig) -> None:
         )
 
 
-def check_optimizer(config: JobConfig) -> None:
-    """Check what parameters by name are to have.
-
-    Raises:
-        ConfigError: an entry of optimizer.groups is wrong.
-    """
-    config.optimizer.group_rules()
-
-
 def adapters_by_adamw(config: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
     """Return the configuration with AdamW in the place of Muon where adapters alone are trained, and a note of it."""
     if not (config.optimizer.name == "Muon" and config.lora.rank):

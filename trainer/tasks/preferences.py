@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.config.preferences import DPO
+from trainer.config.data import DPO
 from trainer.data.loader import TextBatch
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
