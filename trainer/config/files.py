@@ -12,27 +12,40 @@ from trainer.config.unknown import unknown_key, unknown_table
 from trainer.config.values import from_toml, shown
 
 
-def read_file(path: Path, schema: type, problems: Problems, chain: tuple[Path, ...] = ()) -> Settings:
-    """Return the settings of a file merged over its bases; wrong ones go to `problems`.
-
-    chain: the files that led here by their key `base`.
+def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield a file and its content, then its base, and so on.
 
     Raises:
         ConfigError: a file is missing or not TOML, or a base is wrong.
     """
-    if path.resolve() in [earlier.resolve() for earlier in chain]:
-        circle = " -> ".join(str(file) for file in (*chain, path))
-        raise ConfigError(f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base")
-    content = load_toml(path, chain)
-    base, below = content.pop("base", None), Settings()
-    if base is not None and not isinstance(base, str):
-        raise ConfigError(f'base = {shown(base)} (in {path}) must be one file name, such as base = "llama3_8b.toml"')
-    own = Settings()
-    with problems.collected():
-        own = _typed(content, f"in {path}", schema, problems)
-    if base is not None:
-        below = read_file(found_or_preset(path.parent / base, base), schema, problems, (*chain, path))
-    return own.over(below)
+    chain: tuple[Path, ...] = ()
+    while True:
+        if path.resolve() in [earlier.resolve() for earlier in chain]:
+            circle = " -> ".join(str(file) for file in (*chain, path))
+            raise ConfigError(f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base")
+        content = load_toml(path, chain)
+        base = content.pop("base", None)
+        if base is not None and not isinstance(base, str):
+            raise ConfigError(
+                f'base = {shown(base)} (in {path}) must be one file name, such as base = "llama3_8b.toml"'
+            )
+        yield path, content
+        if base is None:
+            return
+        chain, path = (*chain, path), found_or_preset(path.parent / base, base)
+
+
+def read_file(path: Path, schema: type, problems: Problems) -> Settings:
+    """Return the settings of a file merged over its bases; wrong ones go to `problems`.
+
+    Raises:
+        ConfigError: as `with_bases`.
+    """
+    settings = Settings()
+    for file, content in with_bases(path):
+        with problems.collected():
+            settings = settings.over(_typed(content, f"in {file}", schema, problems))
+    return settings
 
 
 def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems) -> Settings:

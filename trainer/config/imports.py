@@ -2,12 +2,13 @@
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
-from trainer.config.toml import found_or_preset, load_toml
+from trainer.config.files import with_bases
+from trainer.config.toml import found_or_preset
 
 _KEYS = (("job", "imports"), ("experimental", "custom_import"))
 """Today's key, and torchtitan's."""
@@ -44,25 +45,14 @@ def imports_of(options: Sequence[tuple[str, list[str]]]) -> list[str]:
     for table, key in _KEYS:
         if f"{table}.{key}" in words:
             return words[f"{table}.{key}"]
-    name = words.get("job.config_file")
-    for content in _contents(name[0]) if name else ():
-        for table, key in _KEYS:
-            settings = content.get(table)
-            value = settings.get(key) if isinstance(settings, dict) else None
-            if isinstance(value, str) and value:
-                return [value]
-            if isinstance(value, list):
-                return [item for item in value if isinstance(item, str)]
+    if name := words.get("job.config_file"):
+        with suppress(ConfigError):
+            for _, content in with_bases(found_or_preset(Path(name[0]), name[0])):
+                for table, key in _KEYS:
+                    settings = content.get(table)
+                    value = settings.get(key) if isinstance(settings, dict) else None
+                    if isinstance(value, str) and value:
+                        return [value]
+                    if isinstance(value, list):
+                        return [item for item in value if isinstance(item, str)]
     return []
-
-
-def _contents(name: str) -> Iterator[dict[str, object]]:
-    """Yield the content of a file, and of its bases, as far as they can be read."""
-    path, seen = found_or_preset(Path(name), name), set()
-    with suppress(ConfigError):
-        while path.resolve() not in seen:
-            seen.add(path.resolve())
-            yield (content := load_toml(path))
-            if not isinstance(base := content.get("base"), str):
-                return
-            path = found_or_preset(path.parent / base, base)

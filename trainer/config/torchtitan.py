@@ -42,14 +42,21 @@ class Absent:
     replaced: str = ""
 
 
-def _rotation(how: str) -> str:
-    """Return the method that sends K/V to the next rank ("alltoall"), or gathers them at once ("allgather")."""
-    if how in ("alltoall", "allgather"):
-        return {"alltoall": "ring", "allgather": "all_gather"}[how]
-    raise ConfigError(
-        f"context_parallel_rotate_method = {how!r} has no counterpart here; use parallelism.context_parallel_method = "
-        "'ring' or 'all_gather' (once 'alltoall' and 'allgather')"
-    )
+def _one_of(key: str, values: Mapping[str, Any], instead: str) -> Callable[[str], Any]:
+    """Return the conversion of a key that once had these values. instead: what to use for another one."""
+
+    def convert(value: str) -> Any:
+        if value not in values:
+            raise ConfigError(f"{key} = {value!r} has no counterpart here; use {instead}")
+        return values[value]
+
+    return convert
+
+
+# It sends K/V to the next rank, or gathers them at once.
+_ROTATIONS = {"alltoall": "ring", "allgather": "all_gather"}
+_METHODS = "parallelism.context_parallel_method = 'ring' or 'all_gather' (once 'alltoall' and 'allgather')"
+_FLOAT8 = {"dynamic": True, "": False}
 
 
 def _schedule(name: str) -> str:
@@ -59,13 +66,6 @@ def _schedule(name: str) -> str:
     if (plain := name.lower().replace("_", "")) in names:
         return names[plain]
     raise ConfigError(f"experimental.pipeline_parallel_schedule = {name!r} is no schedule{did_you_mean(name, today)}")
-
-
-def _fp8_linear(how: str) -> bool:
-    """Return whether float8 is on: "dynamic" scales from the tensor itself, or "" for off."""
-    if how in ("dynamic", ""):
-        return how == "dynamic"
-    raise ConfigError(f"training.fp8_linear = {how!r} has no counterpart here; use float8.enable (once 'dynamic')")
 
 
 def _converters(names: Sequence[str]) -> bool:
@@ -87,9 +87,9 @@ _CONVERSIONS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "list_of_one": (str, lambda name: (name,) if name else ()),
     "joined": (tuple[_STRINGS, ...], lambda stages: tuple(",".join(names) for names in stages)),
     "split": (_STRINGS, lambda points: tuple(name.strip() for point in points for name in point.split(","))),
-    "rotation": (str, _rotation),
+    "rotation": (str, _one_of("context_parallel_rotate_method", _ROTATIONS, _METHODS)),
     "schedule": (str, _schedule),
-    "fp8_linear": (str, _fp8_linear),
+    "fp8_linear": (str, _one_of("training.fp8_linear", _FLOAT8, "float8.enable (once 'dynamic')")),
     "converters": (_STRINGS, _converters),
 }
 

@@ -86,11 +86,6 @@ class ActivationCheckpoint:
     """Tokens of a rank at a time that pass the feed-forward network or experts, whose backward computes them again."""
 
     @property
-    def every(self) -> int | None:
-        """For selective: every how many layers are checkpointed in full; None for "op"."""
-        return None if self.selective_ac_option == "op" else int(self.selective_ac_option)
-
-    @property
     def whole_layers(self) -> int:
         """Every so many layers one is recomputed from its input alone; 0: none."""
         selected = int(self.selective_ac_option) if self.selective_ac_option.isdecimal() else 0

@@ -56,23 +56,23 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     trained_whole = whole_sizes(job.config, model, degrees.tp)
     sizes = _parameters(job)
     shards = degrees.dp_shard * degrees.cp
-    layers = layers_of(modules)
+
+    def of_rank(sizes: dict[str, int], ranks: int = shards) -> int:
+        """Return the share of a rank of what the modules of the stage have, by name."""
+        return math.ceil(sum(sizes.get(name, 0) for name in modules) / ranks)
+
     # Weights of a rank's experts in one layer, which its `efsdp` ranks divide.
-    sparse = len({*layers} & {*expert_layers(model)})
-    of_experts = sparse and _experts(job)
-    own = sum(sizes.get(name, 0) for name in modules)
-    local = math.ceil(own / shards) + sparse * math.ceil(of_experts / degrees.efsdp)
-    added = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards)
-    beside = math.ceil(sum(trained_whole.get(name, 0) for name in modules) / shards)
-    trained = added + beside if adapters else local
+    sparse = len({*layers_of(modules)} & {*expert_layers(model)})
+    local = of_rank(sizes) + sparse * math.ceil((sparse and _experts(job)) / degrees.efsdp)
+    added = of_rank(adapters)
+    trained = added + of_rank(trained_whole) if adapters else local
     moments = 2 * trained
     if job.config.optimizer.name == "Muon":  # one of a matrix
-        matrices = matrix_sizes(model, degrees.tp)
-        experts = _by_module({name: size for name, size in matrices.items() if ".experts." in name})
-        matrices = _by_module({name: size for name, size in matrices.items() if ".experts." not in name})
-        moments -= math.ceil(sum(matrices.get(name, 0) for name in modules) / shards)
-        if experts:
-            moments -= math.ceil(sum(experts.get(name, 0) for name in modules) / degrees.ep / degrees.efsdp)
+        kinds: dict[bool, dict[str, int]] = {True: {}, False: {}}
+        for name, size in matrix_sizes(model, degrees.tp).items():
+            kinds[".experts." in name][name] = size
+        ranks = (degrees.ep or 1) * degrees.efsdp
+        moments -= of_rank(_by_module(kinds[False])) + of_rank(_by_module(kinds[True]), ranks)
     rows, of_batch = training.seq_len // degrees.cp, 2 * 8 * training.local_batch_size  # tokens and labels
     return RankMemory(
         weights=(local + added) * stored,

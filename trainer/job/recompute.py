@@ -82,7 +82,7 @@ def why_no_parts(config: JobConfig, compilation: CompileOptions) -> str | None:
         )
     if config.float8.enable:
         return "with float8.enable would find a scale for each part; leave one of them out"
-    if settings.mode == "selective" and settings.every is None:
+    if settings.mode == "selective" and not settings.whole_layers:
         return (
             "recomputes all products of the network, and activation_checkpoint.mode = 'selective' by operator keeps "
             "some; use the mode 'full' or 'none', or activation_checkpoint.selective_ac_option = '2'"

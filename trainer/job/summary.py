@@ -172,8 +172,8 @@ def _precision(job: ResolvedJob) -> str:
 def _recomputed(job: ResolvedJob) -> str:
     settings = job.config.activation_checkpoint
     if settings.mode == "selective":
-        if settings.every is not None:
-            return f"activations of every {settings.every}th layer (selective)"
+        if every := settings.whole_layers:
+            return f"activations of every {every}th layer (selective)"
         return "activations but for attention and every second matrix product (selective, by operator)"
     return {
         "none": 'nothing: all activations are kept (activation_checkpoint.mode = "none")',

@@ -63,7 +63,7 @@ def apply_activation_checkpoint(
     forward = _forward_keeping_inputs
     if config.mode == "memory_budget":
         forward = _forward_within_budget
-    elif config.mode == "selective" and config.every is None:
+    elif config.mode == "selective" and not config.whole_layers:
         on_host = config.offload == "inputs+attention"
         forward = _forward_with_attention_on_host if on_host else _forward_keeping_operators
     for number in config.checkpointed(map(int, layers)):
