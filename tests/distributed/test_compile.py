@@ -19,7 +19,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from trainer.config.loader import parse_command_line
 from trainer.distributed.sharding import exchange
-from trainer.job.compilation import resolve_compilation
+from trainer.job.transforms import resolve_compilation
 from trainer.runtime.console import logger
 from trainer.transforms import compile as compiling
 

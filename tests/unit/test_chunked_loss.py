@@ -11,7 +11,7 @@ from scripts.benchmarks.chunked_loss import Passes
 from trainer.components.loss import row_losses, token_losses
 from trainer.config.loader import parse_command_line
 from trainer.data.packing.sequence import IGNORE_INDEX
-from trainer.job.compilation import resolve_compilation
+from trainer.job.transforms import resolve_compilation
 from trainer.models.chunked_loss import (
     ChunkFunctions,
     Chunks,

@@ -130,7 +130,7 @@ def test_the_test_sees_an_arrow_that_climbs_and_a_circle() -> None:
     stores, job = "trainer.stores.folder", "trainer.job.record"
     assert climbs(stores, job)
     assert not climbs(job, stores)
-    assert not climbs(job, "trainer.job.keys")
+    assert not climbs(job, "trainer.job.degrees")
     assert climbs("trainer.checkpoint.files", "trainer.tasks.task")
     assert climbs(f"{_CP}.live", "trainer.distributed.parallel_dims")
     sharding, domain, context = (

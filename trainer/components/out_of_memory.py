@@ -7,8 +7,8 @@ import torch
 
 from trainer.job.loss import saves_memory, why_no_chunks
 from trainer.job.pipeline_stages import layers_of_stages
-from trainer.job.recompute import least_offloadable, why_no_parts
 from trainer.job.record import ResolvedJob
+from trainer.job.transforms import least_offloadable, why_no_parts
 
 
 def is_out_of_memory(error: BaseException) -> bool:

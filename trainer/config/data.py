@@ -57,11 +57,7 @@ class Chat:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments of the template by name.
-
-        Raises:
-            ConfigError: an argument is not name=value, or the date is none.
-        """
+        """The arguments of the template by name; ConfigError if one is not name=value, or the date is none."""
         values = {}
         for argument in self.arguments:
             name, equals, text = (part.strip() for part in argument.partition("="))

@@ -53,11 +53,7 @@ class Problems:
         return None
 
     def raise_all(self) -> None:
-        """Raise the errors that were collected, if any.
-
-        Raises:
-            ConfigError: the only error, or all of them.
-        """
+        """Raise the errors that were collected, if any: the only ConfigError, or one with all of them."""
         if len(self._found) == 1:
             raise self._found[0]
         if self._found:

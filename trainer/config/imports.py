@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
-from trainer.config.files import with_bases
-from trainer.config.toml import found_or_preset
+from trainer.config.toml import found_or_preset, with_bases
 
 _KEYS = (("job", "imports"), ("experimental", "custom_import"))
 """Today's key, and torchtitan's."""
@@ -17,11 +16,7 @@ IMPORTED: list[str] = []
 
 
 def import_packages(names: Sequence[str]) -> None:
-    """Import the modules; like `python -m`, from the folder where the command runs as well.
-
-    Raises:
-        ConfigError: one is missing, or fails.
-    """
+    """Import the modules, also from the folder where the command runs; ConfigError if one is missing, or fails."""
     if names and not {"", str(Path.cwd())} & {*sys.path}:
         sys.path.insert(0, str(Path.cwd()))
     for name in names:

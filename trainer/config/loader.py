@@ -4,7 +4,9 @@ Every source becomes a flat dict "table.key" -> typed value. Older spellings are
 are merged. All wrong settings of all sources are reported at once.
 """
 
+import json
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,14 +14,15 @@ from typing import Any, get_type_hints
 
 from trainer.config.command_line import COMMAND_LINE, read_options, split
 from trainer.config.errors import ConfigError, Problems
-from trainer.config.files import read_file
 from trainer.config.help import help_text
 from trainer.config.imports import import_packages, imports_of
 from trainer.config.keys import keys_of
-from trainer.config.legacy import Settings, check_absent, rewrite
+from trainer.config.legacy import Settings, accepted_keys, check_absent, rewrite, todays_value
 from trainer.config.registry import with_tables
 from trainer.config.schema import JobConfig
-from trainer.config.toml import found_or_preset
+from trainer.config.toml import found_or_preset, with_bases
+from trainer.config.unknown import unknown_key, unknown_table
+from trainer.config.values import from_toml, shown
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,67 @@ def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig) -> 
     config = _build(settings.values, schema)
     notes = (*settings.notes, *check_absent(settings.absent, config), *_longer_step(line.values, file.values, config))
     return CommandLine(config, check_config, print_config, world_size, notes)
+
+
+def read_file(path: Path, schema: type, problems: Problems) -> Settings:
+    """Return the settings of a file merged over its bases; wrong ones go to `problems`. It raises as `with_bases`."""
+    settings = Settings()
+    for file, content in with_bases(path):
+        with problems.collected():
+            settings = settings.over(_typed(content, f"in {file}", schema, problems))
+    return settings
+
+
+def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems) -> Settings:
+    """Return the settings of a parsed file, with their types checked."""
+    values: dict[str, object] = {}
+    notes: list[str] = []
+    for table, settings in content.items():
+        with problems.collected():
+            known = any(name.startswith(f"{table}.") for name in accepted_keys(schema))
+            if not known and isinstance(settings, dict):
+                raise unknown_table(table, where, schema)
+            if not known:
+                raise unknown_key(table, f"{table} = {shown(settings)}", where, schema)
+            if not isinstance(settings, dict):
+                raise ConfigError(
+                    f"{table} = {shown(settings)} ({where}) must be a table; write [{table}] and keys below it"
+                )
+            for name, value in _flat(table, settings, accepted_keys(schema)):
+                with problems.collected():
+                    typed, renamed = _typed_value(name, value, where, schema)
+                    notes += renamed
+                    if typed is not None:
+                        values[name] = typed
+    return Settings(notes=tuple(notes)).over(rewrite(values, where))
+
+
+def _typed_value(name: str, value: object, where: str, schema: type) -> tuple[object, tuple[str, ...]]:
+    """Return today's value of one key, or None for the default, and notes."""
+    if name == "job.config_file":
+        raise ConfigError(
+            f"{name} = {shown(value)} ({where}) is for the command line only; a file inherits another one "
+            f'with base = "other.toml" at its top'
+        )
+    key = accepted_keys(schema).get(name)
+    if key is None:
+        raise unknown_key(name, f"{name} = {shown(value)}", where, schema)
+    if name == "chat.arguments" and isinstance(value, dict):  # a table [chat.arguments]
+        value = [f"{argument}={json.dumps(given, default=str)}" for argument, given in value.items()]
+    value, renamed = todays_value(name, value, where)
+    if value is not None:
+        value = from_toml(name, value, key, where)
+    return value, renamed
+
+
+def _flat(table: str, settings: dict[str, Any], accepted: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the keys of a table, and of known tables within it as "table.within.key"."""
+    for key, value in settings.items():
+        name = f"{table}.{key}"
+        if isinstance(value, dict) and any(known.startswith(f"{name}.") for known in accepted):
+            yield from _flat(name, value, accepted)
+        else:
+            yield name, value
 
 
 def to_toml(config: JobConfig) -> str:

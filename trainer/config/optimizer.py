@@ -85,11 +85,7 @@ class Optimizer:
     """Bound of attention logits: after a step, heads that passed it are scaled down (QK-clip, Kimi K2); None: none."""
 
     def group_rules(self) -> tuple[GroupRule, ...]:
-        """Return what `groups` says, in its order.
-
-        Raises:
-            ConfigError: an entry that is no pattern with settings.
-        """
+        """Return what `groups` says, in its order; ConfigError for an entry that is no pattern with settings."""
         return tuple(map(_group_rule, self.groups))
 
     def rule_of(self, name: str) -> GroupRule:

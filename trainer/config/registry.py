@@ -18,20 +18,12 @@ class Registry(dict[str, T]):
         self._kind = kind
 
     def add(self, name: str, choice: T) -> None:
-        """Add a choice.
-
-        Raises:
-            ConfigError: another choice has this name.
-        """
+        """Add a choice; ConfigError if another one has this name."""
         if self.setdefault(name, choice) is not choice:
             raise ConfigError(f"a {self._kind} named {name!r} exists already; register yours under another name")
 
     def find(self, key: str, name: str) -> T:
-        """Return the choice that the value `name` of a key stands for.
-
-        Raises:
-            ConfigError: no choice has that name.
-        """
+        """Return the choice that the value `name` of a key stands for; ConfigError if there is none."""
         if name not in self:
             raise ConfigError(f"{key} = {name!r} is not a known {self._kind}{did_you_mean(name, self)}")
         return self[name]

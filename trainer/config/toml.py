@@ -2,11 +2,13 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.spelling import nearest
+from trainer.config.values import shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,3 +69,26 @@ def load_toml(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{asked} cannot be read ({reason}); give a readable .toml file") from None
+
+
+def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield a file and its content, then its base, and so on.
+
+    Raises:
+        ConfigError: a file is missing or not TOML, or a base is wrong.
+    """
+    chain: tuple[Path, ...] = ()
+    while True:
+        if path.resolve() in [earlier.resolve() for earlier in chain]:
+            circle = " -> ".join(str(file) for file in (*chain, path))
+            raise ConfigError(f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base")
+        content = load_toml(path, chain)
+        base = content.pop("base", None)
+        if base is not None and not isinstance(base, str):
+            raise ConfigError(
+                f'base = {shown(base)} (in {path}) must be one file name, such as base = "llama3_8b.toml"'
+            )
+        yield path, content
+        if base is None:
+            return
+        chain, path = (*chain, path), found_or_preset(path.parent / base, base)

@@ -157,11 +157,7 @@ class TransformerArgs:
         return self.norm_type != "np_layernorm"
 
     def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "TransformerArgs":
-        """Return the arguments with the settings.
-
-        Raises:
-            ConfigError: a setting that latent attention does not have.
-        """
+        """Return the arguments with the settings; ConfigError for one that latent attention does not have."""
         asked = {}
         for key in ("attention_sinks", "short_conv_kernel") if self.latent is not None else ():
             if getattr(settings, key):

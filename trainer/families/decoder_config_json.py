@@ -71,11 +71,7 @@ class HFDecoder:
         return (*shared, f"model.layers.{first + read}.")
 
     def check_features(self, args: TransformerArgs) -> None:
-        """Check that the architecture can compute what the model computes: what is written must be read as it was.
-
-        Raises:
-            ConfigError: a feature that it does not have.
-        """
+        """Raise a ConfigError if the architecture lacks a feature of the model: what is written is read as it was."""
         there = self.read(Entries(Path(), self._entries(args)))
         computed = _computed(args)
         for name, value in _computed(there).items():

@@ -88,11 +88,7 @@ def _as_deepseek(config: Entries) -> Entries:
 
 
 def _read_kimi_layers(config: Entries) -> Fields:
-    """Read linear layers, which are listed and counted from one, or stand in `layer_types`.
-
-    Raises:
-        ConfigError: a layer is named twice, or not at all.
-    """
+    """Read linear layers, which are listed and counted from one, each layer once, or stand in `layer_types`."""
     n_layers, table = config.whole("num_hidden_layers"), config.table("linear_attn_config")
     names = {"num_heads": "num_heads", "head_dim": "head_dim", "short_conv_kernel_size": "conv_kernel_dim"}
     linear = KimiDeltaArgs(*(table.whole(key, config.whole(f"linear_{other}")) for key, other in names.items()))

@@ -41,11 +41,7 @@ def is_folder(flavor: str) -> bool:
 
 
 def hf_config(name: str) -> HFConfig:
-    """Return how a family reads and writes `config.json`.
-
-    Raises:
-        ConfigError: transformers does not have the family.
-    """
+    """Return how a family reads and writes `config.json`; ConfigError if transformers does not have it."""
     if name not in (families := hf_families()):
         raise ConfigError(
             f"model.name = {name!r} has no counterpart in Hugging Face's transformers; families that have one: "
@@ -55,11 +51,7 @@ def hf_config(name: str) -> HFConfig:
 
 
 def hf_family(entries: Entries) -> str:
-    """Return the name of the family that a `config.json` is of.
-
-    Raises:
-        ConfigError: it is of none.
-    """
+    """Return the name of the family that a `config.json` is of; ConfigError if it is of none."""
     names = {known.model_type: name for name, known in hf_families().items()}
     found = entries.content.get("model_type")
     if found not in names:

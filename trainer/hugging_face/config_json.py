@@ -19,11 +19,7 @@ class Entries:
     content: Mapping[str, Any]
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above 0.
-
-        Raises:
-            ConfigError: it is something else, or missing without a default.
-        """
+        """Return a number above 0; ConfigError if it is something else, or missing without a default."""
         value = self.content.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -38,33 +34,21 @@ class Entries:
         return value
 
     def switch(self, key: str) -> bool:
-        """Return whether a switch is on; missing or null: off.
-
-        Raises:
-            ConfigError: it is no switch.
-        """
+        """Return whether a switch is on; missing or null: off; ConfigError if it is no switch."""
         value = self.content.get(key)
         if value not in (None, False, True):
             raise ConfigError(f"{self.file}: {key} = {value!r} must be true or false")
         return bool(value)
 
     def table(self, key: str) -> "Entries":
-        """Return a table within; missing or null: an empty one.
-
-        Raises:
-            ConfigError: it is no table.
-        """
+        """Return a table within; missing or null: an empty one; ConfigError if it is no table."""
         value = self.content.get(key) or {}
         if not isinstance(value, dict):
             raise ConfigError(f"{self.file}: {key} = {value!r} must be a table")
         return Entries(self.file, value)
 
     def only(self, key: str, *supported: Any) -> Any:
-        """Return the value of a key with which the family computes, or the first of these if it is missing or null.
-
-        Raises:
-            ConfigError: another value.
-        """
+        """Return a value, one of these, or the first one if it is missing or null; ConfigError for another value."""
         value = self.content.get(key)
         if value is None:
             return supported[0]
@@ -105,11 +89,7 @@ def folder_hint(folder: Path) -> str:
 
 
 def read_config(folder: Path) -> Entries:
-    """Return the entries of a folder's `config.json`.
-
-    Raises:
-        ConfigError: it is missing, or no table of JSON.
-    """
+    """Return the entries of a folder's `config.json`; ConfigError if it is missing, or no table of JSON."""
     file = folder / CONFIG_FILE
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -167,11 +167,7 @@ def unfinished_output(output: Path) -> Path:
 
 
 def check_output(output: Path) -> None:
-    """Check that a folder that a command is to write is not there yet.
-
-    Raises:
-        ConfigError: it is, or what an interrupted command has left of it.
-    """
+    """Raise a ConfigError if a folder that a command is to write is there, or was left by an interrupted command."""
     for path in (output, unfinished_output(output)):
         if os.path.lexists(path):
             raise ConfigError(f"{path} is there already; name another folder, or remove it")

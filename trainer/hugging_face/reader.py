@@ -117,11 +117,7 @@ class HFReader(FileSystemReader):
         return dequantise(*(read_part(x, [first, *[0] * len(x.shape[1:])], [rows, *x.shape[1:]]) for x in parts))
 
     def _check_equal(self, name: str, first: str) -> None:
-        """Check that two tensors of the files, which are one in the model, have the same values.
-
-        Raises:
-            ConfigError: they differ.
-        """
+        """Raise a ConfigError if two tensors of the files, which are one in the model, differ."""
         a, b = self._stored[name], self._stored[first]
         same = (a.shape, a.dtype) == (b.shape, b.dtype)
         for start in range(0, a.shape[0], _ROWS) if same else ():

@@ -87,11 +87,7 @@ class HFModel:
 
 
 def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Check that tensors, given by their shapes, are those of the model.
-
-    Raises:
-        ConfigError: a tensor is unknown, missing or of another shape.
-    """
+    """Raise a ConfigError if a tensor of the model is not found, or found with another shape, or unknown."""
     for name, shape in found.items():
         if name not in wanted:
             raise ConfigError(f"{name} is no tensor of this model")

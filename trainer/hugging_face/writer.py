@@ -61,11 +61,7 @@ class NewFolder:
         self._unfinished.mkdir(parents=True)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a whole tensor, or the next rows of one. Beside it at most its like is in memory.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a whole tensor, or the next rows of one; OSError. Beside it at most its like is in memory."""
         if (file := self._first.pop(name, None)) is not None:
             self._close()
             self._file = (self._unfinished / file.name).open("wb")

@@ -80,11 +80,7 @@ def resolve_attention(
 
 
 def check_qk_clip(config: JobConfig, model: ModelArgs) -> None:
-    """Check that scaling queries and keys changes attention's logits, and that these are not bounded anyhow.
-
-    Raises:
-        ConfigError: they are, or it does not.
-    """
+    """Raise a ConfigError unless scaling queries and keys changes attention's logits, and nothing bounds these."""
     if (largest := config.optimizer.qk_clip) is None:
         return
     why = ""
@@ -108,11 +104,7 @@ def _needs(config: JobConfig, model: ModelArgs) -> dict[str, bool]:
 
 @contextmanager
 def options_as_keys() -> Iterator[None]:
-    """Name the key of the configuration in an error of context parallelism's options.
-
-    Raises:
-        ConfigError: in place of an OptionError that is raised inside.
-    """
+    """Turn an OptionError that is raised inside into a ConfigError that names the key of the configuration."""
     try:
         yield
     except OptionError as error:

@@ -128,11 +128,7 @@ def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
 
 
 def check_validation_data(config: JobConfig) -> None:
-    """Check that the validation data are there.
-
-    Raises:
-        ConfigError: see `check_source`.
-    """
+    """Check that the validation data are there, see `check_data`."""
     if not config.validation.enable:
         return
     settings = validation_data(config)

@@ -11,11 +11,7 @@ from trainer.stores.folder import check_fits, checkpoint_folder, read_state, ste
 
 
 def check_dump_folder(config: JobConfig) -> None:
-    """Check that the folder can be created and written to: its nearest existing parent is a writable folder.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise a ConfigError unless the folder can be created and written to: its nearest existing parent is writable."""
     folder = config.job.dump_folder
     if not folder:
         raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
@@ -37,11 +33,7 @@ def check_dump_folder(config: JobConfig) -> None:
 
 
 def check_checkpoint_keys(config: JobConfig) -> None:
-    """Check the table [checkpoint] alone.
-
-    Raises:
-        ConfigError: a wrong key.
-    """
+    """Raise a ConfigError for a wrong key of the table [checkpoint] alone."""
     settings = config.checkpoint
     if settings.load_step != -1 and settings.load_step < 1:
         raise ConfigError(f"checkpoint.load_step = {settings.load_step} must be a saved step, or -1 for the latest")

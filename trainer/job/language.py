@@ -15,13 +15,13 @@ from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, res
 from trainer.job.data import check_chat, check_mixture, check_training_data, check_validation, check_validation_data
 from trainer.job.degrees import Degrees
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
-from trainer.job.float8 import check_float8
 from trainer.job.lora import check_lora
 from trainer.job.memory import host_memory, memory_of_stage
 from trainer.job.pipeline_stages import layers_of_stages, resolve_pipeline
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
 from trainer.job.training import check_balance, check_chunks
+from trainer.job.transforms import check_float8
 
 
 class Language(TaskSpec):

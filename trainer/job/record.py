@@ -14,12 +14,12 @@ from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.args import ModelArgs, mtp_layers_of
 from trainer.job.attention import batch_chooser
-from trainer.job.compilation import CompileOptions
 from trainer.job.degrees import Degrees
 from trainer.job.loss import loss_chunk
 from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.sizes import RankMemory
 from trainer.job.training import BALANCE_GROWTH
+from trainer.job.transforms import CompileOptions
 
 
 @dataclass(frozen=True)

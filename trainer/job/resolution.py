@@ -2,18 +2,18 @@
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 
 from trainer.config.errors import ConfigError, Problems
+from trainer.config.keys import Condition, keys_of
 from trainer.config.schema import JobConfig
+from trainer.config.values import shown
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.args import ModelArgs, experts_of
 from trainer.families.registry import flavor_args, from_path
-from trainer.job.compilation import resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
 from trainer.job.experts import check_experts
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
-from trainer.job.keys import check_bounds, check_effects
-from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.record import ResolvedJob, TaskDecisions
 from trainer.job.tasks import resolve_model, task_of
 from trainer.job.training import (
@@ -24,6 +24,7 @@ from trainer.job.training import (
     check_schedule,
     check_trackers,
 )
+from trainer.job.transforms import check_activation_checkpoint, resolve_compilation
 from trainer.stores.initial import check_initial_weights
 
 
@@ -47,7 +48,7 @@ def resolve(
     """
     config, of_adapters = adapters_by_adamw(from_path(config))
     problems = Problems(missing)
-    check_bounds(config, problems)
+    _check_bounds(config, problems)
     problems.raise_all()
     checks = check_schedule, check_profiling, check_trackers, check_dump_folder, check_checkpoint_keys
     for check in checks:
@@ -56,7 +57,7 @@ def resolve(
     model = problems.check(resolve_model, config, missing)
     degrees = problems.check(_degrees, config, world_size, model)
     if model is not None and degrees is not None:
-        notes = of_adapters + (problems.check(check_effects, _with_windows_of_flavor(config), degrees) or ())
+        notes = of_adapters + (problems.check(_check_effects, _with_windows_of_flavor(config), degrees) or ())
     problems.raise_all()  # what follows counts on them
     task = task_of(config)
     problems.check(check_batch, config, degrees)
@@ -135,11 +136,7 @@ def _with_windows_of_flavor(config: JobConfig) -> JobConfig:
 
 
 def _check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees) -> None:
-    """Check that tensor parallelism can shard the model.
-
-    Raises:
-        ConfigError: heads, feed-forward width or vocabulary that the degree does not divide.
-    """
+    """Raise a ConfigError if the degree does not divide heads, feed-forward width or vocabulary."""
     sizes = args.tensor_parallel_sizes()
     common = math.gcd(*sizes.values())
     for what, size in sizes.items():
@@ -149,6 +146,41 @@ def _check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees)
                 f"parallelism.tensor_parallel_degree = {degrees.tp} must divide the {size} {what} of "
                 f"model.flavor = {flavor!r}; degrees that fit this model: {', '.join(fitting)}"
             )
+
+
+def _check_bounds(config: JobConfig, problems: Problems) -> None:
+    """Check every key against its bounds; `problems` takes an error for each value out of bounds."""
+    for name, key in keys_of(type(config)).items():
+        value = attrgetter(name)(config)
+        with problems.collected():
+            if key.bounds is not None and value is not None and not key.bounds.test(value):
+                raise ConfigError(f"{name} = {value!r} must be {key.bounds.words}, such as {key.works!r}")
+
+
+def _check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:
+    """Return one line for each reason why some keys that are set, other than by default, have no effect.
+
+    The feature of such a key may be off for one run. It is refused if the run would not do what the key asks for.
+
+    Raises:
+        ConfigError: a key that has no effect although the run needs it, with what would work.
+    """
+    notes = []
+    found: dict[Condition, list[str]] = {}  # the first condition of a key that does not hold -> the keys
+    for name, key in keys_of(type(config)).items():
+        missing = next((condition for condition in key.when if not condition.holds(config, degrees)), None)
+        if missing is not None and attrgetter(name)(config) != key.default:
+            found.setdefault(missing, []).append(name)
+    for missing, names in found.items():
+        if missing.remedy:
+            raise ConfigError(f"{_told(missing, names[:1], config)}; {missing.remedy}")
+        notes.append(_told(missing, names, config))
+    return tuple(notes)
+
+
+def _told(missing: Condition, names: list[str], config: JobConfig) -> str:
+    listed = ", ".join(f"{name} = {shown(attrgetter(name)(config))}" for name in names)
+    return f"{listed} {'has' if len(names) == 1 else 'have'} no effect {missing.otherwise.format(config)}"
 
 
 def _without_auto(config: JobConfig, device_type: str, attention: ContextParallelOptions | None) -> JobConfig:

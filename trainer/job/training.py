@@ -74,11 +74,7 @@ def check_cpu_offload(config: JobConfig, degrees: Degrees, device_type: str) -> 
 
 
 def check_trackers(config: JobConfig) -> None:
-    """Check that the packages of optional trackers are installed.
-
-    Raises:
-        MissingFile: wandb is not.
-    """
+    """Raise MissingFile if the package of an optional tracker is not installed."""
     if config.metrics.enable_wandb and find_spec("wandb") is None:
         raise MissingFile(
             "metrics.enable_wandb = true needs the package wandb: pip install wandb, or leave it out and use "

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.distributed.sharding.forward import replace_forward
-from trainer.job.compilation import CompileOptions
+from trainer.job.transforms import CompileOptions
 from trainer.transforms.compile import compiled_loss, rows_vary
 
 

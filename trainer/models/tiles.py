@@ -51,11 +51,7 @@ def experts_in_tiles(experts: nn.Module, tiles: int) -> None:
 
 
 def compute_in_tiles(block: nn.Module, tiles: int) -> None:
-    """Let a block compute its feed-forward network in parts; in place.
-
-    Raises:
-        ConfigError: the block has no attribute `tiles`, which it passes to `in_tiles`.
-    """
+    """Let a block compute its feed-forward network in parts; in place. ConfigError if it has no attribute `tiles`."""
     if not hasattr(block, "tiles"):
         raise ConfigError(
             f"activation_checkpoint.mlp_chunk_tokens needs a block that computes its network by in_tiles, and "

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.config.errors import ConfigError
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.forward import replace_forward
-from trainer.job.compilation import CompileOptions
+from trainer.job.transforms import CompileOptions
 
 logger = logging.getLogger("trainer")
 F = TypeVar("F", bound=Callable)

@@ -1,0 +1,238 @@
+"""Resolve and check what else is done to a model: compilation, recomputation, float8. Torch-free."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import ActivationCheckpoint, JobConfig
+from trainer.families.args import ModelArgs
+from trainer.job.degrees import Degrees
+from trainer.job.pipeline_stages import PipelinePlan, layers_of_stages
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of `torch.compile`."""
+
+    model: bool
+    """Compile each block."""
+    loss: bool
+    backend: str
+    overlaps_tensor_parallel: bool
+    """Overlap the collectives of tensor parallelism with its matrix products."""
+    rounds_as_eager: bool
+    """Compiled code rounds between operations as eager code does. Otherwise, with float8 and a scale per row, a
+    recomputation may be fused differently, apply its scales to other values, and give NaN (pytorch issue 150859)."""
+    splits_backward: bool
+    """The pipeline splits each backward into one for inputs and one for weights."""
+    memory_budget: float | None
+    """Share of the activations that the compiler may keep; None: no limit."""
+    recomputes_every: int
+    """Every so many layers the compiler recomputes one whole, in place of activation checkpointing; 0: none."""
+    fixed_shapes: bool
+    """Shapes never change. Else the compiler may take numbers that differ between layers for variables."""
+
+    @property
+    def any(self) -> bool:
+        """Whether model or loss is compiled."""
+        return self.model or self.loss
+
+    @property
+    def chooses_recomputation(self) -> bool:
+        """Whether the compiler chooses what the backward recomputes."""
+        return self.model and self.backend != "eager"
+
+
+def resolve_compilation(
+    config: JobConfig, *, fixed_shapes: bool, splits_backward: bool, planned_attention: bool
+) -> CompileOptions:
+    """Return the options of the compiler.
+
+    Raises:
+        ConfigError: no component to compile, or a feature that needs the compiler without it.
+    """
+    settings, activations = config.compile, config.activation_checkpoint
+    if not settings.components:
+        raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
+    model = settings.enable and "model" in settings.components
+    traced = model and settings.backend != "eager"
+    # With tensor parallelism and PyTorch's own attention the compiler cannot take over the activation checkpointing of
+    # whole layers: torch 2.13 would save a mesh as if it were a tensor.
+    cannot_checkpoint = traced and config.parallelism.tensor_parallel_degree > 1 and not planned_attention
+    options = CompileOptions(
+        model=model,
+        loss=settings.enable and "loss" in settings.components,
+        backend=settings.backend,
+        overlaps_tensor_parallel=config.parallelism.overlaps_tensor_parallel,
+        rounds_as_eager=config.float8.enable and config.float8.recipe_name == "rowwise",
+        splits_backward=splits_backward,
+        memory_budget=activations.memory_budget if activations.mode == "memory_budget" else None,
+        recomputes_every=activations.whole_layers if cannot_checkpoint else 0,
+        fixed_shapes=fixed_shapes,
+    )
+    if fixed_shapes and model and activations.mode != "none":
+        raise ConfigError(
+            f"activation_checkpoint.mode = {activations.mode!r} with compile.enable is not handled for "
+            f"model.name = {config.model.name!r}; leave one of them out, or compile the loss alone with "
+            "compile.components = ['loss']"
+        )
+    if options.overlaps_tensor_parallel and not (options.model and options.backend == "inductor"):
+        raise ConfigError(
+            "parallelism.enable_async_tensor_parallel = true is the compiler's work; set compile.enable with 'model' "
+            "in compile.components and compile.backend = 'inductor', or leave it out"
+        )
+    if options.memory_budget is not None and not options.chooses_recomputation:
+        raise ConfigError(
+            "activation_checkpoint.mode = 'memory_budget' leaves the choice to the compiler; set compile.enable with "
+            "'model' in compile.components and a backend other than 'eager', or use the mode 'selective'"
+        )
+    return options
+
+
+def check_activation_checkpoint(
+    config: JobConfig, model: ModelArgs, compilation: CompileOptions, pipeline: PipelinePlan | None
+) -> tuple[str, ...]:
+    """Check activation checkpointing against the model; return a note if the pipeline makes it expensive.
+
+    Raises:
+        ConfigError: layers that the model lacks, no layer whose input could be offloaded, or recomputation by operator
+            in a backward that is split.
+    """
+    settings = config.activation_checkpoint
+    option = settings.selective_ac_option
+    number = int(option) if option.isdecimal() else 0
+    largest = model.n_layers if settings.mode == "selective" else math.inf
+    if option != "op" and not 1 <= number <= largest:
+        raise ConfigError(
+            f"activation_checkpoint.selective_ac_option = {option!r} must be 'op', or for every n-th layer a number "
+            f"from 1 to {model.n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
+        )
+    if config.task == "tokens":
+        stages = layers_of_stages(pipeline, model)
+        if settings.group > 1 and (settings.group > model.n_layers or compilation.splits_backward):
+            why = f"and model.flavor = {config.model.flavor!r} has {model.n_layers} layers; use as many or fewer"
+            if compilation.splits_backward:
+                why = (
+                    f"computes the layers of a group for each part of a backward, and {pipeline.schedule} splits it; "
+                    f"use 1, or {pipeline.whole_backward}"
+                )
+            raise ConfigError(f"activation_checkpoint.group = {settings.group} {why}")
+        if settings.offload != "none" and (few := least_offloadable(settings, stages)) is not None:
+            raise ConfigError(
+                f"activation_checkpoint.offload_keep_last = {settings.offload_keep_last} leaves no input to offload: "
+                f"{'a pipeline stage' if pipeline else 'the model'} keeps the inputs of only {few} layers; set it to "
+                f"{few - 1} or less, or activation_checkpoint.offload = 'none'"
+            )
+        keeps_attention = (settings.mode, option) == ("selective", "op") and not compilation.model
+        if settings.offload == "inputs+attention" and not keeps_attention:
+            raise ConfigError(
+                "activation_checkpoint.offload = 'inputs+attention' needs activation_checkpoint.mode = 'selective' by "
+                "operator, which keeps attention's results, and a model that is not compiled; use 'inputs' instead"
+            )
+        if settings.mlp_chunk_tokens and (why := why_no_parts(config, compilation)):
+            raise ConfigError(f"activation_checkpoint.mlp_chunk_tokens = {settings.mlp_chunk_tokens} {why}")
+    if not compilation.splits_backward or settings.mode == "none" or compilation.chooses_recomputation:
+        return ()
+    if not settings.whole_layers:
+        raise ConfigError(
+            f"activation_checkpoint.mode = {settings.mode!r} by operator allows one backward, and {pipeline.schedule} "
+            f"splits it; use 'none', 'full', compile.enable, or {pipeline.whole_backward}"
+        )
+    return (
+        f"activation_checkpoint.mode = {settings.mode!r} recomputes a layer for each group of its weights, about ten "
+        f"times, as {pipeline.schedule} splits the backward; faster are 'none', compile.enable, or "
+        f"{pipeline.whole_backward}",
+    )
+
+
+def least_offloadable(settings: ActivationCheckpoint, stages: Iterable[list[int]]) -> int | None:
+    """Return how few inputs a stage keeps if all of them would stay on the device; None if some go."""
+    numbers = [len(kept) for layers in stages if (kept := settings.kept(layers))]
+    return min((number for number in numbers if number <= settings.offload_keep_last), default=None)
+
+
+def why_no_parts(config: JobConfig, compilation: CompileOptions) -> str | None:
+    """Return why feed-forward networks cannot be computed in parts, and what works; None if they can."""
+    settings = config.activation_checkpoint
+    if compilation.model:
+        return (
+            "with compile.enable is not handled for the model; leave one of them out, or compile the loss alone with "
+            "compile.components = ['loss']"
+        )
+    if config.float8.enable:
+        return "with float8.enable would find a scale for each part; leave one of them out"
+    if settings.mode == "selective" and not settings.whole_layers:
+        return (
+            "recomputes all products of the network, and activation_checkpoint.mode = 'selective' by operator keeps "
+            "some; use the mode 'full' or 'none', or activation_checkpoint.selective_ac_option = '2'"
+        )
+    return None
+
+
+# Float8 kernels need matrices whose sides are multiples of this.
+_MULTIPLE = 16
+
+
+def check_float8(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
+    """Raise a ConfigError if the table does not fit the rest of the configuration, or the model's matrices."""
+    settings = config.float8
+    if not settings.enable:
+        return
+    if config.training.dtype == "float64":
+        raise ConfigError(
+            "float8.enable = true computes in float32 or less, and training.dtype = 'float64' asks for more; use "
+            "'float32' or 'bfloat16', or leave float8.enable out"
+        )
+    if config.parallelism.overlaps_tensor_parallel:
+        raise ConfigError(
+            "float8.enable = true and parallelism.enable_async_tensor_parallel = true do not work together: "
+            "only products in high precision overlap; leave one of them out"
+        )
+    shapes = args.linear_shapes(degrees.tp)
+    for part in settings.filter_fqns:
+        if not part or not any(part in name for name in shapes):
+            raise ConfigError(
+                f"float8.filter_fqns = {list(settings.filter_fqns)}: {part!r} must be a part of some linear module's "
+                f"name, such as 'output', 'attention.wk' or 'layers.{args.n_layers - 1}.'"
+            )
+    chosen = {name: shape for name, shape in shapes.items() if not any(part in name for part in settings.filter_fqns)}
+    if not chosen:
+        raise ConfigError(
+            f"float8.filter_fqns = {list(settings.filter_fqns)} leaves no module to float8; leave some out, or "
+            f"float8.enable"
+        )
+    for name, shape in chosen.items():
+        for side, size in zip(("rows", "columns"), shape, strict=True):
+            if size % _MULTIPLE:
+                per_rank = f" on each of {degrees.tp} tensor-parallel ranks" if degrees.tp > 1 else ""
+                raise ConfigError(
+                    f"float8.enable = true needs matrices whose sides are multiples of {_MULTIPLE}, and {name} has "
+                    f"{size} {side}{per_rank}; add {name.split('.')[-1]!r} to float8.filter_fqns = "
+                    f"{list(settings.filter_fqns)}" + (", or use fewer of these ranks" if degrees.tp > 1 else "")
+                )
+    _check_all_gather(config, args, degrees, chosen)
+
+
+def _check_all_gather(config: JobConfig, args: ModelArgs, degrees: Degrees, chosen: dict[str, tuple[int, int]]) -> None:
+    settings, gather = config.float8, "float8.enable_fsdp_float8_all_gather"
+    shards = degrees.dp_shard * degrees.cp
+    if not settings.enable_fsdp_float8_all_gather or shards == 1:
+        return
+    if settings.recipe_name != "tensorwise":
+        raise ConfigError(
+            f"{gather} = true needs one scale for each weight, and float8.recipe_name = "
+            f"{settings.recipe_name!r} has one a row; use 'tensorwise', or leave {gather} out"
+        )
+    for name, (rows, _) in chosen.items():
+        if rows % shards:
+            raise ConfigError(
+                f"{gather} = true needs shards of equal size, and the {rows} rows of {name} are cut for "
+                f"parallelism.data_parallel_shard_degree x parallelism.context_parallel_degree = {shards}; add "
+                f"{name.split('.')[-1]!r} to float8.filter_fqns = {list(settings.filter_fqns)}, or use another degree"
+            )
+    if args.tie_embeddings and "output" in chosen:
+        raise ConfigError(
+            f"{gather} = true would gather the embedding in float8, too, as model.flavor = {config.model.flavor!r} has "
+            f"one matrix for both; add 'output' to float8.filter_fqns = {list(settings.filter_fqns)}"
+        )
