@@ -372,17 +372,15 @@ def sizes(family: str) -> dict[str, TransformerArgs]:
         own = dict(tables[flavor])
         return (fields_of(own.pop("like")) if "like" in own else {}) | own
 
-    kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs, "linear": linear_args, "latent": LatentArgs}
-    found = {flavor: fields_of(flavor) for flavor in tables}
+    def args_of(flavor: str) -> TransformerArgs:
+        fields = fields_of(flavor)
+        kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs, "linear": linear_args, "latent": LatentArgs}
+        fields |= {key: kind(**fields[key]) for key, kind in kinds.items() if key in fields}
+        if "layers" in fields:
+            fields["layers"] = tuple(LayerKind(**kind) for kind in fields["layers"])
+        return TransformerArgs(**fields)
 
-    def value(key: str, x: Any) -> Any:
-        if key == "layers":
-            return tuple(LayerKind(**kind) for kind in x)
-        return kinds[key](**x) if key in kinds else x
-
-    return {
-        flavor: TransformerArgs(**{key: value(key, x) for key, x in fields.items()}) for flavor, fields in found.items()
-    }
+    return {flavor: args_of(flavor) for flavor in tables}
 
 
 LLAMA3 = sizes("llama3")

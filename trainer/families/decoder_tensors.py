@@ -30,6 +30,7 @@ _OF_LAYER = {
     "attention.decay.dt_bias.weight": "linear_attn.dt_bias",
     "linear.wo": "linear_attn.out_proj",
     "attention.norm": "linear_attn.norm",
+    "attention.sinks.weight": "self_attn.sinks",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
     "feed_forward.w1": "mlp.gate_proj",
@@ -92,8 +93,6 @@ def hf_tensor(
     if part in ("feed_forward.router.load", SELECTION_BIAS):
         there = table.get(part)
         return None if there is None else HFTensor(prefix + there)
-    if part == "attention.sinks.weight":
-        return HFTensor(f"{prefix}self_attn.sinks")
     if part == "attention.wo.weight" and args.layer(int(layer)).linear:
         return HFTensor(f"{prefix}{table['linear.wo']}.weight")
     if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):

@@ -71,7 +71,7 @@ def resolve(
         problems.check(check_initial_weights, config, model)
         problems.check(check_checkpoint, config, model)
     decisions = problems.check(task.decide, config, model, device_type) or TaskDecisions()
-    pipeline, attention, decided = decisions.pipeline, decisions.attention, decisions._asdict()
+    pipeline, attention = decisions.pipeline, decisions.attention
     compilation = problems.check(
         resolve_compilation,
         config,
@@ -85,13 +85,17 @@ def resolve(
     return ResolvedJob(
         given=config,
         config=_without_auto(config, device_type, attention),
-        degrees=replace(degrees, cp_a2a=decided.pop("head_degree")),
+        degrees=replace(degrees, cp_a2a=decisions.head_degree),
         device_type=device_type,
         task=task,
         model=model,
         compilation=compilation,
         notes=notes,
-        **decided,
+        pipeline=pipeline,
+        attention=attention,
+        attention_reason=decisions.attention_reason,
+        kernel=decisions.kernel,
+        details=decisions.details,
     )
 
 

@@ -22,30 +22,24 @@ def summary(job: ResolvedJob, width: int = WIDTH) -> str:
     Raises:
         ConfigError: the configured kernel cannot run on the job's type of device.
     """
-    of_task = {topic: [text] for topic, text in job.task.describe(job).items()}
+    of_task = dict(job.task.describe(job))
     topics = {
-        "model": [_model(job)],
-        "weights": [_weights(job)],
+        "model": _model(job),
+        "weights": _weights(job),
         "data": of_task.pop("data"),
-        "step": [_step(job)],
-        "mesh": [_mesh(job)],
+        "step": _step(job),
+        "mesh": _mesh(job),
         **of_task,
-        "optimizer": [_optimizer(job)],
-        "precision": [_precision(job)],
-        "recomputed": [_recomputed(job)],
-        "compiled": [_compiled(job)],
-        "checkpoints": [_checkpoints(job)],
-        "memory": [_memory(job)],
+        "optimizer": _optimizer(job),
+        "precision": _precision(job),
+        "recomputed": _recomputed(job),
+        "compiled": _compiled(job),
+        "checkpoints": _checkpoints(job),
+        "memory": _memory(job),
     }
     wrap = TextWrapper(max(width, 2 * _TOPIC) - _TOPIC, break_on_hyphens=False, break_long_words=False).wrap
-    lines = []
-    for topic, paragraphs in topics.items():
-        text = [line for paragraph in paragraphs if paragraph for line in wrap(paragraph)]
-        if topic == "mesh":  # a picture keeps its blanks
-            text = [*wrap(paragraphs[0]), *paragraphs[1:]]
-        for number, line in enumerate(text):
-            lines.append(f"{topic if number == 0 else '':{_TOPIC}}{line}")
-    return "\n".join(lines)
+    lines = [(topic * (i == 0), line) for topic, text in topics.items() for i, line in enumerate(wrap(text))]
+    return "\n".join(f"{topic:{_TOPIC}}{line}" for topic, line in lines)
 
 
 def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:

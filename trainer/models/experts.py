@@ -8,6 +8,7 @@ No token is dropped: the rows of an expert are as many as tokens have chosen it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from trainer.families.args import ExpertArgs, has_grouped_product
 from trainer.models.initialization import draw
 from trainer.transforms.lora import is_adapter
 
+Outputs = Callable[..., torch.Tensor]
 # torch 2.13 made it public
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
@@ -115,15 +117,15 @@ def expert_sums(
     pairs = chosen.numel() if sizes is None else sum(sizes)
     order = chosen.flatten().argsort(stable=True)[:pairs]
     owner, token = chosen.flatten()[order], order.div(chosen.shape[1], rounding_mode="floor")
-    rows = x.index_select(0, token)
+    rows, outputs = x.index_select(0, token), partial(_outputs, clamped=clamped, scale=scale)
     ranks = [a.shape[1] for a in (experts.w13_lora_a, experts.w2_lora_a) if a is not None]
     widths = rows.shape[1], experts.w2.shape[2], *ranks
     if pairs and has_grouped_product(str(rows.dtype).removeprefix("torch."), *widths):
-        rows = _grouped(rows, owner, experts, clamped=clamped, scale=scale)
+        rows = _grouped(rows, owner, experts, outputs)
     else:
         if sizes is None:
             sizes = count_pairs(owner, len(experts.w13))
-        rows = _one_by_one(rows, sizes, experts, clamped=clamped, scale=scale)
+        rows = _one_by_one(rows, sizes, experts, outputs)
     rows = rows * weights.flatten()[order].unsqueeze(1)
     total = rows.new_zeros(x.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
     return total.index_add(0, token, rows.to(total.dtype)).to(x.dtype)
@@ -134,9 +136,7 @@ def count_pairs(owner: torch.Tensor, experts: int) -> list[int]:
     return owner.bincount(minlength=experts).tolist()
 
 
-def _grouped(
-    rows: torch.Tensor, owner: torch.Tensor, experts: ExpertWeights, *, clamped: bool, scale: float
-) -> torch.Tensor:
+def _grouped(rows: torch.Tensor, owner: torch.Tensor, experts: ExpertWeights, outputs: Outputs) -> torch.Tensor:
     """Return the outputs of rows in the order of experts. owner: (R,), the expert of each."""
     numbers = torch.arange(len(experts.w13), device=owner.device)
     ends = torch.searchsorted(owner, numbers, right=True).to(torch.int32)
@@ -145,16 +145,14 @@ def _grouped(
         out = _grouped_mm(x, weight.transpose(1, 2), offs=ends)
         return out if bias is None else out + bias.index_select(0, owner)
 
-    return _outputs(rows, experts, linear, clamped=clamped, scale=scale)
+    return outputs(rows, experts, linear)
 
 
-def _one_by_one(
-    rows: torch.Tensor, sizes: Sequence[int], experts: ExpertWeights, *, clamped: bool, scale: float
-) -> torch.Tensor:
+def _one_by_one(rows: torch.Tensor, sizes: Sequence[int], experts: ExpertWeights, outputs: Outputs) -> torch.Tensor:
     """Return the outputs of rows in the order of experts. An expert without rows gets a gradient of zeros."""
     each = zip(*([None] * len(sizes) if x is None else x.unbind() for x in experts), strict=True)
     parts = zip(rows.split(list(sizes)), (ExpertWeights(*one) for one in each), strict=True)
-    return torch.cat([_outputs(part, one, F.linear, clamped=clamped, scale=scale) for part, one in parts])
+    return torch.cat([outputs(part, one, F.linear) for part, one in parts])
 
 
 def _outputs(
