@@ -18,12 +18,6 @@ else:
 _FOLDER = Path(__file__).resolve().parents[2] / "train_configs"
 
 
-def preset_names() -> list[str]:
-    """Return the names of all presets, the smallest model first."""
-    names = [path.stem for path in _FOLDER.glob("*.toml")]
-    return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
-
-
 def found_or_preset(path: Path, name: str) -> Path:
     """Return `path` if it exists, else the preset of this name, with or without .toml; without one, `path`.
 
@@ -35,7 +29,8 @@ def found_or_preset(path: Path, name: str) -> Path:
 
 def missing_file_hint(path: Path) -> str:
     """Return what to give instead of a configuration file that does not exist."""
-    presets = preset_names()
+    names = [path.stem for path in _FOLDER.glob("*.toml")]
+    presets = sorted(names, key=lambda name: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)])
     beside = {file.stem: str(file) for file in sorted(path.parent.glob("*.toml"))} if path.parent.is_dir() else {}
     near = nearest(path.stem, beside)
     if near is not None:

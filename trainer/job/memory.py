@@ -24,11 +24,7 @@ def rank_memory(job: ResolvedJob) -> RankMemory:
 
 
 def check_memory(job: ResolvedJob, available: int | None) -> None:
-    """Check that what a rank holds from step to step fits. available: bytes of a rank's device; None: not known.
-
-    Raises:
-        ConfigError: it does not fit, or no device has so much.
-    """
+    """Raise a ConfigError unless what a rank holds fits. available: bytes of its device; None: what no device has."""
     memory, limit = rank_memory(job), available or _LARGEST
     floor = memory.tables if job.config.training.enable_cpu_offload else memory.total
     if floor > limit:

@@ -126,11 +126,7 @@ def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Deg
 
 
 def _with_windows_of_flavor(config: JobConfig) -> JobConfig:
-    """Return the configuration with the flavor's window in words of keys, by which other keys may have an effect.
-
-    Raises:
-        ConfigError: no such model or flavor.
-    """
+    """Return the configuration with the flavor's window in words of keys, by which other keys may have an effect."""
     if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
         return config
     args = flavor_args(config.model)
@@ -165,9 +161,6 @@ def _check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:
     """Return one line for each reason why some keys that are set, other than by default, have no effect.
 
     The feature of such a key may be off for one run. It is refused if the run would not do what the key asks for.
-
-    Raises:
-        ConfigError: a key that has no effect although the run needs it, with what would work.
     """
     notes = []
     found: dict[Condition, list[str]] = {}  # the first condition of a key that does not hold -> the keys
