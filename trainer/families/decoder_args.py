@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -364,6 +365,7 @@ class TransformerArgs:
         return window - window * (window - 1) / 2 / seq_len
 
 
+@cache
 def sizes(family: str) -> dict[str, TransformerArgs]:
     """Return the sizes of a family by flavor, from `sizes.toml`."""
     tables = TABLES[family]
