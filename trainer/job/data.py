@@ -7,8 +7,8 @@ from dataclasses import replace
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.text_data import training_data, validation_data
 from trainer.data.sources.registry import DATASETS, all_documents, source_of
+from trainer.data.text_data import training_data, validation_data
 from trainer.data.token_files.catalog import check_data
 from trainer.data.tokenizers.chat_template import find_template
 from trainer.data.tokenizers.encoders import plain_text
