@@ -49,7 +49,6 @@ WIDE: dict[str, tuple[str, ...]] = {
     "tests/fake_cuda/test_fake_cuda.py::test_the_machine_sees_faults": (),
     "tests/integration/test_failures.py::test_a_rank_of_a_sequence_a_matrix_or_a_pipeline_fails": (),
     "tests/integration/test_launcher.py::test_the_exit_code_is_that_of_the_rank_that_failed": ("7-",),
-    "tests/integration/test_resume.py::test_load_step_goes_back": (),
     "tests/interpreted/linear_kernels.py::test_half_precision": (),
     "tests/interpreted/linear_kernels.py::test_maps_are_those_of_chunks": ("delta]",),
     "tests/interpreted/linear_kernels.py::test_one_process": (),

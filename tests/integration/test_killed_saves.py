@@ -76,7 +76,7 @@ def test_a_run_that_is_killed_while_it_saves_loses_nothing(
     arguments = [*degrees, *RUN, *SAVING, f"--checkpoint.async_mode={mode}"]
     folder, chance = tmp_path / "killed" / "checkpoint", random.Random(kills)
     newest, interrupted = 0, 0
-    for kill in range(kills):
+    for kill in range(4 * kills):
         killer = Killer(pool, folder, chance)
         killer.start()
         try:
@@ -90,6 +90,8 @@ def test_a_run_that_is_killed_while_it_saves_loses_nothing(
         for step in steps:
             verify_step(LocalStore(folder), step, None)
         newest, interrupted = max(steps, default=0), interrupted + any(folder.glob("*.tmp"))
+        if kill + 1 >= kills and interrupted >= kills // 3:  # on a fast disk most saves end before their kill
+            break
     assert newest >= kills // 2
     assert interrupted >= kills // 3, "too few kills came in a save"
     last = pool.run(world_size, run_main, str(tmp_path / "killed"), [*arguments, "--job.max_minutes=1e-6"])
