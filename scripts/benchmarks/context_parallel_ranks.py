@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from scripts.benchmarks.context_parallel_tiles import Problem
 from scripts.benchmarks.teams import PeakBytes, Times
 from trainer.distributed.context_parallel.attention import context_parallel_attention
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
 from trainer.distributed.context_parallel.live import LivePlan, opened
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding import exchange
@@ -97,13 +97,13 @@ class Share:
             return {}
         q, k, v, dout = (x.detach() for x in self._inputs)
         run = self._lives[method].execution(q, k, v, range(self._problem.batch), is_causal=True, window=0)
-        before = Counter(exchange.bytes_sent)
+        before, terms = Counter(exchange.bytes_sent), Terms(self._problem.scale)
         peaks = {}
         with PeakBytes(q, k, v) as meter:
-            out, lse = run.forward(q, k, v, self._problem.scale)
+            out, lse = run.forward(q, k, v, terms=terms)
             peaks["forward"] = meter.peak
         with PeakBytes(q, k, v, dout, out, lse) as meter:
-            gradients = run.backward(BackwardInputs(dout, q, k, v, out, lse), self._problem.scale)
+            gradients = run.backward(BackwardInputs(dout, q, k, v, out, lse), terms)
             peaks["backward"] = meter.peak
         del gradients
         return {"bytes_sent": dict(Counter(exchange.bytes_sent) - before), "peak_bytes": peaks}

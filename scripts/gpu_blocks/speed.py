@@ -12,6 +12,7 @@ from scripts.benchmarks import attention_kernels
 from scripts.benchmarks.context_parallel_tiles import tile_rows
 from scripts.gpu_blocks.block import Check
 from trainer.distributed.context_parallel.execution import stages, ulysses
+from trainer.distributed.context_parallel.execution.kernels.base import Terms
 from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.sharding.layout import head_tail
@@ -157,15 +158,15 @@ def _packing(check: Check) -> dict[str, float]:
         return x.new_empty(sum(sizes)), SimpleNamespace(wait=lambda: None)
 
     inner = SimpleNamespace(
-        forward=lambda q, k, v, scale, sinks, up: (q, lse.new_zeros(q.shape[:3])),
-        backward=lambda given, scale, sinks, up, kv_dtype: (given.q, given.k, given.v),
+        forward=lambda q, k, v, terms: (q, lse.new_zeros(q.shape[:3])),
+        backward=lambda given, terms, kv_dtype: (given.q, given.k, given.v),
     )
     run = ulysses.HeadExchange(plan, SimpleNamespace(rank=lambda: 0), inner)
-    given = stages.BackwardInputs(out, q, k, k, out, lse)
+    given, terms = stages.BackwardInputs(out, q, k, k, out, lse), Terms(1.0)
     with mock.patch.object(ulysses, "all_to_all", nothing_sent):
         return {
-            "forward": _milliseconds(check, lambda: run.forward(q, k, k, 1.0)),
-            "backward": _milliseconds(check, lambda: run.backward(given, 1.0)),
+            "forward": _milliseconds(check, lambda: run.forward(q, k, k, terms=terms)),
+            "backward": _milliseconds(check, lambda: run.backward(given, terms)),
         }
 
 
