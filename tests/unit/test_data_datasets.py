@@ -1,5 +1,6 @@
 """Laws of the sources: what they hold, that they need no network and no torch, and how they refuse bad data."""
 
+import errno
 import hashlib
 import json
 import os
@@ -335,6 +336,22 @@ def test_a_folder_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_a_folder_that_fails_is_not_left_out(tmp_path, monkeypatch):
+    """A network's file system may list a folder's name and then fail to open it."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text("x")
+    real = os.scandir
+
+    def stale(folder):
+        if str(folder).endswith("b"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
+        return real(folder)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    assert "/b cannot be read (Stale file handle)" in refusal(check_source, "text", str(tmp_path), 1)
+
+
 def test_a_folder_of_another_user_is_told(tmp_path: Path):
     """With the real permissions: a child process that is not root."""
     (folder := tmp_path / "closed").mkdir(mode=0o700)

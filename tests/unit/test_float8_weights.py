@@ -16,6 +16,7 @@ from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.registry import hf_config
 from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.new_tokens import add_tokens
 from trainer.hugging_face.quantised import scaled
 from trainer.hugging_face.reader import HFReader
 from trainer.models.model_spec import hf_model, model_spec
@@ -37,6 +38,7 @@ def publish(folder: Path, family: str, args: TransformerArgs) -> dict[str, torch
     """Save a model whose matrices are in float8, and return the values of all tensors."""
     with in_double():
         theirs = hf_decoder(family, args)
+    folder.mkdir(exist_ok=True)
     theirs.float().save_pretrained(folder)
     files, generator = safetensors.torch.load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
     stored, values = {}, {}
@@ -120,6 +122,21 @@ def test_wrong_scales_are_named(tmp_path: Path, change: Callable, message: str) 
     safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         HFReader(tmp_path, hf_model(model_spec("llama3"), args))
+
+
+def test_no_rows_are_added_to_quantised_weights(tmp_path: Path) -> None:
+    publish(tmp_path / "model", "llama3", wide("llama3"))
+    with pytest.raises(ConfigError, match=r"quantised weights, such as \S+ in F8_E4M3, to which no rows are added"):
+        add_tokens(tmp_path / "model", tmp_path / "more", ["<new>"])
+
+
+def test_a_folder_may_have_another_path_on_another_rank(tmp_path: Path) -> None:
+    args = wide("llama3")
+    values = publish(tmp_path / "model", "llama3", args)
+    headers = HFReader(tmp_path / "model", hf_model(model_spec("llama3"), args)).headers
+    (tmp_path / "model").rename(tmp_path / "there")
+    there = HFReader(tmp_path / "there", hf_model(model_spec("llama3"), args), headers)
+    assert torch.equal(there.read("norm.weight"), values["model.norm.weight"])
 
 
 @pytest.mark.parametrize(("key", "value"), [("weight_block_size", [1, 32]), ("fmt", "e5m2"), ("quant_method", "awq")])

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,10 @@ def test_wrong_requests_are_refused_in_one_sentence_and_the_next_one_is_answered
         ({"logit_bias": {"1": 2}}, "logit_bias is not offered"),
         ({"max_tokens": 0}, "max_tokens = 0 must be a number of at least 1"),
         ({"temperature": -1}, "temperature = -1 must be a number of at least 0"),
+        ({"temperature": 1e300}, "temperature = 1e.300 must be a number of at least 0"),
+        ({"seed": 2**64}, "seed = 18446744073709551616 must be a number"),
+        ({"stop": [""]}, "must be a text, or a list of texts"),
+        ({"stream": True, "extra_body": {"stream_options": "x"}}, "stream_options = 'x' must be an object"),
         ({"messages": [{"content": "?"}]}, "messages must be a list of objects with role and content"),
         ({"messages": [{"role": "user", "content": "five " * 600}]}, "and the model takes 1 to 511"),
     ):
@@ -84,7 +89,28 @@ def test_wrong_requests_are_refused_in_one_sentence_and_the_next_one_is_answered
             client.chat.completions.create(**{"messages": [QUESTION], **GREEDY} | wrong)
     with pytest.raises(openai.BadRequestError, match="prompt must be one text"):
         client.completions.create(prompt=["a", "b"], **GREEDY)
-    assert client.chat.completions.create(messages=[QUESTION], **GREEDY).choices[0].message.content
+    for temperature in (1e-310, 0.0):  # the server is still there, and a tiny temperature takes the likeliest token
+        got = client.chat.completions.create(messages=[QUESTION], **GREEDY | {"temperature": temperature})
+        assert got.choices[0].message.content
+
+
+def test_many_clients_wait_and_none_stops_another(client):
+    """More than the server has threads, each with a stream."""
+    asked = {"prompt": "the quick", "stream": True, **GREEDY | {"max_tokens": 3}}
+    with ThreadPoolExecutor(60) as clients:
+        found = [
+            *clients.map(lambda _: "".join(x.choices[0].text for x in client.completions.create(**asked)), range(60))
+        ]
+    assert len(set(found)) == 1
+    assert found[0]
+
+
+def test_numbers_that_are_none_are_refused():
+    usual = Request([], 8, 0.7, 0, 1.0, -3, [])
+    for value in (float("nan"), float("inf"), 10**400, "1", True):
+        with pytest.raises(ConfigError, match="temperature"):
+            request_of({"temperature": value}, [1], usual, 16)
+    assert request_of({}, [1], usual, 16).seed == -3
 
 
 def test_what_may_begin_a_stop_waits():

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -43,8 +43,10 @@ def request_of(body: Mapping[str, Any], prompt: list[int], usual: Request, longe
     """
 
     def given(key: str, kind: type, default: Any, *, least: float = 0) -> Any:
-        value = default if body.get(key) is None else body[key]
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or value < least:
+        value = body.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not least <= value < 2**63:
             raise ConfigError(f"{key} = {value!r} must be a number of at least {least}")
         return kind(value)
 
@@ -57,6 +59,9 @@ def request_of(body: Mapping[str, Any], prompt: list[int], usual: Request, longe
         raise ConfigError(f"the prompt has {len(prompt)} tokens, and the model takes 1 to {longest - 1}")
     most = given("max_completion_tokens", int, given("max_tokens", int, usual.tokens, least=1), least=1)
     stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ConfigError(f"stop = {stops!r} must be a text, or a list of texts")
     return Request(
         prompt,
         min(most, longest - len(prompt)),
@@ -64,7 +69,7 @@ def request_of(body: Mapping[str, Any], prompt: list[int], usual: Request, longe
         given("top_k", int, usual.top_k),
         given("top_p", float, usual.top_p) or 1.0,
         given("seed", int, usual.seed),
-        [stops] if isinstance(stops, str) else [str(stop) for stop in stops],
+        stops,
     )
 
 
@@ -82,18 +87,18 @@ class Reply:
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, pieces: Iterable[str | Ended]) -> dict[str, Any]:
+    async def whole(self, pieces: AsyncIterator[str | Ended]) -> dict[str, Any]:
         """Return the answer when it has ended."""
-        *texts, ended = pieces
+        *texts, ended = [piece async for piece in pieces]
         text = self.opening + "".join(texts)
         content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         return self._object(content, ended.reason) | {"usage": self._usage(ended)}
 
-    def events(self, pieces: Iterable[str | Ended], *, with_usage: bool) -> Iterator[str]:
+    async def events(self, pieces: AsyncIterator[str | Ended], *, with_usage: bool) -> AsyncIterator[str]:
         """Yield server-sent events: the pieces as they come, how it ended, and how many tokens there were if asked."""
         if self.chat:
             yield _event(self._chunk({"role": "assistant", "content": self.opening}))
-        for piece in pieces:
+        async for piece in pieces:
             if isinstance(piece, str):
                 if piece:
                     yield _event(self._chunk({"content": piece}))

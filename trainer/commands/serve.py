@@ -8,12 +8,13 @@ All ranks answer one request after the other. Ctrl-C ends.
 """
 
 import argparse
+import asyncio
 import json
 import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -89,7 +90,7 @@ class Server:
         """longest: tokens of prompt and answer; talk: or why the model cannot be talked to."""
         self._args, self._longest, self._tokenizer, self._talk, self._number = args, longest, tokenizer, talk, 0
         self._name = args.folder.resolve().name
-        self._requests: queue.Queue[tuple[Request, queue.Queue[str | Ended]]] = queue.Queue()
+        self._requests: queue.Queue[tuple[Request, Callable[[str | Ended], None]]] = queue.Queue()
         self._usual = Request([], args.tokens, args.temperature, args.top_k, args.top_p, args.seed, [])
 
     def start(self) -> None:
@@ -115,15 +116,11 @@ class Server:
         print(f"{self._name} answers at http://{host}:{port}/v1; Ctrl-C ends", flush=True)
 
     def next(self) -> bytes:
-        """Wait for the next request, and return it."""
+        """Wait for the next request, and return it. `put` then takes the pieces of its answer, and how it ended."""
         while True:
             with suppress(queue.Empty):
-                request, self._pieces = self._requests.get(timeout=0.5)  # so that a signal ends the wait
+                request, self.put = self._requests.get(timeout=0.5)  # so that a signal ends the wait
                 return json.dumps(asdict(request)).encode()
-
-    def put(self, piece: str | Ended) -> None:
-        """Send a piece of the answer, or how it has ended."""
-        self._pieces.put(piece)
 
     # ---- in the server's thread
 
@@ -148,15 +145,17 @@ class Server:
             if not isinstance(body, dict):
                 raise ConfigError("a request must be an object of JSON")
             asked = await run_in_threadpool(self._asked, body, chat=chat)
-        except (ConfigError, ValueError) as error:
+            if not isinstance(options := body.get("stream_options") or {}, dict):
+                raise ConfigError(f"stream_options = {options!r} must be an object")
+        except (ConfigError, ValueError, TypeError, RecursionError) as error:
             return JSONResponse(error_of(error), status_code=400)
-        pieces: queue.Queue[str | Ended] = queue.Queue()
-        self._requests.put((asked, pieces))
+        pieces: asyncio.Queue[str | Ended] = asyncio.Queue()
+        self._requests.put((asked, partial(asyncio.get_running_loop().call_soon_threadsafe, pieces.put_nowait)))
         reply = Reply(self._name, chat, len(asked.prompt), self._talk.opening(asked.prompt) if chat else "")
         if body.get("stream"):
-            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(reply.events(_all(pieces), with_usage=with_usage), media_type="text/event-stream")
-        return JSONResponse(await run_in_threadpool(reply.whole, _all(pieces)))
+            events = reply.events(_all(pieces), with_usage=bool(options.get("include_usage")))
+            return StreamingResponse(events, media_type="text/event-stream")
+        return JSONResponse(await reply.whole(_all(pieces)))
 
     def _asked(self, body: Mapping[str, Any], *, chat: bool) -> Request:
         """Return what all ranks need to know of a request; ConfigError if it is wrong."""
@@ -191,9 +190,9 @@ def _talk_of(job: ResolvedJob) -> Talk | ConfigError:
         return error
 
 
-def _all(pieces: "queue.Queue[str | Ended]") -> Iterator[str | Ended]:
+async def _all(pieces: "asyncio.Queue[str | Ended]") -> AsyncIterator[str | Ended]:
     """Yield the pieces of an answer as they come, up to its end."""
-    while isinstance(piece := pieces.get(), str):
+    while isinstance(piece := await pieces.get(), str):
         yield piece
     yield piece
 
@@ -211,9 +210,8 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     server = Server(args, job.config.training.seq_len, tokenizer, talk) if dims.rank("world") == 0 else None
     raise_on_all_ranks(server.start if server else lambda: None, device)
     set_timeout(_WEEK)  # the other ranks wait for a request
-    send = server.put if server else lambda _: None
 
-    def answer(asked: Request) -> None:
+    def answer(asked: Request, send: Callable[[str | Ended], None]) -> None:
         text = Answer(tokenizer, asked.stops)
 
         def put(_: int, token: int) -> bool:
@@ -227,7 +225,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
         send(Ended(len(written), "length" if len(written) == asked.tokens and not text.stopped else "stop"))
 
     while given := read_once(server.next if server else bytes, over=dims["world"]):
-        answer(Request(**json.loads(given)))
+        answer(Request(**json.loads(given)), server.put if server else lambda _: None)
     return ""
 
 

@@ -65,9 +65,7 @@ class Talk:
             raise ConfigError(f"--tools {tools} must be a list of objects; write what the template's model expects")
         return cls(tokenizer, template, given or (), frozenset(ends_of(config, tokenizer, template)))
 
-    def prompt(
-        self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any] = MappingProxyType({})
-    ) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any] = _NOTHING) -> list[int]:
         """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages.
 
         more: may have tools, and chat_template_kwargs with arguments of the template.

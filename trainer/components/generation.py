@@ -31,7 +31,8 @@ class Sampling:
         """Return a token by its logits (V,)."""
         if self.temperature == 0:
             return int(logits.argmax())
-        chances, tokens = torch.softmax(logits.double() / self.temperature, 0).cpu().sort(descending=True, stable=True)
+        below = logits.double() - logits.max()  # of a tiny temperature too the largest is finite
+        chances, tokens = torch.softmax(below / self.temperature, 0).cpu().sort(descending=True, stable=True)
         if self.top_k:
             chances[self.top_k :] = 0
         chances[chances.cumsum(0) - chances >= self.top_p * chances.sum()] = 0

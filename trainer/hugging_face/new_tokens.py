@@ -16,7 +16,7 @@ import torch
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.hugging_face.files import read_folder
-from trainer.hugging_face.reader import DTYPES, read_part
+from trainer.hugging_face.reader import DTYPES, FLOATS, read_part
 from trainer.hugging_face.writer import NewFolder, carry
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -36,6 +36,11 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
     found, config = read_folder(source), read_config(source)
     if _EMBEDDING not in found:
         raise ConfigError(f"{source} has no tensor {_EMBEDDING}, so that no rows can be added; name a language model")
+    if quantised := next((name for name, stored in found.items() if DTYPES[stored.dtype] not in FLOATS.values()), None):
+        raise ConfigError(
+            f"{source} has quantised weights, such as {quantised} in {found[quantised].dtype}, to which no rows are "
+            f"added; name a folder that a run has exported"
+        )
     with tempfile.TemporaryDirectory() as carried:
         carry(source, Path(carried))
         ids = _added_to_tokenizer(Path(carried), source, tokens)

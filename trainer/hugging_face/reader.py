@@ -1,7 +1,7 @@
 """A Hugging Face folder as a checkpoint of weights: DCP asks for parts of our tensors, and only these are read."""
 
+import json
 import math
-import pickle
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -37,10 +37,14 @@ class HFReader(FileSystemReader):
     def __init__(self, folder: Path, model: HFModel, headers: bytes | None = None) -> None:
         """headers: those of a reader of another rank, which has read and checked the files."""
         super().__init__(folder)
-        self.headers = pickle.dumps(read_folder(folder)) if headers is None else headers
-        """Names, shapes and places of all tensors, for readers of other ranks."""
+        if headers is None:
+            found = {name: (x.file.name, x.dtype, x.shape, x.start) for name, x in read_folder(folder).items()}
+        self.headers = json.dumps(found).encode() if headers is None else headers
+        """Names, shapes and places of all tensors, for readers of other ranks: their folder may have another path."""
+        entries = json.loads(self.headers).items()
+        stored = {name: Stored(folder / file, dtype, tuple(shape), at) for name, (file, dtype, shape, at) in entries}
         try:
-            self._stored = with_scales(pickle.loads(self.headers))
+            self._stored = with_scales(stored)
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
         there = (name for ours in model.further for name in model.pairs[ours][1].names)

@@ -107,7 +107,12 @@ def _files_below(path: str, folder: str, keys: DataKeys) -> Iterator[str]:
 
     `glob` would follow such links in circles, and find each file many times.
     """
-    for root, folders, names in os.walk(folder, followlinks=True):
+
+    def refuse(error: OSError) -> None:
+        with reading(folder):
+            raise error
+
+    for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         above = {os.path.realpath(part) for part in (root, *Path(root).absolute().parents)}
         shown = (name for name in folders if not name.startswith("."))
         folders[:] = [name for name in shown if os.path.realpath(os.path.join(root, name)) not in above]
