@@ -17,7 +17,7 @@ PAGES = [
     ROOT / "multinode_trainer.slurm",
 ]
 _PROGRAMS = [
-    *("lct", "make", "python", "python3", "torchrun", "pip", "git", "tensorboard", "./run_llama_train.sh"),
+    *("lct", "curl", "make", "python", "python3", "torchrun", "pip", "git", "tensorboard", "./run_llama_train.sh"),
     *("sbatch", "scancel", "kill", "export", "source", "mkdir", "cp"),
 ]
 _PROGRAM = rf"({'|'.join(map(re.escape, _PROGRAMS))}|\.venv/bin/\S+)(\s|$)"
