@@ -183,4 +183,32 @@ CHAT = (
         "padding.item()",
         "tests/distributed/test_packing.py::test_the_share_of_padding_is_that_of_all_ranks",
     ),
+    Mutant(
+        "what may begin a stop is lost",
+        "trainer/commands/serve.py",
+        'self._held = "" if places else text[end:]',
+        'self._held = ""',
+        "tests/unit/test_serve.py::test_what_may_begin_a_stop_waits",
+    ),
+    Mutant(
+        "a temperature that is no number reaches the ranks",
+        "trainer/commands/openai_format.py",
+        "not least <= value < 2**63",
+        "value < least",
+        "tests/unit/test_serve.py::test_numbers_that_are_none_are_refused",
+    ),
+    Mutant(
+        "a shorter evaluation has the short factors of LongRoPE",
+        "trainer/commands/evaluate.py",
+        "made_for = max(job.model.max_seq_len, wanted.trained_for)",
+        "made_for = job.model.max_seq_len",
+        "tests/unit/test_families.py::test_longrope_is_chosen_by_the_length_that_a_model_is_made_for",
+    ),
+    Mutant(
+        "tensors of numbers count the columns of the last one",
+        "trainer/distributed/domain_parallel/indexing.py",
+        "places_of = places_of * size + torch.where(numbers < 0, numbers + size, numbers)",
+        "places_of = places_of + torch.where(numbers < 0, numbers + size, numbers)",
+        "tests/distributed/test_domain_tensor.py::test_functions_equal_those_of_a_whole_tensor",
+    ),
 )
