@@ -198,6 +198,13 @@ CHAT = (
         "tests/unit/test_serve.py::test_numbers_that_are_none_are_refused",
     ),
     Mutant(
+        "a shorter evaluation has the short factors of LongRoPE",
+        "trainer/commands/evaluate.py",
+        "made_for = max(job.model.max_seq_len, wanted.trained_for)",
+        "made_for = job.model.max_seq_len",
+        "tests/unit/test_families.py::test_longrope_is_chosen_by_the_length_that_a_model_is_made_for",
+    ),
+    Mutant(
         "tensors of numbers count the columns of the last one",
         "trainer/distributed/domain_parallel/indexing.py",
         "places_of = places_of * size + torch.where(numbers < 0, numbers + size, numbers)",

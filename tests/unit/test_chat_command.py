@@ -1,16 +1,13 @@
 """Law of `lct chat`: answers are those that transformers writes for the same conversation."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
-from tests.chat_files import CHATML, chat_folder
+from tests.answering import SYSTEM, TOOLS, saved_model, theirs
 from tests.slow import slow
 from trainer.commands import generate
 from trainer.commands.talk import Pieces, Talk
@@ -19,41 +16,11 @@ from trainer.config.schema import JobConfig, Model
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = [{"name": "add"}]
-WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{% if language %}{{ language }}{% endif %}" + CHATML
-SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model that transformers has written, with random weights."""
-    folder = chat_folder(tmp_path_factory.mktemp("chat") / "model", WITH_TOOLS)
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(
-        vocab_size=open_tokenizer(str(folder)).vocab_size,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        eos_token_id=None,
-        bos_token_id=None,
-        **sizes,
-    )
-    transformers.LlamaForCausalLM(config).double().save_pretrained(folder)
-    (folder / "tools.json").write_text(json.dumps(TOOLS))
-    return folder
-
-
-def theirs(folder: Path, messages: list[dict], tools: list[dict] | None) -> str:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    given = tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|eos|>"])
-    out = model.generate(**given, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=0)
-    written = [i for i in out[0, given["input_ids"].shape[1] :].tolist() if i not in ends]
-    return open_tokenizer(str(folder)).decode(written)
+    return saved_model(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.mark.parametrize("ranks", [1, *slow(2)])

@@ -6,6 +6,7 @@ What they compute: tests/distributed/test_families.py.
 import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile
 from unittest import mock
 
 import pytest
@@ -15,8 +16,10 @@ import torch
 from tests.hf_families import MODELS, hf_decoder, in_double
 from tests.unit.test_expert_hugging_face import read_here, whole_folder, write_here
 from trainer.checkpoint import export
+from trainer.commands import evaluate
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.families.layer_kinds import LayerKind
 from trainer.families.registry import MODELS as FAMILIES
 from trainer.families.registry import hf_config, hf_families
@@ -27,6 +30,7 @@ from trainer.job.memory import rank_memory
 from trainer.job.summary import summary
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.folder import RunState, check_same_model, model_description
+from trainer.stores.initial import check_initial_weights
 
 _OLD = {"rope_theta", "rope_scaling", "num_experts", "partial_rotary_factor"}
 """Names of before transformers 5."""
@@ -55,6 +59,18 @@ def test_a_model_goes_there_and_back_bit_for_bit(tmp_path: Path, name: str) -> N
     files, back = (whole_folder(tmp_path / folder) for folder in ("theirs", "ours"))
     assert files.keys() == back.keys()
     assert [there for there, x in files.items() if not torch.equal(back[there], x)] == []
+
+
+def test_longrope_is_chosen_by_the_length_that_a_model_is_made_for(tmp_path: Path) -> None:
+    """A shorter evaluation has the same factors, and the weights of the folder are its own."""
+    _, args = MODELS["phi3, LongRoPE"]
+    saved(tmp_path, "phi3, LongRoPE")
+    copyfile(default_tokenizer_path(), tmp_path / "tokenizer.model")
+    for length in (16, 128):
+        options = ["--tasks", "positions", "--seq-len", str(length), "--ngpu", "1", "--dataset", "python_stdlib"]
+        _, job = evaluate.checked([str(tmp_path), *options])
+        assert (job.config.training.seq_len, job.model.max_seq_len) == (length, max(length, args.max_seq_len))
+        check_initial_weights(job.config, job.model)
 
 
 def test_parts_of_fused_matrices_are_read(tmp_path: Path) -> None:

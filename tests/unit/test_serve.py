@@ -12,20 +12,26 @@ from types import SimpleNamespace
 import openai
 import pytest
 
+from tests.answering import SYSTEM, TOOLS, saved_model, theirs
 from tests.distributed.pool import free_port
 from tests.slow import slow
-from tests.unit.test_chat_command import ROOT, SYSTEM, TOOLS, folder, theirs  # noqa: F401
 from trainer.commands import serve
 from trainer.commands.openai_format import Request, request_of
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 QUESTION = {"role": "user", "content": "two and three?"}
 GREEDY = {"model": "any", "max_tokens": 12, "temperature": 0}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("chat"))
+
+
 @pytest.fixture(scope="module", params=[1, *slow(2)])
-def client(request, folder) -> Iterator[openai.OpenAI]:  # noqa: F811
+def client(request, folder) -> Iterator[openai.OpenAI]:
     port = free_port()
     command = [sys.executable, "-m", "trainer", "serve", str(folder), f"--ngpu={request.param}", f"--port={port}"]
     server = subprocess.Popen(
@@ -40,7 +46,7 @@ def client(request, folder) -> Iterator[openai.OpenAI]:  # noqa: F811
         server.kill()
 
 
-def test_a_conversation_is_answered_whole_and_in_pieces(client, folder):  # noqa: F811
+def test_a_conversation_is_answered_whole_and_in_pieces(client, folder):
     messages = [SYSTEM, QUESTION]
     wanted = theirs(folder, messages, TOOLS)
     assert wanted != theirs(folder, messages, None), "negative control: tools matter"
@@ -56,7 +62,7 @@ def test_a_conversation_is_answered_whole_and_in_pieces(client, folder):  # noqa
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == got.choices[0].finish_reason
 
 
-def test_a_text_is_completed_up_to_a_stop(client, folder):  # noqa: F811
+def test_a_text_is_completed_up_to_a_stop(client, folder):
     whole = client.completions.create(prompt="the quick", **GREEDY)
     text = whole.choices[0].text
     assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("length", 12)
@@ -130,7 +136,7 @@ def test_an_answer_has_at_most_the_tokens_that_are_left():
     assert request_of({"max_completion_tokens": 2, "max_tokens": 5}, [1], usual, 16).tokens == 2
 
 
-def test_a_port_that_is_taken_and_a_package_that_is_missing_are_one_sentence(folder, monkeypatch):  # noqa: F811
+def test_a_port_that_is_taken_and_a_package_that_is_missing_are_one_sentence(folder, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         args, job = serve.checked([str(folder), f"--port={taken.getsockname()[1]}"])
         tokenizer = open_tokenizer(str(folder))
@@ -141,7 +147,7 @@ def test_a_port_that_is_taken_and_a_package_that_is_missing_are_one_sentence(fol
         serve.checked([str(folder)])
 
 
-def test_a_model_without_a_template_completes_texts(folder, tmp_path: Path):  # noqa: F811
+def test_a_model_without_a_template_completes_texts(folder, tmp_path: Path):
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in folder.iterdir():

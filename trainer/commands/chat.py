@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 from trainer.commands.generate import job_of, model_parser, sampling_of
 from trainer.commands.options import Parser
 from trainer.commands.ranks import run
-from trainer.commands.talk import Pieces, Talk, talk_options
+from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, talk_options
 from trainer.config.errors import ConfigError
 from trainer.job import ResolvedJob
 
 if TYPE_CHECKING:
     import torch
-
-
-_WEEK = 7 * 24 * 3600
 
 
 def parser() -> Parser:
@@ -59,7 +56,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
 
     talk = Talk.of(job.config, args.tools)
     model, dims = loaded_model(job, device)
-    set_timeout(_WEEK)  # the other ranks wait while the user thinks
+    set_timeout(PATIENCE_SECONDS)  # the other ranks wait while the user thinks
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
     messages, is_first = list(first), dims.rank("world") == 0
     while given := read_once(next_line, over=dims["world"]):

@@ -104,6 +104,8 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     config = replace(config, job=own, training=replace(config.training, **shape))
     with given_as(seq_len="--seq-len or --lengths"):
         job = resolve(config, all_ranks(here), machine.device_type(config.job.device))
+        made_for = max(job.model.max_seq_len, wanted.trained_for)  # by which LongRoPE chooses its factors
+        job = replace(job, model=replace(job.model, max_seq_len=made_for))
         for length in lengths:
             check_batch(replace(config, training=replace(config.training, seq_len=length)), job.degrees)
     if "positions" in wanted.tasks:

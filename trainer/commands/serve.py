@@ -25,7 +25,7 @@ from trainer.commands.generate import job_of, model_parser
 from trainer.commands.openai_format import Ended, Reply, Request, error_of, request_of
 from trainer.commands.options import Parser, number
 from trainer.commands.ranks import run
-from trainer.commands.talk import Pieces, Talk, argument_option, ends_of
+from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, argument_option, ends_of
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.job import ResolvedJob
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     import torch
     from starlette.requests import Request as HTTPRequest
     from starlette.responses import Response
-
-_WEEK = 7 * 24 * 3600
 
 
 def parser() -> Parser:
@@ -209,7 +207,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     model, dims = loaded_model(job, device)
     server = Server(args, job.config.training.seq_len, tokenizer, talk) if dims.rank("world") == 0 else None
     raise_on_all_ranks(server.start if server else lambda: None, device)
-    set_timeout(_WEEK)  # the other ranks wait for a request
+    set_timeout(PATIENCE_SECONDS)  # the other ranks wait for a request
 
     def answer(asked: Request, send: Callable[[str | Ended], None]) -> None:
         text = Answer(tokenizer, asked.stops)

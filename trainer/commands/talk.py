@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _OPENED = "<think>"
 _BEFORE = 8  # tokens
+PATIENCE_SECONDS = 7 * 24 * 3600
+"""How long ranks wait for a user."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

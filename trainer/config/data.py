@@ -46,7 +46,7 @@ class Mixture:
 class Chat:
     """How conversations become tokens and labels, with training.dataset = "chat" or "preferences"."""
 
-    arguments: tuple[str, ...] = key((), when=CHAT)
+    arguments: tuple[str, ...] = key((), when=CHAT, named=True)
     """Arguments of the chat template, each name=value in JSON, such as enable_thinking=false."""
     date: str | None = key(None, when=CHAT)
     """Date that a template gets as today's (strftime_now), as YEAR-MONTH-DAY; None: it has no clock."""

@@ -88,7 +88,8 @@ class Key:
     """Everything about a key except its text, which is the docstring below its field.
 
     declared: the type of its field; example: a valid value, if the default is None; when: conditions that must all
-    hold; name: "table.key", by which packages add values.
+    hold; named: a list of name=value, which a file may have as a table; name: "table.key", by which packages add
+    values.
     """
 
     declared: Any
@@ -97,6 +98,7 @@ class Key:
     unit: str = ""
     example: object = None
     when: tuple[Condition, ...] = ()
+    named: bool = False
     name: str = ""
 
     @property
@@ -123,10 +125,11 @@ def key(
     *,
     example: object = None,
     when: Condition | tuple[Condition, ...] = (),
+    named: bool = False,
 ) -> Any:
     """Return a field with the properties of `Key`; a key with a type and a default only needs no call."""
     when = when if isinstance(when, tuple) else (when,)
-    metadata = {"bounds": bounds, "unit": unit, "example": example, "when": when}
+    metadata = {"bounds": bounds, "unit": unit, "example": example, "when": when, "named": named}
     return dataclasses.field(default=default, metadata=metadata)
 
 

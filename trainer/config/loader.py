@@ -4,7 +4,6 @@ Every source becomes a flat dict "table.key" -> typed value. Older spellings are
 are merged. All wrong settings of all sources are reported at once.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -109,8 +108,6 @@ def _typed_value(name: str, value: object, where: str, schema: type) -> tuple[ob
     key = accepted_keys(schema).get(name)
     if key is None:
         raise unknown_key(name, f"{name} = {shown(value)}", where, schema)
-    if name == "chat.arguments" and isinstance(value, dict):  # a table [chat.arguments]
-        value = [f"{argument}={json.dumps(given, default=str)}" for argument, given in value.items()]
     value, renamed = todays_value(name, value, where)
     if value is not None:
         value = from_toml(name, value, key, where)

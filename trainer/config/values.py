@@ -1,5 +1,6 @@
 """Convert a TOML value, or the words of a command line, to the type of its key."""
 
+import json
 import math
 import os
 import re
@@ -17,11 +18,14 @@ _NAMES: dict[type, str] = {bool: "true or false", int: "an int", float: "a finit
 
 
 def from_toml(name: str, value: object, key: Key, where: str) -> object:
-    """Return a value that is of the type of its key; an int becomes a float, a list a tuple, nothing else is converted.
+    """Return a value that is of the type of its key; an int becomes a float, a list a tuple, a table of a `named` key
+    its name=value; nothing else is converted.
 
     Raises:
         ConfigError: the value has another type or is none of the choices.
     """
+    if key.named and isinstance(value, dict):
+        value = [f"{named}={json.dumps(given, default=str)}" for named, given in value.items()]
     checked = _checked(value, without_none(key.kind)[0], infinite=key.may_be_infinite)
     if checked is None:
         raise _wrong(name, value, key, where)

@@ -79,7 +79,7 @@ def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
     family = hf_config(config.model.name)
     family.check_start(model)
     args = family.read(read_config(path))
-    theirs = args.configured(config.model, vocab_size=args.vocab_size, max_seq_len=config.training.seq_len)
+    theirs = args.configured(config.model, vocab_size=args.vocab_size, max_seq_len=model.max_seq_len)
     balance = {"router_aux_loss_coef"}  # of training, not of the weights
     different = [
         f"{field.name} = {getattr(model, field.name)} (there {getattr(theirs, field.name)})"
