@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run
-from trainer.commands.talk import Talk, ends_of, talk_options
+from trainer.commands.talk import Talk, ends_of, talk_options, text_tokens
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.job import ResolvedJob, resolve
@@ -93,8 +93,7 @@ def to_write(
         talk = Talk.of(config, args.tools)
         tokens = [talk.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         return [""] * len(prompts), tokens, talk.ends
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    tokens = [begin + tokenizer.encode(prompt) for prompt in prompts]
+    tokens = [text_tokens(tokenizer, prompt) for prompt in prompts]
     if not all(tokens):
         raise ConfigError("--prompt '' needs a token that begins a text, and this tokenizer has none; give some text")
     return prompts, tokens, ends_of(config, tokenizer)

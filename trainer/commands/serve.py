@@ -25,7 +25,7 @@ from trainer.commands.generate import job_of, model_parser
 from trainer.commands.openai_format import Ended, Reply, Request, error_of, request_of
 from trainer.commands.options import Parser, number
 from trainer.commands.ranks import run
-from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, argument_option, ends_of
+from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, argument_option, ends_of, text_tokens
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.job import ResolvedJob
@@ -177,7 +177,7 @@ class Server:
             return given
         if not isinstance(given, str):
             raise ConfigError("prompt must be one text, or the numbers of its tokens")
-        return ([] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]) + self._tokenizer.encode(given)
+        return text_tokens(self._tokenizer, given)
 
 
 def _talk_of(job: ResolvedJob) -> Talk | ConfigError:

@@ -29,6 +29,11 @@ def ends_of(config: JobConfig, tokenizer: "Tokenizer", template: ChatTemplate | 
     return end_ids(tokenizer, (file, file.parent, hf_folder(config)), template)
 
 
+def text_tokens(tokenizer: "Tokenizer", text: str) -> list[int]:
+    """Return the tokens of a text that is to be continued, behind the one that begins texts if there is one."""
+    return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
+
+
 def talk_options(described: Parser, when: str = "") -> None:
     """Add the options of how a model is talked to."""
     add = described.add_argument
