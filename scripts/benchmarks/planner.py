@@ -205,7 +205,7 @@ def tables(runs: list[dict[str, str]], found: list[dict[str, Any]]) -> None:
         unit = 1e9 if run["unit"] == "GB" else 2**30
         kind, size = "reserved", answer["reserved"]
         if _is_of_megatron(run):
-            kind, size = "allocated", with_states_of_megatron(run, answer)
+            kind, size = "allocated", as_megatron(run, answer)
         memory = ["", f"{size / unit:.1f}", ""]
         if run["memory"]:
             error = size / unit / float(run["memory"]) - 1
@@ -223,16 +223,19 @@ def tables(runs: list[dict[str, str]], found: list[dict[str, Any]]) -> None:
         print(f"{kind} memory: {len(sizes)} runs, median error {statistics.median(sizes):.1%}")
 
 
-def with_states_of_megatron(run: dict[str, str], answer: dict[str, Any]) -> float:
-    """Return the bytes alive at the peak, with the states of Megatron in the place of FSDP's.
+def as_megatron(run: dict[str, str], answer: dict[str, Any]) -> float:
+    """Return the bytes alive at the peak, as Megatron keeps states and inputs.
 
     Megatron keeps whole weights in bfloat16 and their gradients in float32 on each rank, and divides the 12 bytes a
-    weight of the optimizer; here all is divided, and the weights of a layer or two are gathered.
+    weight of the optimizer; here all is divided, and the weights of a layer or two are gathered. With TP it keeps a
+    rank's own rows of the inputs of attention and feed-forward, and gathers all again in the backward.
     """
     purposes, ranks = answer["purposes"], int(run["dp_shard"]) * int(run["cp"])
     ours = sum(purposes.get(name, 0.0) for name in ("parameters", "gradients", "optimizer", "gathered", "reduced"))
     weights = purposes["parameters"] / 4 * ranks
-    return answer["allocated"] - ours + weights * (2 + 4 + 12 / ranks)
+    tp, tokens = int(run["tp"]), int(run["micro_batch"]) * int(run["seq_len"]) // int(run["cp"])
+    rows = 2 * int(run["layers"]) * tokens * int(run["dim"]) * 2 * (1 - 1 / tp)
+    return answer["allocated"] - ours + weights * (2 + 4 + 12 / ranks) - rows
 
 
 def error_of_time(run: dict[str, str], answer: dict[str, Any], efficiency: dict[str, float]) -> float:

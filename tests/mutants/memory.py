@@ -188,6 +188,20 @@ BLOCKS = (
         "",
         f"{_BLOCK}::test_exchanged_tensors_are_freed_after_their_use",
     ),
+    Mutant(
+        "the activation of a gate is kept for the backward",
+        "trainer/models/feed_forward.py",
+        "        ctx.save_for_backward(gate, up)\n",
+        "        ctx.save_for_backward(gate, up, activation.function(gate))\n",
+        _BLOCK,
+    ),
+    Mutant(
+        "the gradient of a gate lacks the other factor",
+        "trainer/models/feed_forward.py",
+        "ctx.activation.gradient(gradient * up, gate)",
+        "ctx.activation.gradient(gradient, gate)",
+        _BLOCK,
+    ),
 )
 
 _GROUPS = "tests/distributed/test_groups.py"

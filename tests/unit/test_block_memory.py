@@ -21,6 +21,7 @@ from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opene
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding.exchange import Pending
 from trainer.models import rotary
+from trainer.models.feed_forward import ACTIVATIONS, gated
 from trainer.models.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis
 
 ROWS, HEADS, HEAD_DIM = 256, 8, 16
@@ -54,6 +55,19 @@ def test_a_rotation_copies_a_part_to_the_type_of_the_angles(backward: bool) -> N
         torch.autograd.grad(apply_rope(x, table), x, out)
     # output, gradient, negative angles, and the copies of a part
     assert 2 * size <= meter.peak < 3.6 * size
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_a_gate_has_the_gradients_of_its_formula_and_keeps_its_inputs_alone(name: str) -> None:
+    gate, up = (random(ROWS, 2 * HEADS, seed=seed).requires_grad_() for seed in (0, 1))
+    weights, kept = random(ROWS, 2 * HEADS, seed=2), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        out = gated(name, gate, up)
+    formula = ACTIVATIONS[name].function(gate) * up
+    assert kept == [gate.data_ptr(), up.data_ptr()]
+    assert out.equal(formula)
+    for found, expected in zip(*(torch.autograd.grad(x, (gate, up), weights) for x in (out, formula)), strict=True):
+        assert found.equal(expected)
 
 
 def attended(rank: int, mesh: ThreadMesh, kv_heads: int, query_heads: int) -> None:

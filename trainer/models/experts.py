@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.families.args import ExpertArgs, has_grouped_product
+from trainer.models.feed_forward import gated
 from trainer.models.initialization import draw
 from trainer.transforms.lora import is_adapter
 
@@ -172,6 +173,6 @@ def _gated(hidden: torch.Tensor, *, clamped: bool) -> torch.Tensor:
     """(R, 2 * hidden) -> (R, hidden): SwiGLU (arXiv 2002.05202), or the clamped unit of gpt-oss (arXiv 2508.10925)."""
     gate, up = hidden.chunk(2, dim=-1)
     if not clamped:
-        return F.silu(gate) * up
+        return gated("silu", gate, up)
     gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
     return (up + 1) * gate * torch.sigmoid(_STEEPNESS * gate)

@@ -1,14 +1,50 @@
 """The feed-forward network of a block."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from trainer.models.initialization import fill
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+class Activation(NamedTuple):
+    """A function by element, and its gradient: (gradient of the output, input) -> gradient of the input."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+ACTIVATIONS = {
+    "silu": Activation(F.silu, torch.ops.aten.silu_backward),
+    "gelu_tanh": Activation(
+        partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    ),
+}
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(gate, up)
+        return activation.function(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        of_gate = ctx.activation.gradient(gradient * up, gate)
+        return None, of_gate, gradient * ctx.activation.function(gate)
+
+
+def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return activation(gate) * up, of any one shape. The backward computes the activation again, and keeps no copy."""
+    return _Gated.apply(ACTIVATIONS[activation], gate, up)
 
 
 class FeedForward(nn.Module):
@@ -21,14 +57,15 @@ class FeedForward(nn.Module):
         self, dim: int, hidden_dim: int, *, bias: bool = False, activation: str = "silu", branches: int = 1
     ) -> None:
         super().__init__()
-        self.activation, self.branches = ACTIVATIONS[activation], branches
+        self.activation, self.branches = activation, branches
         self.w1 = nn.Linear(dim, hidden_dim, bias=bias)
         self.w2 = nn.Linear(hidden_dim, dim, bias=bias)
         self.w3 = nn.Linear(dim, hidden_dim, bias=bias)
 
     def forward(self, x: torch.Tensor, **of_adapters: torch.Tensor) -> torch.Tensor:
         """x: (B, S, dim) -> the same shape. of_adapters: passed to the linear modules, see `transforms/lora.py`."""
-        return self.w2(self.activation(self.w1(x, **of_adapters)) * self.w3(x, **of_adapters), **of_adapters)
+        hidden = gated(self.activation, self.w1(x, **of_adapters), self.w3(x, **of_adapters))
+        return self.w2(hidden, **of_adapters)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         fill(name, parameter, generator, branches=self.branches if name == "w2.weight" else 1)

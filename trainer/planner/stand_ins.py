@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 _aten = torch.ops.aten
@@ -74,9 +74,13 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
-    """Stand in for F.rms_norm of a CUDA tensor, which a CPU build takes apart."""
-    plain = weight is not None and not isinstance(x, DTensor) and not isinstance(weight, DTensor) and x.is_cuda
-    return _RmsNorm.apply(x, weight) if plain else real(x, shape, weight, eps)
+    """Stand in for F.rms_norm of a CUDA tensor, which a CPU build takes apart; a DTensor has whole rows."""
+    if weight is None or not x.is_cuda:
+        return real(x, shape, weight, eps)
+    if not isinstance(x, DTensor):
+        return _RmsNorm.apply(x, weight)
+    rows = _RmsNorm.apply(x.to_local(), weight.to_local(grad_placements=[Partial()] * x.device_mesh.ndim))
+    return DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def merge(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
