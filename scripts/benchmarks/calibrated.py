@@ -2,7 +2,7 @@
 
 python scripts/benchmarks/calibrated.py --json docs/measurements/calibrated.json       # ten minutes, on a quiet machine
 
-The record is that of `lct estimate debug_model --calibrate`: six runs of the debug model. The runs that are predicted
+The record is that of `lct estimate debug_model --calibrate`: seven runs of the debug model. The runs that are predicted
 have other lengths, batches, families and modes of recomputation. Each run is `lct train` on one rank.
 """
 

@@ -90,6 +90,13 @@ PLANNER = (
         f"{_UNIT}::test_messages_of_fsdp_hide_and_exchanges_of_heads_wait",
     ),
     Mutant(
+        "a CPU computes while it launches kernels",
+        "trainer/planner/timing.py",
+        'launches if on.type == "cpu" else max(launches - kernels, 0.0)',
+        "max(launches - kernels, 0.0)",
+        f"{_UNIT}::test_a_part_takes_as_long_as_its_kernels_or_its_launches",
+    ),
+    Mutant(
         "messages over nodes are as fast as inside one",
         "trainer/planner/timing.py",
         'inside = message["span"] <= on.node',

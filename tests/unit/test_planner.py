@@ -194,6 +194,8 @@ def test_a_part_takes_as_long_as_its_kernels_or_its_launches() -> None:
     assert step_time(profile_of(products=1e12), _DEVICE).seconds == 2.0
     assert step_time(profile_of(products=1e12, moved=1e11), _DEVICE).seconds == 3.0
     assert step_time(profile_of(products=1e6, launches=1e6), _DEVICE).seconds == pytest.approx(1.0)
+    cpu = replace(_DEVICE, type="cpu")
+    assert step_time(profile_of(products=5e11, launches=1e6), cpu).seconds == pytest.approx(2.0)
     assert step_time(profile_of(copied=25e9 * 3, products=1e12), _DEVICE).seconds == 3.0
 
 

@@ -31,13 +31,14 @@ def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
         ConfigError: a run failed.
     """
     length = parse_command_line(list(arguments)).config.training.seq_len
-    full = "--activation_checkpoint.mode=full"
-    runs = [[f"--training.seq_len={n}"] for n in (length // 2, length, 2 * length, 4 * length)]
-    runs += [[f"--training.seq_len={length}", full], [f"--training.seq_len={2 * length}", full]]
+    full, one = "--activation_checkpoint.mode=full", "--training.global_batch_size=-1"
+    runs = [[f"--training.seq_len={n}", one] for n in (length // 2, length, 2 * length, 4 * length)]
+    runs += [[f"--training.seq_len={n}", one, full] for n in (length, 2 * length)]
+    runs += [[f"--training.seq_len={length // 4}", "--training.global_batch_size=4"]]  # many launches, for little
     rows, seconds = [], []
     with Worker(has_shim=False) as worker:
         for run in runs:
-            job = [*arguments, *run, "--training.local_batch_size=1", "--training.global_batch_size=-1"]
+            job = [*arguments, *run, "--training.local_batch_size=1"]
             (profile,) = worker.ask(job, 1, None, whole=True)["profiles"].values()
             rows.append(quantities(Profile(**profile)))
             seconds.append(step_seconds(job))

@@ -1,8 +1,8 @@
 """The time of a step from its profile and a record of a device: a roofline for each part of the step. Torch-free.
 
-A part takes as long as its kernels, or as the host takes to launch them. Messages of FSDP and of a ring, and copies to
-and from the host, run while kernels compute, and count where they take longer. Exchanges of heads, of tensor and of
-expert parallelism are waited for.
+A part takes as long as its kernels, or as the host takes to launch them; a CPU, which does both, as both together.
+Messages of FSDP and of a ring, and copies to and from the host, run while kernels compute, and count where they take
+longer. Exchanges of heads, of tensor and of expert parallelism are waited for.
 """
 
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def step_time(profile: Profile, on: Device, bubble: float = 0.0, *, compiled: bo
         }
         times["memory"] = (amounts.get("moved", 0.0) * fused + amounts.get("optimizer", 0.0)) / on.rate("memory")
         kernels, launches = sum(times.values()), amounts.get("launches", 0.0) * fused * on.launch
-        times["launches"] = max(launches - kernels, 0.0)
+        times["launches"] = launches if on.type == "cpu" else max(launches - kernels, 0.0)
         hidden, waited = _messages(profile, part, on)
         times["messages of FSDP and rings"] = max(hidden - max(kernels, launches), 0.0)
         copies = amounts.get("copied", 0.0) / on.rate("host")
