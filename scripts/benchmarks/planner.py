@@ -228,14 +228,16 @@ def as_megatron(run: dict[str, str], answer: dict[str, Any]) -> float:
 
     Megatron keeps whole weights in bfloat16 and their gradients in float32 on each rank, and divides the 12 bytes a
     weight of the optimizer; here all is divided, and the weights of a layer or two are gathered. With TP it keeps a
-    rank's own rows of the inputs of attention and feed-forward, and gathers all again in the backward.
+    rank's own rows of the inputs of attention and feed-forward, and gathers all again in the backward. Its products
+    that add to the gradients in float32 return an empty gradient in bfloat16: at the peak, that of the output's weight.
     """
     purposes, ranks = answer["purposes"], int(run["dp_shard"]) * int(run["cp"])
     ours = sum(purposes.get(name, 0.0) for name in ("parameters", "gradients", "optimizer", "gathered", "reduced"))
     weights = purposes["parameters"] / 4 * ranks
     tp, tokens = int(run["tp"]), int(run["micro_batch"]) * int(run["seq_len"]) // int(run["cp"])
     rows = 2 * int(run["layers"]) * tokens * int(run["dim"]) * 2 * (1 - 1 / tp)
-    return answer["allocated"] - ours + weights * (2 + 4 + 12 / ranks) - rows
+    empty = 2 * int(run["vocab"]) * int(run["dim"]) / tp
+    return answer["allocated"] - ours + weights * (2 + 4 + 12 / ranks) - rows + empty
 
 
 def error_of_time(run: dict[str, str], answer: dict[str, Any], efficiency: dict[str, float]) -> float:

@@ -60,7 +60,7 @@ def kernels_of_cuda() -> torch.library.Library:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One kernel forward, and two backward: the gradients of the input and of the weight."""
+    """One kernel forward, and two backward, for the gradients of input and weight, which read input and gradient."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -69,8 +69,8 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        _, weight, _ = ctx.saved_tensors
-        return dout.mul(weight), dout.flatten(0, -2).sum(0, dtype=weight.dtype)
+        x, weight, _ = ctx.saved_tensors
+        return torch.addcmul(dout, dout, x), dout.flatten(0, -2).sum(0, dtype=weight.dtype)
 
 
 def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
