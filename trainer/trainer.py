@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import record_function as region
 
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.components.early_update import EarlyUpdates
 from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
 from trainer.components.metrics import MetricsLogger, StepRecord
 from trainer.components.norms import UpdateNorms, clip_gradients, settle_gradients, squared_norm
@@ -93,7 +94,8 @@ class Trainer:
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = self.build_optimizer()
         self.observers += self.build_observers_of_updates()
-        self.updates_masked = can_mask_update(self.optimizer, device)
+        self.early = EarlyUpdates(*self.model_parts, self.optimizer, device) if config.training.updates_early else None
+        self.updates_masked = self.early is None and can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.unread: Callable[[], None] | None = None
         """The rest of the last step, which reads its outcome; None if it is done."""
@@ -226,6 +228,8 @@ class Trainer:
             self.metrics.log_end()
             logger.info(closing(self.job, checkpoint=self.checkpoint.saved, program=program()))
         finally:
+            if self.early is not None:
+                self.early.close()
             self.metrics.close()
 
     def train_step(self, step: int) -> None:
@@ -317,6 +321,8 @@ class Trainer:
                 model(part.inputs, **part.arguments)  # keeps what later chunks attend to
         for number, part in reversed([*enumerate(parts)]):
             reduce_across_replicas(model, last and number == 0)
+            if self.early is not None and last and number == 0:
+                self.early.start()
             with region("forward"):
                 total = loss(model, model(part.inputs, **part.arguments), part.targets)
             with region("backward"):
@@ -358,7 +364,7 @@ class Trainer:
         """Clip the gradients, whose norm is given, to `training.max_norm`, and update the weights."""
         with region("clip"):
             clip_gradients(self.parameters, norm, self.config.training.max_norm)
-        with region("optimizer"):
+        with region("optimizer"), nullcontext() if self.early is None else self.early.rest():
             self.optimizer.step()
 
     def _validate(self, step: int, last: bool, compilations: Recompilations) -> float | None:

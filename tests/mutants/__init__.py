@@ -28,6 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *optimizers.MUON,
     *optimizers.FURTHER,
     *optimizers.QK_CLIP,
+    *optimizers.EARLY_UPDATES,
     *attention.PLANS,
     *attention.EXECUTION,
     *attention.EMPTY_GROUPS,

@@ -253,3 +253,116 @@ QK_CLIP = (
         f"{_CLIP}::test_logits_are_those_of_the_step",
     ),
 )
+
+_EARLY, _EARLY_UPDATE = "tests/distributed/test_early_update.py", "trainer/components/early_update.py"
+_SAME = f"{_EARLY}::test_the_update_is_that_of_the_ordinary_step"
+_FAILS = f"{_EARLY}::test_a_step_that_fails_in_its_middle_ends_the_run"
+_BEFORE = f"{_EARLY}::test_the_last_layer_is_updated_before_the_backward_of_the_first_one"
+_TWICE = f"{_EARLY}::test_a_unit_that_runs_twice_is_updated_once_its_gradients_are_whole"
+EARLY_UPDATES = (
+    Mutant(
+        "the update begins with the first micro-batch",
+        "trainer/trainer.py",
+        "if self.early is not None and last and number == 0:",
+        "if self.early is not None and number == 0:",
+        _SAME,
+    ),
+    Mutant(
+        "the rest of the update does not wait for what runs",
+        _EARLY_UPDATE,
+        "            job.result()\n",
+        "            pass\n",
+        _FAILS,
+    ),
+    Mutant(
+        "a parameter is updated twice",
+        _EARLY_UPDATE,
+        "            parameter.grad = None\n",
+        "            pass\n",
+        _SAME,
+    ),
+    Mutant(
+        "a forward that recomputes counts",
+        _EARLY_UPDATE,
+        "self._counts = False  # from here on a forward recomputes",
+        "pass",
+        _SAME,
+    ),
+    Mutant(
+        "a unit is updated after the first of its backwards",
+        _EARLY_UPDATE,
+        "if not self._calls[unit]:",
+        "if True:",
+        _TWICE,
+    ),
+    Mutant(
+        "the worker does not wait for the copy of a gradient",
+        _EARLY_UPDATE,
+        "            event.synchronize()\n",
+        "            pass\n",
+        _BEFORE,
+    ),
+    Mutant(
+        "units are updated after the backward",
+        _EARLY_UPDATE,
+        "if self._counts and torch.is_grad_enabled():",
+        "if False:",
+        _BEFORE,
+    ),
+    Mutant(
+        "the worker knows the parameters of the first unit alone",
+        _EARLY_UPDATE,
+        "groups = self._optimizer.param_groups",
+        "groups = self._part.param_groups",
+        _SAME,
+    ),
+    Mutant(
+        "a gradient changes after the update of its parameter",
+        _EARLY_UPDATE,
+        "if any(version_of(local_part(grad)) != self._versions[p] for p, grad in gradients.items()):",
+        "if False:",
+        _FAILS,
+    ),
+    Mutant(
+        "a step follows one that has failed in its middle",
+        _EARLY_UPDATE,
+        "        if self._versions:\n",
+        "        if False:\n",
+        _FAILS,
+    ),
+    Mutant(
+        "the thread of updates outlives the run",
+        "trainer/trainer.py",
+        "                self.early.close()\n",
+        "                pass\n",
+        _FAILS,
+    ),
+    Mutant(
+        "a copy of the optimizer rounds by no key",
+        "trainer/components/rounding.py",
+        'super().__getstate__() | {"state_dtype": self.state_dtype, "_rounding": self._rounding}',
+        'super().__getstate__() | {"state_dtype": self.state_dtype, "_rounding": Rounding({}, seed=0, stochastic=0)}',
+        _SAME,
+    ),
+    Mutant(
+        "a step that is not finite is said to have changed no weight",
+        "trainer/components/step_outcome.py",
+        "if self._updates_early else weights",
+        "if False else weights",
+        f"{_EARLY}::test_a_step_that_is_not_finite_ends_the_run_on_all_ranks",
+    ),
+    Mutant(
+        "an early update counts beside the backward",
+        "trainer/planner/timing.py",
+        'if early and part == "optimizer" else 0.0',
+        "if False else 0.0",
+        "tests/unit/test_planner.py::test_an_update_during_the_backward_counts_where_it_takes_longer",
+    ),
+    Mutant(
+        "gradients may be clipped after the update has begun",
+        "trainer/job/training.py",
+        "training.max_norm < math.inf",
+        "False",
+        "tests/unit/test_job.py",
+    ),
+)

@@ -56,13 +56,16 @@ def timeout() -> object:
 
 
 def fsdp_groups() -> object:
-    """As `gradients` finds them: PyTorch has one name or the other."""
+    """As `tensors` finds them: PyTorch has one name or the other. And the event that updates wait for."""
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    state = FSDPState()
-    return hasattr(FSDPModule, "_get_fsdp_state") and any(
-        hasattr(state, name) for name in ("_fsdp_param_groups", "_fsdp_param_group")
+    state, copied = FSDPState(), "fsdp_param.grad_offload_event = post_reduce_stream.record_event()"
+    return (
+        copied in inspect.getsource(foreach_reduce)
+        and hasattr(FSDPModule, "_get_fsdp_state")
+        and any(hasattr(state, name) for name in ("_fsdp_param_groups", "_fsdp_param_group"))
     )
 
 
@@ -247,7 +250,7 @@ PRIVATE = {
         }.items()
     },
     **{
-        name: Private(f"{_DOMAIN}/gradients.py", "the refusal of another divisor of FSDP", fsdp_groups)
+        name: Private("trainer/distributed/sharding/tensors.py", "updates during the backward", fsdp_groups)
         for name in ("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups")
     },
     # memory

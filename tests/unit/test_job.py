@@ -188,6 +188,8 @@ AC_OPTION = "--activation_checkpoint.selective_ac_option"
 CP = "--parallelism.context_parallel_"
 A2A = [f"{CP}degree=2", f"{CP}method=all_to_all"]
 CHUNKS = "--training.sequence_chunks="
+HOST, FREE = "--training.enable_cpu_offload", "--training.max_norm=inf"
+EARLY = "--training.on_nonfinite=stop_after_update"
 COMPILED = ["--compile.enable"]
 RECOMPUTED, PARTS = ["--activation_checkpoint.mode=full"], ["--activation_checkpoint.mlp_chunk_tokens=64"]
 RULES = [
@@ -319,6 +321,16 @@ RULES = [
         ["--training.enable_cpu_offload", "--parallelism.data_parallel_replicate_degree=2"],
         2,
         ["enable_cpu_offload = true with parallelism.data_parallel_replicate_degree = 2", "use degree 1"],
+    ),
+    *(
+        ([EARLY, *given], ranks, ["'stop_after_update' updates parameters on the host during the backward", *words])
+        for given, ranks, words in (
+            ([], 1, ["training.enable_cpu_offload = false", "or use 'stop'"]),
+            ([HOST], 1, ["training.max_norm = 1, for which all gradients are needed"]),
+            ([HOST, FREE, "--optimizer.name=Muon"], 1, ["optimizer.name = 'Muon'; AdamW and Adam"]),
+            ([HOST, FREE, "--metrics.log_update_norms"], 1, ["metrics.log_update_norms = true"]),
+            ([HOST, FREE, "--parallelism.pipeline_parallel_degree=2"], 2, ["pipeline_parallel_degree = 2"]),
+        )
     ),
     ([f"{CHUNKS}0"], 1, ["training.sequence_chunks = 0 must be at least 1"]),
     (

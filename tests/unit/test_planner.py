@@ -209,6 +209,14 @@ def test_messages_of_fsdp_hide_and_exchanges_of_heads_wait() -> None:
     assert "messages" in step_time(over_nodes, _DEVICE).bottleneck
 
 
+def test_an_update_during_the_backward_counts_where_it_takes_longer() -> None:
+    for seconds, rest in ((3.0, 1.0), (1.0, 0.0)):
+        work = {"backward": {"products": 1e12}, "optimizer": {"host": 40e9 * seconds}}
+        profile = replace(profile_of(), work=work)
+        assert step_time(profile, _DEVICE).seconds == 2.0 + seconds
+        assert step_time(profile, _DEVICE, early=True).seconds == 2.0 + rest
+
+
 def test_stages_of_a_pipeline_wait() -> None:
     assert step_time(profile_of(products=1e12), _DEVICE, bubble=0.5).seconds == 3.0
 

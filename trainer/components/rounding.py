@@ -98,6 +98,10 @@ class RoundedAdam(torch.optim.Adam):
         super().__init__(groups, **how)
         self.state_dtype, self._rounding = moments, rounding
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of this optimizer shares with it."""
+        return super().__getstate__() | {"state_dtype": self.state_dtype, "_rounding": self._rounding}
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters that have a gradient."""

@@ -75,6 +75,7 @@ class StepGuard(Observer):
 
     def __init__(self, training: Training) -> None:
         self._skips = training.on_nonfinite == "skip"
+        self._updates_early = training.updates_early
         self._most = training.max_skipped_steps if self._skips else 0
         self.skipped = 0
         """Steps of this run whose update was left out."""
@@ -91,10 +92,9 @@ class StepGuard(Observer):
             self._in_a_row = 0
             self._warn_of_a_spike(step, loss)
             return False
-        found = (
-            f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; the weights are "
-            f"those of step {step - 1 - self._in_a_row}"
-        )
+        weights = f"the weights are those of step {step - 1 - self._in_a_row}"
+        weights = "parts of its update are done" if self._updates_early else weights
+        found = f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; {weights}"
         if self._in_a_row == self._most:
             skipped = f"training.max_skipped_steps = {self._most} steps before it were skipped; " if self._most else ""
             raise TrainingError(

@@ -220,8 +220,8 @@ class Training:
     """Documents are cut where a sequence ends, or whole, or one a sequence; None: concatenate, for chat best_fit."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient norm is not finite ends the run, or is left out: no update, and the next data."""
+    on_nonfinite: Literal["stop", "skip", "stop_after_update"] = "stop"
+    """A step that is not finite ends the run, is left out, or ends it after updates on the host during the backward."""
     max_skipped_steps: int = key(3, AT_LEAST_ONE, "steps", when=needs_value("training.on_nonfinite", "skip"))
     """Steps that may be skipped one after another; the next one that is not finite ends the run."""
     z_loss: float = key(0.0, NOT_NEGATIVE, when=(TOKENS, _SUMMED))
@@ -258,6 +258,11 @@ class Training:
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
     data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
     """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether parameters on the host are updated during the backward."""
+        return self.on_nonfinite == "stop_after_update"
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""

@@ -20,6 +20,7 @@ from trainer.job.training import (
     adapters_by_adamw,
     check_batch,
     check_cpu_offload,
+    check_early_update,
     check_profiling,
     check_schedule,
     check_trackers,
@@ -62,6 +63,7 @@ def resolve(
     task = task_of(config)
     problems.check(check_batch, config, degrees)
     problems.check(check_cpu_offload, config, degrees, device_type)
+    problems.check(check_early_update, config, degrees)
     problems.check(_check_tensor_parallel_sizes, model, config.model.flavor, degrees)
     problems.check(check_experts, config, model, degrees)
     notes += tuple(problems.check(task.check, config, model, degrees) or ())

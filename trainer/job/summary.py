@@ -157,7 +157,8 @@ def _precision(job: ResolvedJob) -> str:
         else f"parameters in {stored}, moments in {moments}"
     )
     text += f", rounded {job.config.optimizer.rounding}" * ("bfloat16" in (stored, moments))
-    text += ", on the host" * training.enable_cpu_offload + f", computing in {job.compute_dtype} ({why})"
+    text += ", on the host" * training.enable_cpu_offload + ", updated during the backward" * training.updates_early
+    text += f", computing in {job.compute_dtype} ({why})"
     if degrees.dp * degrees.cp > 1:
         text += f", gradients summed in {'float64' if training.dtype == 'float64' else training.mixed_precision_reduce}"
     return text + (f"; float8 products, {job.config.float8.recipe_name}" if job.config.float8.enable else "")

@@ -73,6 +73,27 @@ def check_cpu_offload(config: JobConfig, degrees: Degrees, device_type: str) -> 
         )
 
 
+def check_early_update(config: JobConfig, degrees: Degrees) -> None:
+    """Check that parameters may be updated on the host during the backward, if `training.on_nonfinite` says so.
+
+    Raises:
+        ConfigError: the update needs all gradients, or is not on the host.
+    """
+    training, name = config.training, config.optimizer.name
+    reasons = {
+        "training.enable_cpu_offload = false: the update is on the GPU": not training.enable_cpu_offload,
+        f"training.max_norm = {training.max_norm:g}, for which all gradients are needed": training.max_norm < math.inf,
+        f"optimizer.name = {name!r}; AdamW and Adam update each parameter by itself": name not in ("AdamW", "Adam"),
+        "metrics.log_update_norms = true, which needs all old weights": config.metrics.log_update_norms,
+        f"parallelism.pipeline_parallel_degree = {degrees.pp}": degrees.pp > 1,
+    }
+    if training.updates_early and (found := [reason for reason, holds in reasons.items() if holds]):
+        raise ConfigError(
+            "training.on_nonfinite = 'stop_after_update' updates parameters on the host during the backward, which is "
+            f"not possible with {found[0]}; change that, or use 'stop'"
+        )
+
+
 def check_trackers(config: JobConfig) -> None:
     """Raise MissingFile if the package of an optional tracker is not installed."""
     if config.metrics.enable_wandb and find_spec("wandb") is None:

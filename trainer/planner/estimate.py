@@ -126,8 +126,8 @@ def estimate(worker: Worker, arguments: Sequence[str], ranks: int, device: Devic
     job = resolve(parse_command_line(list(arguments)).config, ranks, device.type, missing=[])
     profiles = {int(rank): Profile(**profile) for rank, profile in found["profiles"].items()}
     rank = max(profiles, key=lambda rank: profiles[rank].peak)
-    compiled = job.compilation.model
-    times = [step_time(profile, device, bubble(job), compiled=compiled) for profile in profiles.values()]
+    how = {"compiled": job.compilation.model, "early": job.config.training.updates_early}
+    times = [step_time(profile, device, bubble(job), **how) for profile in profiles.values()]
     return Estimate(job, device, rank, profiles[rank], max(times, key=lambda time: time.seconds))
 
 

@@ -88,10 +88,13 @@ class StepTime:
         return f"{what}, {sums[what] / max(sum(sums.values()), 1e-12):.0%} of the step"
 
 
-def step_time(profile: Profile, on: Device, bubble: float = 0.0, *, compiled: bool = False) -> StepTime:
+def step_time(
+    profile: Profile, on: Device, bubble: float = 0.0, *, compiled: bool = False, early: bool = False
+) -> StepTime:
     """Return the time of a step. bubble: share of forward and backward by which a pipeline's stages wait.
 
-    compiled: the compiler fuses kernels, which then move a share of the bytes (`fused` of the record).
+    compiled: the compiler fuses kernels, which then move a share of the bytes (`fused` of the record). early: the host
+    updates parameters during the backward.
     """
     parts: dict[str, dict[str, float]] = {}
     fused = on.efficiency.get("fused", 1.0) if compiled else 1.0
@@ -108,7 +111,8 @@ def step_time(profile: Profile, on: Device, bubble: float = 0.0, *, compiled: bo
         copies = amounts.get("copied", 0.0) / on.rate("host")
         times["copies to and from the host"] = max(copies - max(kernels, launches), 0.0)
         times["exchanges"] = waited
-        times["optimizer on the host"] = amounts.get("host", 0.0) / on.host_memory
+        beside = sum(parts.get("backward", {}).values()) if early and part == "optimizer" else 0.0
+        times["optimizer on the host"] = max(amounts.get("host", 0.0) / on.host_memory - beside, 0.0)
         if part in ("forward", "backward"):
             times["pipeline bubble"] = bubble * sum(times.values())
         parts[part] = {what: seconds for what, seconds in times.items() if seconds}

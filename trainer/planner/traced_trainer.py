@@ -82,6 +82,7 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
             yield patch(module, "raise_on_all_ranks", lambda do, _over: do())
     yield patch(loop, "set_timeout", lambda *_a, **_k: None)
     yield patch(loop, "check_same", lambda *_: None)
+    yield patch(loop, "EarlyUpdates", lambda *_: None)  # a thread of its own would not be traced
     yield patch(loop, "check_groups", lambda *_: None)
     yield patch(norms, "of_all_ranks", lambda kinds, _over: [kinds])
     yield patch(ParallelDims, "_gloo_group", lambda _self, mesh, _timeout: mesh.get_group())

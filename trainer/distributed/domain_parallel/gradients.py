@@ -21,7 +21,7 @@ from trainer.distributed.domain_parallel.dispatch import DomainTensor, rule, unw
 from trainer.distributed.domain_parallel.elementwise import own_part
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.distributed.sharding.placement import added_up
-from trainer.distributed.sharding.tensors import local_part
+from trainer.distributed.sharding.tensors import fsdp_groups, local_part
 
 _BUCKET = 2**24
 """Elements that are reduced at once."""
@@ -109,9 +109,7 @@ def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
 
 def _check_divisor(name: str, module: FSDPModule) -> None:
     """Refuse a divisor of the user's own, with which FSDP computes no mean."""
-    state = module._get_fsdp_state()  # no public name as of torch 2.13
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for factor in (group.gradient_divide_factor for group in groups if group is not None):
+    for factor in (group.gradient_divide_factor for group in fsdp_groups(module)):
         if factor is not None:
             raise ValueError(
                 f"FSDP of module {name or 'model'} divides gradients by {factor}, so they are no mean over its ranks; "

@@ -3,9 +3,10 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -52,6 +53,13 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def local_part(x: torch.Tensor) -> torch.Tensor:
     """Return the shard of this rank, of a plain tensor the tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP's groups of parameters of a module that `fully_shard` has wrapped."""
+    state = module._get_fsdp_state()  # no public name as of torch 2.13
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def version_of(x: torch.Tensor) -> int:

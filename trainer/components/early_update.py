@@ -1,0 +1,97 @@
+"""Parameters on the host are updated during the backward: those of a unit as soon as their gradients are there.
+
+    device         ... | backward of unit 3 | backward of unit 2 | backward of unit 1 |
+    copies                                  | gradients of 3     | gradients of 2     | ...
+    worker thread                                                | update 3           | update 2 | ...
+    main thread    launch the backward ...                                    loss, norm | wait | update the rest
+
+FSDP copies gradients without waiting only if no parameter has a hook, so the hooks are on the inputs of the units.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from trainer.distributed.sharding.tensors import fsdp_groups, local_part, version_of
+
+
+class EarlyUpdates:
+    """Updates of units of FSDP during the last backward of a step, with the same results bit for bit.
+
+    optimizer: one that updates each parameter by itself. FSDP has reduced the gradients of a unit before that of the
+    unit's input is known.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        sets_device = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
+        self._optimizer, self._pool = optimizer, ThreadPoolExecutor(1, "update", *sets_device)
+        self._counts, self._calls = False, Counter[FSDPModule]()
+        """Forwards of each unit, less those whose backward is done, in the last micro-batch."""
+        self._jobs: list[Future] = []
+        self._versions: dict[nn.Parameter, int] = {}
+        """Of gradients that are given to the worker."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(self._called, prepend=True)  # before FSDP's hook
+
+    def start(self) -> None:
+        """Begin the last forward and backward of a step; RuntimeError if a step before has failed in its middle."""
+        if self._versions:
+            raise RuntimeError("a failed step has updated some parameters, not all; resume from the last checkpoint")
+        self._calls.clear()
+        self._counts, self._part = True, copy.copy(self._optimizer)  # which has no hooks
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """Wait for the updates, and leave the optimizer the gradients of the other parameters.
+
+        Raises:
+            Exception: that of an update.
+            RuntimeError: a gradient has changed since its parameter was updated.
+        """
+        self._counts, jobs, self._jobs = False, self._jobs, []
+        for job in jobs:
+            job.result()
+        gradients = {parameter: parameter.grad for parameter in self._versions}
+        if any(version_of(local_part(grad)) != self._versions[p] for p, grad in gradients.items()):
+            raise RuntimeError("a gradient has changed since the update; use training.on_nonfinite = 'stop'")
+        for parameter in gradients:
+            parameter.grad = None
+        yield
+        for parameter, grad in gradients.items():
+            parameter.grad = grad
+        self._versions.clear()
+
+    def close(self) -> None:
+        """End the thread, after the update that runs."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _called(self, unit: FSDPModule, args: tuple[Any, ...]) -> None:
+        if self._counts and torch.is_grad_enabled():
+            self._calls[unit] += 1
+            inputs = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+            for x in inputs[:1]:  # a unit without one is left to the optimizer
+                x.register_hook(lambda _: self._reduced(unit))
+
+    def _reduced(self, unit: FSDPModule) -> None:
+        self._counts = False  # from here on a forward recomputes
+        self._calls[unit] -= 1
+        if not self._calls[unit]:
+            reduced = [x for group in fsdp_groups(unit) for x in group.fsdp_params if x.sharded_param.grad is not None]
+            self._versions |= {x.sharded_param: version_of(local_part(x.sharded_param.grad)) for x in reduced}
+            copied = [x.grad_offload_event for x in reduced if x.grad_offload_event is not None]
+            self._jobs.append(self._pool.submit(self._update, {x.sharded_param for x in reduced}, copied))
+
+    def _update(self, parameters: set[nn.Parameter], copied: list[torch.Event]) -> None:
+        for event in copied:
+            event.synchronize()
+        groups = self._optimizer.param_groups
+        self._part.param_groups = [{**g, "params": [p for p in g["params"] if p in parameters]} for g in groups]
+        self._part.step()
