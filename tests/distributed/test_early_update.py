@@ -248,7 +248,7 @@ def repeated_case(folder: str, settings: list[str]) -> tuple[dict[str, Any], int
     """The state after a step in which the last layer runs twice, and how often the worker was given its parameters."""
     with trainer_in(folder, [*settings, AT_ONCE[1]]) as trainer:
         layer, given = trainer.model_parts[0].layers["1"], []
-        layer.register_forward_hook(_again())
+        run_twice(layer)
         if trainer.early is not None:
             update = trainer.early._update
 
@@ -263,21 +263,22 @@ def repeated_case(folder: str, settings: list[str]) -> tuple[dict[str, Any], int
         return whole_state(trainer), sum(given)
 
 
-def _again() -> Any:
-    """A hook that runs a layer once more on what it returned."""
-    inside = False
+def run_twice(layer: nn.Module) -> None:
+    """Let a layer run its network, and then all of it on the result, in two calls.
 
-    def hook(layer: nn.Module, args: tuple, hidden: torch.Tensor) -> torch.Tensor | None:
-        nonlocal inside
-        if inside:
-            return None
-        inside = True
-        try:
-            return layer(hidden, *args[1:])
-        finally:
-            inside = False
+    Autograd adds up the gradients of the network over both, so that FSDP reduces those of attention first.
+    """
+    whole_layer, calls = layer.forward, []
 
-    return hook
+    def forward(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        calls.append(hidden)
+        return whole_layer(hidden, *args) if len(calls) % 2 == 0 else hidden + layer.feed_forward(hidden)
+
+    def again(_layer: nn.Module, args: tuple, hidden: torch.Tensor) -> torch.Tensor | None:
+        return layer(hidden, *args[1:]) if len(calls) % 2 else None
+
+    layer.forward = forward
+    layer.register_forward_hook(again)
 
 
 def test_a_unit_that_runs_twice_is_updated_once_its_gradients_are_whole(pool: WorkerPool, tmp_path: Path) -> None:
