@@ -320,8 +320,9 @@ class Trainer:
             for part in parts[:-1]:
                 model(part.inputs, **part.arguments)  # keeps what later chunks attend to
         for number, part in reversed([*enumerate(parts)]):
-            reduce_across_replicas(model, last and number == 0)
-            if self.early is not None and last and number == 0:
+            ends = last and number == 0
+            reduce_across_replicas(model, ends)
+            if self.early is not None and ends:
                 self.early.start()
             with region("forward"):
                 total = loss(model, model(part.inputs, **part.arguments), part.targets)

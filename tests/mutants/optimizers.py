@@ -263,7 +263,7 @@ EARLY_UPDATES = (
     Mutant(
         "the update begins with the first micro-batch",
         "trainer/trainer.py",
-        "if self.early is not None and last and number == 0:",
+        "if self.early is not None and ends:",
         "if self.early is not None and number == 0:",
         _SAME,
     ),
