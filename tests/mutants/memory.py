@@ -198,8 +198,8 @@ BLOCKS = (
     Mutant(
         "the gradient of a gate lacks the other factor",
         "trainer/models/feed_forward.py",
-        "ctx.activation.gradient(gradient * up, gate)",
-        "ctx.activation.gradient(gradient, gate)",
+        "of_gate, of_up = gradient * up, ctx",
+        "of_gate, of_up = gradient * 1, ctx",
         _BLOCK,
     ),
 )

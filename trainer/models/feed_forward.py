@@ -13,16 +13,16 @@ from trainer.models.initialization import fill
 
 
 class Activation(NamedTuple):
-    """A function by element, and its gradient: (gradient of the output, input) -> gradient of the input."""
+    """A function by element, and its gradient: (of the output, input, grad_input=where that of the input goes)."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
-    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    gradient: Callable[..., torch.Tensor]
 
 
 ACTIVATIONS = {
-    "silu": Activation(F.silu, torch.ops.aten.silu_backward),
+    "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input),
     "gelu_tanh": Activation(
-        partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+        partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
     ),
 }
 
@@ -38,8 +38,8 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        of_gate = ctx.activation.gradient(gradient * up, gate)
-        return None, of_gate, gradient * ctx.activation.function(gate)
+        of_gate, of_up = gradient * up, ctx.activation.function(gate).mul_(gradient)
+        return None, ctx.activation.gradient(of_gate, gate, grad_input=of_gate), of_up
 
 
 def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
