@@ -1,7 +1,9 @@
 """Random cases of a `DomainTensor`: the same function of torch on a sharded tensor and on the whole one."""
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -349,7 +351,31 @@ def pieces(x):
     return torch.cat([b, d, a, c, *x.unbind(1)[0].unsqueeze(1).tensor_split(1, 1)], 1)
 
 
+class Mixed(nn.Module):
+    """Two results and a number of three inputs."""
+
+    def forward(self, x, y, w, times):
+        return x * w * times, F.conv2d(y, torch.ones(4, 4, 3, 3, dtype=y.dtype), padding=1), times
+
+
+def hooked(x, y, w):
+    """Hooks that see and change gradients of a module, of one in it whose result is no tuple, and of all modules."""
+    module, norm = Mixed(), nn.GroupNorm(2, 4, dtype=torch.float64)
+    module.register_full_backward_pre_hook(lambda _, grads: (grads[0] * grads[1].std(), grads[1].sin(), grads[2]))
+    module.register_full_backward_hook(lambda _, into, out: (into[0] * out[0].amax(), into[1], into[2] * 3, into[3]))
+    module.register_full_backward_hook(lambda _, into, out: (into[0][:, :, torch.arange(8)], *into[1:]))
+    norm.register_full_backward_hook(lambda _, into, out: (into[0] * (out[0] - into[0]).std(),))
+    of_all = nn.modules.module.register_module_full_backward_hook(
+        lambda *args: None if args[2][0] is None else tuple(None if grad is None else grad * 1.5 for grad in args[1])
+    )
+    with contextlib.closing(SimpleNamespace(close=of_all.remove)):
+        a, b, times = module(x.sin(), x * y, w * 1, 3)
+        return a * times + norm(b) + F.conv2d(norm(x), torch.ones(4, 4, 1, 3, dtype=x.dtype), padding="same")
+
+
 ELEMENTWISE = [
+    case("hooks of modules", hooked, SHAPE, (4, 1, 1), others=(2, 3)),
+    case("hooks of modules beside a plain tensor", hooked, SHAPE, (4, 1, 1)),
     case("x + row", lambda x, y: x + y, ROW),
     case("column - x", lambda x, y: y - x, COLUMN),
     case("whole operand", lambda x, y: torch.lerp(x, y, 0.3), SHAPE),

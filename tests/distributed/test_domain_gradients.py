@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -95,6 +96,30 @@ def test_gradients_are_those_of_one_process(pool: WorkerPool, world_size: int, n
 def test_the_comparison_sees_gradients_that_are_not_averaged(pool: WorkerPool) -> None:
     for errors in pool.run(2, steps, ["nothing"], True):
         assert errors["nothing"] > 1e-2
+
+
+def hooked_steps() -> float:
+    """Largest error of a gradient where hooks of every module change it by what they see, before and behind a norm."""
+    with meshes() as (mesh, *_):
+        domain = Domain({2: Axis(sized([3, 6]), mesh.get_group())})
+        x = torch.randn(4, 3, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        mine = local(x.detach(), domain).requires_grad_()
+        theirs, ours = network(), network()
+        for model in (theirs, ours):
+            for module in model:
+                module.register_full_backward_hook(lambda _, into, out: (into[0] * (1 + out[0].norm()),))
+        parallelize(ours, DomainTensor(mine, domain))
+        theirs(x).square().mean().backward()
+        ours(DomainTensor(mine, domain)).square().mean().local.backward(torch.tensor(0.5, dtype=torch.float64))
+        errors = [error(mine.grad, local(x.grad, domain))]
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            dist.all_reduce(p.grad)
+            errors.append(error(p.grad, q.grad))
+        return max(errors)
+
+
+def test_hooks_of_modules_get_whole_gradients(pool: WorkerPool) -> None:
+    assert max(pool.run(2, hooked_steps)) <= 1e-12
 
 
 def odd_ones() -> dict[str, object]:

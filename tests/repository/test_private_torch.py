@@ -241,12 +241,12 @@ PRIVATE = {
         f"{_DOMAIN}/dispatch.py", "what is passed on at once", lambda: torch._C._is_fwd_grad_enabled
     ),
     **{
-        name: Private(f"{_DOMAIN}/modules.py", "the refusal of backward hooks", there)
+        name: Private(f"{_DOMAIN}/modules.py", "the refusal of old backward hooks", there)
         for name, there in {
             "_backward_hooks": lambda: hasattr(nn.Module(), "_backward_hooks"),
-            "_backward_pre_hooks": lambda: hasattr(nn.Module(), "_backward_pre_hooks"),
+            "_is_full_backward_hook": lambda: hasattr(nn.Module(), "_is_full_backward_hook"),
             "_global_backward_hooks": imports("torch.nn.modules.module", "_global_backward_hooks"),
-            "_global_backward_pre_hooks": imports("torch.nn.modules.module", "_global_backward_pre_hooks"),
+            "_global_is_full_backward_hook": lambda: hasattr(nn.modules.module, "_global_is_full_backward_hook"),
         }.items()
     },
     **{

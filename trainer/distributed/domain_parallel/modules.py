@@ -13,7 +13,7 @@ they must have in common: layouts, shapes, types, and the states of random numbe
 import hashlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -105,7 +105,7 @@ def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         DomainOperatorError: the forward calls a function that is not handled, or checkpoints in the reentrant way; the
-            message names the module. A module with backward hooks gets a sharded tensor, now or in a later forward.
+            message names the module. A module that gets a sharded tensor has a hook of `register_backward_hook`.
         ValueError: layouts, shapes or types that differ between ranks.
     """
     tensors = [x for x in flat((args, kwargs)) if isinstance(x, DomainTensor)]
@@ -114,9 +114,7 @@ def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if type(module) in _CIRCULAR and module.padding_mode == "circular":
             module.__class__ = _CIRCULAR[type(module)]  # parameters, buffers and hooks stay
     with same_draws(tensors), _find_halos(model):
-        result, reached = _dry_run(model, args, kwargs)
-    model.register_forward_pre_hook(partial(_check_later_hooks, reached))
-    return result
+        return dry_run(model, *args, **kwargs)
 
 
 def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -125,29 +123,22 @@ def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         DomainOperatorError: as `parallelize`.
     """
-    return _dry_run(model, args, kwargs)[0]
-
-
-def _dry_run(model: nn.Module, args: tuple, kwargs: dict) -> tuple[Any, dict[str, nn.Module]]:
-    """Return the output, and the modules that get domain tensors."""
     everything = dict([*model.named_parameters(), *model.named_buffers()])
     args, kwargs, state = map_tensors(lambda x: x.to("meta"), (args, kwargs, everything))
-    with torch.no_grad(), torch.device("meta"), _names_in_errors(model) as reached:
-        return functional_call(model, state, args, kwargs), reached
+    with torch.no_grad(), torch.device("meta"), _names_in_errors(model):
+        return functional_call(model, state, args, kwargs)
 
 
 @contextmanager
-def _names_in_errors(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
-    """Note the innermost module that runs in an error that is raised inside; yield modules that get domain tensors."""
+def _names_in_errors(model: nn.Module) -> Iterator[None]:
+    """Note the innermost module that runs in an error that is raised inside."""
     running: list[str] = []
-    reached: dict[str, nn.Module] = {}
     hooks = []
 
     def entered(module: nn.Module, args: tuple, kwargs: dict, name: str) -> None:
         running.append(name)
         if any(isinstance(x, DomainTensor) for x in flat((args, kwargs))):
-            reached[name] = module
-            _check_backward_hooks(module)
+            _check_old_hooks(module)
 
     def left(*_: object) -> None:
         running.pop()
@@ -156,7 +147,7 @@ def _names_in_errors(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
         hooks.append(module.register_forward_pre_hook(partial(entered, name=name), with_kwargs=True))
         hooks.append(module.register_forward_hook(left))
     try:
-        yield reached
+        yield
     except (TypeError, ValueError, RuntimeError) as error:
         if "meta tensor" in str(error):
             where = f"module {running[-1]}: " if running and running[-1] else ""
@@ -172,24 +163,13 @@ def _names_in_errors(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
             hook.remove()
 
 
-def _check_later_hooks(modules: Mapping[str, nn.Module], *_: object) -> None:
-    """Refuse hooks that were registered after `parallelize`."""
-    if not torch.compiler.is_compiling():
-        for name, module in modules.items():
-            _check_backward_hooks(module, f"module {name}: " if name else "")
-
-
-def _check_backward_hooks(module: nn.Module, where: str = "") -> None:
-    """Refuse hooks that torch would not run, because it finds no tensor in the arguments of the module.
-
-    Raises:
-        DomainOperatorError: there are any.
-    """
-    of_all = torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks
-    if module._backward_hooks or module._backward_pre_hooks or of_all:
+def _check_old_hooks(module: nn.Module) -> None:
+    """Refuse backward hooks of the old kind, for which torch looks for a node of the graph in the module's output."""
+    of_all = torch_modules._global_backward_hooks and not torch_modules._global_is_full_backward_hook
+    if of_all or (module._backward_hooks and not module._is_full_backward_hook):
         raise DomainOperatorError(
-            f"{where}a backward hook of a module that gets a sharded tensor would not run; put hooks on parameters "
-            "(`parameter.register_hook`) or on the tensor (`x.register_hook`)"
+            "a hook of `register_backward_hook` of a module that gets a sharded tensor would not run; use "
+            "`register_full_backward_hook`"
         )
 
 

@@ -1,9 +1,10 @@
 """`DomainTensor` with all its rules; see dispatch.py for what it is."""
 
-from trainer.distributed.domain_parallel import (  # noqa: F401 (each registers its rules)
+from trainer.distributed.domain_parallel import (  # noqa: F401 (each registers its rules, or hooks)
     along,
     attention,
     gradients,
+    hooks,
     indexing,
     losses,
     noise,
