@@ -224,6 +224,16 @@ def points_of(x):
     return y * x[:, :, own, own.abs()].cos().sum((2, 3))
 
 
+def apart(x):
+    """Values at places of dimensions that are not side by side, of which torch puts the result's dimensions first."""
+    rows, columns = torch.tensor([[0, 5, -1], [3, 3, 6]]), torch.tensor([1, -2, 4])
+    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # as many as the batch and the rows
+    y = x[own.abs() % 2, :, own].cos().sum((2, 3)) + x[own, None, ..., own.abs()].sin().sum((2, 3, 4))
+    few = rows.clamp(max=2)
+    near = x[1:, few, :, columns].sum((0, 1, 2)) + x[[0, 2], ..., [1, 1]].sum((0, 1)) + x[few, 2, columns][0, 1, :1]
+    return y[..., None] * near + x[:, columns, None, columns].sum() + x[..., few, 1:3, columns].mean(1).sum()
+
+
 def taken(x, y):
     order = y.argsort(2)
     z = torch.gather(x, 2, order) + x.take_along_dim(order, 2) * y
@@ -619,6 +629,7 @@ ALONG = [
     case("edges that are whole", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0,)),
     case("edges that are equal", equal_edges, (11, 4), shape=(9, 4), sharded=(0, 1), others=(0, 1), ties=True),
     case("values at places of two dimensions", points_of, shape=(3, 5, 7, 6), sharded=(0, 1, 2, 3)),
+    case("values at places that are apart", apart, shape=(3, 5, 7, 6), sharded=(0, 1, 2, 3)),
     case("numbers of the other ranks", crossed, shape=(6, 6), sharded=(0, 1)),
     case("sampled at places", sampled, (3, 5, 6, 2), sharded=(0, 1, 2, 3)),
     case(

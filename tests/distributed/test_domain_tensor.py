@@ -97,7 +97,6 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         "a bias of keys, or keys that are given",
     ),
     "rows by a mask": (lambda x, _: x[:, :, torch.arange(6) > 2], "a mask of truths stands alone; index by it first"),
-    "tensors apart as indices": (lambda x, y: x[torch.tensor([0]), :, torch.tensor([1])], "that are not side by side"),
     "rows by a tensor, changed": (lambda x, y: x.__setitem__(torch.tensor([0]), 1), "tensors of numbers that are read"),
     "a part in place": (lambda x, y: x[:, :1].__setitem__(0, 1), "change a `clone` of it"),
     "numbers of each element": (

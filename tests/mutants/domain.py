@@ -620,4 +620,11 @@ DOMAIN = (
         "asked = {} if isinstance(module, _NORMS) else None",
         f"{_HALOS}::test_one_message_a_direction",
     ),
+    Mutant(
+        "tensors of numbers with one dimension between them count as side by side",
+        f"{_DOMAIN}/indexing.py",
+        "if dims[-1] - dims[0] >= len(dims):",
+        "if dims[-1] - dims[0] > len(dims):",
+        _ALONG,
+    ),
 )

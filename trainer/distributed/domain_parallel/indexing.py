@@ -221,17 +221,20 @@ def _rows_of_points(
 
 
 def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTensor:
-    """Return x[index], in which tensors of numbers stand at adjacent `places` among slices, numbers and None."""
-    first, last, given = places[0], places[-1], [index[place] for place in places]
+    """Return x[index], in which tensors of numbers stand at `places` among slices, numbers and None."""
+    given = [index[place] for place in places]
     if len(given) == len(index) == 1 and given[0].dtype == torch.bool:
         return by_mask(x, given[0])
     if any(numbers.dtype == torch.bool or numbers.is_floating_point() for numbers in given):
         raise refused("indexing", x, "a mask of truths stands alone; index by it first, or use torch.where")
-    if last - first >= len(given):
-        raise refused("indexing", x, "tensors of numbers that are not side by side; permute the dimensions first")
-    y = x[(*index[:first], *[slice(None)] * len(given), *index[last + 1 :])]
-    before, after = ([i for i in part if not isinstance(i, int)] for part in (index[:first], index[last + 1 :]))
-    dim = y.ndim - len(given) - len(after) if Ellipsis in before else len(before)
+    y = x[tuple(slice(None) if place in places else i for place, i in enumerate(index))]
+    kept = [place for place, i in enumerate(index) if not isinstance(i, int)]
+    ellipsis = next((place for place in kept if index[place] is Ellipsis), len(index))
+    dims = [n if place < ellipsis else n - len(kept) for n, place in enumerate(kept) if place in places]
+    dims = [dim % y.ndim for dim in dims]
+    if dims[-1] - dims[0] >= len(dims):  # they are apart, and torch puts them first
+        y, dims = y.movedim(dims, [*range(len(dims))]), [0]
+    dim = dims[0]
     places_of = torch.zeros((), dtype=torch.int64, device=x.device)
     for size, numbers in zip(y.shape[dim:], given, strict=False):  # of the flattened dimensions
         places_of = places_of * size + torch.where(numbers < 0, numbers + size, numbers)

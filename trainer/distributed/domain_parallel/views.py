@@ -232,7 +232,7 @@ def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> Do
 
 @rule("__getitem__")
 def sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
-    """Index by slices, numbers, None, an ellipsis and tensors of numbers side by side.
+    """Index by slices, numbers, None, an ellipsis and tensors of numbers.
 
     Rows of slices stay where they are; of one row every rank gets a copy.
     """
