@@ -197,6 +197,16 @@ def equal_edges(x, y):
     return x.scatter_reduce(0, into, y, "amax") + (x * 2).scatter_reduce(0, into, y.clamp(max=1), "amin")
 
 
+def products(x, y, targets):
+    """Products of what edges bring; with equal values some of them, and of their factors, are zero."""
+    to = targets.abs().mul(1.7).long().squeeze(-1).clamp(max=8)
+    into = to.unsqueeze(-1).expand(-1, 4)
+    out = x.scatter_reduce(0, into, y, "prod") * (x.sin().scatter_reduce(0, into, y, "prod", include_self=False) + 1)
+    few = (torch.arange(11) * 5 % 9).unsqueeze(-1).expand(-1, 4)
+    out = out + x.cos().scatter_reduce(0, few, y + 0.5, "prod") * targets.mean()
+    return out + torch.ones(9, 4, dtype=x.dtype).scatter_reduce(0, into, x[to] * y, "prod")
+
+
 def crossed(x):
     """Numbers that are sharded over the ranks that share the other dimension of the rows."""
     numbers = x.T[:, 0].detach().abs().mul(2).long().clamp(max=5)
@@ -627,6 +637,16 @@ ALONG = [
     case("assignments of what is whole", assigned, SHAPE, sharded=ALL),
     case("edges", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0, 1), others=(0,)),
     case("edges that are whole", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0,)),
+    *[
+        case(
+            f"products of {what}edges", products, (11, 4), (11, 1), shape=(9, 4), sharded=dims, others=others, ties=ties
+        )
+        for what, dims, others, ties in (
+            ("", (0, 1), (0,), False),
+            ("equal ", (0, 1), (0, 1), True),
+            ("equal whole ", (0,), (), True),
+        )
+    ],
     case("edges that are equal", equal_edges, (11, 4), shape=(9, 4), sharded=(0, 1), others=(0, 1), ties=True),
     case("values at places of two dimensions", points_of, shape=(3, 5, 7, 6), sharded=(0, 1, 2, 3)),
     case("values at places that are apart", apart, shape=(3, 5, 7, 6), sharded=(0, 1, 2, 3)),

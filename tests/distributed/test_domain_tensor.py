@@ -103,10 +103,6 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         lambda x, y: x.scatter_add(2, torch.arange(240).view(X) % 6, y),
         "numbers that differ beside the dimension; expand them",
     ),
-    "products of rows": (
-        lambda x, y: x.scatter_reduce(2, torch.zeros(6).long()[:, None].expand(X), y, "prod"),
-        "scatter_reduce of a tensor of shape (2, 4, 6, 5), sharded in dimension 2, is not handled: products",
-    ),
     "numbers of some rows": (lambda x, y: x.gather(1, torch.zeros(1, 4, 6, 5).long()), "numbers of some rows only"),
     "classes of data": (lambda x, y: F.one_hot(x.long()), "a number of classes that depends on data"),
     "repeats by a tensor": (lambda x, y: x.repeat_interleave(torch.tensor([1, 2]), 0), "repeats by a tensor"),

@@ -627,4 +627,18 @@ DOMAIN = (
         "if dims[-1] - dims[0] > len(dims):",
         _ALONG,
     ),
+    Mutant(
+        "of products of ranks for a whole tensor the sum counts",
+        f"{_DOMAIN}/indexing.py",
+        "gathered(result, target).prod(0)",
+        "gathered(result, target).sum(0)",
+        _ALONG,
+    ),
+    Mutant(
+        "a product without the row itself keeps it",
+        f"{_DOMAIN}/indexing.py",
+        "x * product if include_self else torch.where",
+        "x * product if include_self else product * torch.where",
+        _ALONG,
+    ),
 )

@@ -3,7 +3,7 @@
     x[mask], masked_select        rows stay at their owners; how many each shows is summed over the ranks
     x[numbers], index_select      each rank asks the owners for the rows that it lacks, each row once
     index_add, scatter_add        the adjoint: what several ranks have for a row is added up at its owner
-    scatter_reduce                sums and means by it; extremes are found at the owners, and gradients divided by ties
+    scatter_reduce                sums and means by it; products and extremes of each rank's are found at the owners
 
 Numbers that are sharded, such as those of a rank's edges, give rows where they are. Which rows a rank asks for depends
 on data: their numbers are sent first, and on a GPU the host waits for them.
@@ -18,7 +18,7 @@ import torch
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refuse_unless, refused, rule, wrapped
 from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
 from trainer.distributed.domain_parallel.elementwise import common_domain, merged, own_part
-from trainer.distributed.domain_parallel.reductions import wide
+from trainer.distributed.domain_parallel.reductions import gathered, wide
 from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding.exchange import all_reduce, exchange_counts, send_rows
 from trainer.distributed.sharding.layout import AxisLayout
@@ -83,9 +83,7 @@ def scatter_add(function, x, dim, index, src) -> Any:
 
 @rule("scatter_reduce")
 def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -> DomainTensor:
-    """index: as of `scatter_add`; reduce: sum, mean, amax or amin. Equal extremes share a gradient."""
-    shown = next(t for t in (x, index, src) if is_sharded(t))
-    refuse_unless(reduce != "prod", function, shown, "products")
+    """index: as of `scatter_add`; reduce: sum, mean, prod, amax or amin. Equal extremes share a gradient."""
     number = _number_of_rows(function, x, dim, index, src)
     if isinstance(src, DomainTensor) and not is_sharded(number) and (axis := src.domain.axes.get(dim % x.ndim)):
         number = _dealt(number, axis)
@@ -95,7 +93,10 @@ def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -
         total = torch.zeros_like(x).index_add(dim, number, src)
         own, counts = (x + total, hits + 1) if include_self else (torch.where(hits > 0, total, x), hits.clamp(min=1))
         return own / counts if reduce == "mean" else own
-    extreme = _extreme_of_rows(x.detach(), dim % x.ndim, number, src.detach(), reduce)
+    if reduce == "prod":
+        product = _reduced_rows(x, dim % x.ndim, number, src, reduce)
+        return x * product if include_self else torch.where(hits > 0, product, x)
+    extreme = _reduced_rows(x.detach(), dim % x.ndim, number, src.detach(), reduce)
     better = torch.maximum if reduce == "amax" else torch.minimum
     extreme = better(extreme, x.detach()) if include_self else torch.where(hits > 0, extreme, x.detach())
     of_self = (x.detach() == extreme) if include_self else hits == 0
@@ -122,30 +123,35 @@ def _number_of_rows(function, x: Any, dim: int, index: Numbers, src: Any) -> Num
     return index
 
 
-def _extreme_of_rows(x: Numbers, dim: int, number: Numbers, src: Any, reduce: str) -> DomainTensor:
-    """Return the extremes of what is scattered to each row of x, and where nothing is, of nothing."""
+def _reduced_rows(x: Numbers, dim: int, number: Numbers, src: Any, reduce: str) -> DomainTensor:
+    """Return the products or extremes of what is scattered to each row of x, and where nothing is, of nothing."""
     mine = wrapped(x, Domain({}))
     of_rows = mine.domain.axes.get(dim)
     source, own, target = _own_sources(mine, dim, number, src)
-    least = float("-inf" if reduce == "amax" else "inf")
+    of_nothing = {"prod": 1.0, "amax": float("-inf"), "amin": float("inf")}[reduce]
 
     def found(like: torch.Tensor, rows: int, places: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         shape = [*like.shape[:dim], rows, *like.shape[dim + 1 :]]
         places = places.view(-1, *[1] * (like.ndim - dim - 1)).expand_as(given)
-        return like.new_full(shape, least).scatter_reduce(dim, places, given, reduce)
+        return like.new_full(shape, of_nothing).scatter_reduce(dim, places, given, reduce)
 
     local = mine.local
     if of_rows is None:
         result = found(local, local.shape[dim], own, source)
-        if target is not None:
+        if target is not None and reduce == "prod":
+            result = gathered(result, target).prod(0)
+        elif target is not None:
             result = all_reduce(result, target.group, reduce.removeprefix("a"))
     elif local.is_meta:
         result = local
     else:
         asked = _asked(of_rows, own)
+        both = asked.arriving, asked.sent
+        give, back = (
+            lambda rows, sizes=sizes: send_rows(rows, *sizes, of_rows.group, kind=_KIND) for sizes in (both, both[::-1])
+        )
         rows = found(local, sum(asked.arriving), asked.back, source).movedim(dim, 0)
-        arrived = send_rows(rows, asked.arriving, asked.sent, of_rows.group, kind=_KIND).movedim(0, dim)
-        result = found(local, of_rows.rows, asked.places, arrived)
+        result = found(local, of_rows.rows, asked.places, with_adjoint(rows, give, back).movedim(0, dim))
     return DomainTensor(result, mine.domain)
 
 
