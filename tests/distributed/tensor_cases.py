@@ -345,6 +345,68 @@ def grouped(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
+def broadcast(q, k, v, w):
+    """Queries, keys and values of other leading sizes, shared heads that are sharded, and causality of other lengths."""
+    y = attended(q[:1], k, v[:, :, :, :3]) + attended(q, k[1], v[0, 1])[..., 1:]
+    y = y + F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)[..., 1:]
+    y = (
+        y
+        + F.scaled_dot_product_attention(q, k, v[:, :1], enable_gqa=True)[..., :3]
+        + attended(q[0], w, w.sin())[..., 1:]
+    )
+    for keys, values in ((k[:, :, :5], v[:, :, 1:6]), (torch.cat([k, k * 2], 2), torch.cat([v, v.sin()], 2)), (w, w)):
+        y = y + F.scaled_dot_product_attention(q, keys, values, is_causal=True)[..., 1:]
+    return y.repeat(1, 1, 1, 2)
+
+
+def multi_head_with_extras(x, y, *parameters):
+    weight, bias, out, mask, of_key, of_value, keys, values = parameters
+    z = torch.cat([x, x[:2].sin()]) * y
+    causal = torch.ones(5, 7, dtype=torch.bool).triu(1)
+    padded = torch.arange(7).expand(3, 7) % 4 == torch.arange(3)[:, None]
+    a, seen = F.multi_head_attention_forward(
+        x,
+        y,
+        y.sin(),
+        6,
+        2,
+        weight,
+        bias,
+        of_key,
+        of_value,
+        True,
+        0.0,
+        out,
+        None,
+        attn_mask=mask,
+        key_padding_mask=padded,
+    )
+    b, _ = F.multi_head_attention_forward(
+        x,
+        z,
+        y.sin() * z,
+        6,
+        2,
+        weight,
+        bias,
+        of_key,
+        of_value,
+        False,
+        0.0,
+        out,
+        None,
+        True,
+        None,
+        False,
+        causal,
+        is_causal=True,
+    )
+    c, _ = F.multi_head_attention_forward(
+        x, y, y, 6, 2, weight, bias, None, None, True, 0.0, out, None, static_k=keys, static_v=values
+    )
+    return a * seen.sum(-1).mean(1)[:, None] + b + c * seen[..., -2:].sum(-1).mT[..., None]
+
+
 def multi_head(x, y, *parameters):
     weight, bias, out = parameters
     arguments = (6, 2, weight, bias, None, None, False, 0.0, out, None)
@@ -525,6 +587,16 @@ PRODUCTS = [
     case("wide values", lambda x, y: attended(x, x.sin(), torch.cat([x, y], -1)), HEADS, shape=HEADS, sharded=(2,)),
     case("multi-head attention", multi_head, (7, 3, 6), (18, 6), (18,), (6, 6), shape=(5, 3, 6), sharded=(0, 1)),
     case("multi-head attention without a batch", separate, (7, 5), shape=(9, 6), sharded=(0,)),
+    case("broadcast attention", broadcast, HEADS, HEADS, (1, 1, 6, 4), shape=HEADS, sharded=ALL, others=ALL),
+    case("sharded heads that share keys", grouped, (2, 2, 9, 4), (2, 2, 9, 4), shape=(2, 4, 9, 4), sharded=(1,)),
+    case("broadcast attention of whole keys", broadcast, HEADS, HEADS, (1, 1, 6, 4), shape=HEADS, sharded=ALL),
+    case(
+        "multi-head attention with more keys",
+        multi_head_with_extras,
+        *((7, 3, 6), (18, 6), (18,), (6, 6), (5, 7), (1, 1, 6), (1, 1, 6), (6, 4, 3), (6, 4, 3)),
+        shape=(5, 3, 6),
+        sharded=(0, 1),
+    ),
     case("an encoder's layer", encoder, shape=(3, 9, 6), sharded=(0, 1)),
     case("attention of itself", lambda x: attended(x, x * 2, x.sin()), shape=HEADS, sharded=(0, 1, 2)),
     *[

@@ -90,12 +90,6 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "old reduction": (lambda x, _: F.mse_loss(torch.ones(X), x, reduce=False), "`reduce`, `size_average`, or a red"),
     "classes": (lambda x, _: F.cross_entropy(x.transpose(1, 2), torch.zeros(2, 4, 5).long()), "sharded classes"),
     "diagonals": (lambda x, _: torch.einsum("bchc->bh", x[..., :4]), "an index that a tensor has twice"),
-    "causality": (lambda x, y: F.scaled_dot_product_attention(x, y[:, :, 1:], y[:, :, 1:], is_causal=True), "of other"),
-    "sharded last": (lambda x, _: F.scaled_dot_product_attention(*[x.transpose(2, 3)] * 3), "a sharded last dim"),
-    "masked heads": (
-        lambda x, _: nn.MultiheadAttention(5, 1, add_zero_attn=True).double()(*[x[0]] * 3, need_weights=False),
-        "a bias of keys, or keys that are given",
-    ),
     "rows by a mask": (lambda x, _: x[:, :, torch.arange(6) > 2], "a mask of truths stands alone; index by it first"),
     "rows by a tensor, changed": (lambda x, y: x.__setitem__(torch.tensor([0]), 1), "tensors of numbers that are read"),
     "a part in place": (lambda x, y: x[:, :1].__setitem__(0, 1), "change a `clone` of it"),
@@ -108,12 +102,6 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "repeats by a tensor": (lambda x, y: x.repeat_interleave(torch.tensor([1, 2]), 0), "repeats by a tensor"),
     "number of channels": (lambda x, y: F.prelu(x.transpose(1, 2), torch.ones(6).double()), "sharded channels"),
     "numpy": (lambda x, _: np.asarray(x), "array of a tensor of shape"),
-    "sharded heads": (
-        lambda x, _: F.scaled_dot_product_attention(
-            x.transpose(1, 2), *[torch.ones(2, 2, 3, 5).double()] * 2, enable_gqa=True
-        ),
-        "sharded heads that share keys",
-    ),
 }
 """name -> (use of two tensors of which rows of dimension 2 are sharded, what the error says)."""
 

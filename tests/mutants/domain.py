@@ -641,4 +641,25 @@ DOMAIN = (
         "x * product if include_self else product * torch.where",
         _ALONG,
     ),
+    Mutant(
+        "the last query stands at the last key",
+        f"{_DOMAIN}/attention.py",
+        "band._replace(upper=0)",
+        "band._replace(upper=lengths[1] - lengths[0])",
+        _PRODUCTS,
+    ),
+    Mutant(
+        "padding hides the learned key",
+        f"{_DOMAIN}/attention.py",
+        "F.pad(t, (0, extras))",
+        "F.pad(t, (0, extras), value=True)",
+        _PRODUCTS,
+    ),
+    Mutant(
+        "sharded heads share keys as whole ones do",
+        f"{_DOMAIN}/attention.py",
+        "if enable_gqa and (q.ndim - 3 in q.domain.axes or k.shape[-3] != v.shape[-3]):",
+        "if enable_gqa and k.shape[-3] != v.shape[-3]:",
+        _PRODUCTS,
+    ),
 )

@@ -6,6 +6,7 @@ are sharded over different ranks, keys and values are gathered.
 """
 
 import math
+from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 
 from trainer.distributed.context_parallel.execution.build import Execution, build_execution
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
-from trainer.distributed.context_parallel.planning.mask import causal, full
+from trainer.distributed.context_parallel.planning.mask import full
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.domain_parallel.dispatch import (
@@ -27,7 +28,7 @@ from trainer.distributed.domain_parallel.dispatch import (
     wrapped,
 )
 from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
-from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
+from trainer.distributed.domain_parallel.elementwise import own_part
 from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding.rows import connected
 
@@ -36,19 +37,26 @@ from trainer.distributed.sharding.rows import connected
 def attention(
     function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> DomainTensor:
-    """query, key, value: (B, H, S, D). attn_mask: as large as torch takes it. Dropped weights are computed by hand."""
+    """query, key, value: (B, H, S, D), or as torch broadcasts them; D is gathered. Dropped weights are computed by hand.
+
+    attn_mask: as large as torch takes it.
+    """
     q, k, v = (wrapped(t, Domain({})) for t in (query, key, value))
     x = next(filter(is_sharded, (q, k, v, attn_mask)), None)
     if x is None and not dropout_p:
         parts = (unwrapped(t) for t in (q, k, v, attn_mask))
         return DomainTensor(function(*parts, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa), Domain({}))
     x = q if x is None else x
-    refuse_unless(k.shape[:-1] == v.shape[:-1] and q.ndim == k.ndim, function, x, "tensors of these sizes")
-    refuse_unless(not any(t.ndim - 1 in t.domain.axes for t in (q, k, v)), function, x, "a sharded last dimension")
-    rows, batch = q.ndim - 2, q.ndim - 2 - enable_gqa  # heads that share keys are no broadcast
-    refuse_unless(not (is_causal and q.shape[rows] != k.shape[rows]), function, x, "causality of other lengths")
-    before = [*torch.broadcast_shapes(q.shape[:batch], k.shape[:batch]), *q.shape[batch:-2]]
-    refuse_unless(not enable_gqa or batch not in q.domain.axes, function, q, "sharded heads that share keys")
+    q, k, v = (gather(t, [t.ndim - 1]) if t.ndim - 1 in t.domain.axes else t for t in (q, k, v))
+    if enable_gqa and (q.ndim - 3 in q.domain.axes or k.shape[-3] != v.shape[-3]):
+        k, v, enable_gqa = _repeated(k, q, shares=True), _repeated(v, q, shares=True), False
+    rows = max(t.ndim for t in (q, k, v)) - 2
+    q, k, v = (t[(None,) * (rows + 2 - t.ndim)] if t.ndim < rows + 2 else t for t in (q, k, v))
+    batch = rows - enable_gqa  # heads that share keys are no broadcast
+    beside = torch.broadcast_shapes(k.shape[:batch], v.shape[:batch])
+    k, v = (t if t.shape[:batch] == beside else t.expand(*beside, *t.shape[batch:]) for t in (k, v))
+    before = [*torch.broadcast_shapes(q.shape[:batch], beside), *q.shape[batch:-2]]
+    q = q if [*q.shape[:-2]] == before else q.expand(*before, *q.shape[-2:])
     if dropout_p:  # drawn by place, of whole tensors too
         weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale, shares=enable_gqa)
         return F.dropout(weights, dropout_p) @ (_repeated(v, q, shares=enable_gqa))
@@ -61,7 +69,7 @@ def attention(
         some = Domain(q.domain.axes | {rows: Axis(balanced(q.shape[rows], of_keys.degree), of_keys.group)})
         q = DomainTensor(own_part(q, some, q.shape), some)
     travels = travels and q.domain.axes[rows].group is of_keys.group
-    domain = common_domain([q], torch.Size([*before, *q.shape[-2:]]))
+    domain = q.domain
     keys = Domain({dim: axis for dim, axis in domain.axes.items() if dim < rows} | ({rows: of_keys} if travels else {}))
     both = gather(both, [dim for dim in both.domain.axes if dim not in keys.axes])
     local = own_part(both, keys, torch.Size([*before, *both.shape[-2:]]))
@@ -71,7 +79,7 @@ def attention(
         how = {"axes": axes, "scale": scale, "is_causal": is_causal, "shares": enable_gqa}
         out = DomainTensor(_over_ranks(q.local, *parts, **how), domain)
         return gather(out, [rows]) if is_whole else out
-    mask = _rows_of_mask(attn_mask, q, is_causal=is_causal)
+    mask = _rows_of_mask(attn_mask, q, k.shape[-2], is_causal=is_causal)
     if not q.local.numel():
         empty = q.local.new_zeros(*q.local.shape[:-1], v.shape[-1])
         used = parts if mask is None or not mask.is_floating_point() else (*parts, mask)
@@ -80,9 +88,9 @@ def attention(
     return DomainTensor(function(q.local, *parts, attn_mask=mask, **how), domain)
 
 
-def _rows_of_mask(mask: Any, q: DomainTensor, *, is_causal: bool) -> torch.Tensor | None:
+def _rows_of_mask(mask: Any, q: DomainTensor, keys: int, *, is_causal: bool) -> torch.Tensor | None:
     """Return what a mask says of this rank's queries; causality of whole keys is a mask, too."""
-    if (mask := _seen(mask, q, is_causal=is_causal)) is None:
+    if (mask := _seen(mask, q, keys, is_causal=is_causal)) is None:
         return None
     before = q.ndim - mask.ndim
     shape = torch.Size([*q.shape[:before], *mask.shape])
@@ -90,11 +98,11 @@ def _rows_of_mask(mask: Any, q: DomainTensor, *, is_causal: bool) -> torch.Tenso
     return own_part(mask, Domain(axes), shape)
 
 
-def _seen(mask: Any, q: DomainTensor, *, is_causal: bool) -> Any:
+def _seen(mask: Any, q: DomainTensor, keys: int, *, is_causal: bool) -> Any:
     """Return the mask; where none is given and attention is causal, the one that says so."""
     if mask is not None or not is_causal:
         return mask
-    return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return torch.ones(q.shape[-2], keys, dtype=torch.bool, device=q.device).tril()
 
 
 def _repeated(keys: DomainTensor, q: DomainTensor, *, shares: bool) -> DomainTensor:
@@ -107,7 +115,7 @@ def _weights(
 ) -> DomainTensor:
     """Return the softmax of the masked products of queries and keys: (B, H, S, S of keys)."""
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ _repeated(k, q, shares=shares).mT
-    if (mask := _seen(mask, q, is_causal=is_causal)) is not None:
+    if (mask := _seen(mask, q, k.shape[-2], is_causal=is_causal)) is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1)
 
@@ -128,7 +136,9 @@ def _over_ranks(
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     lengths = of_queries.layout.length, of_keys.layout.length
-    mask = causal(*lengths) if is_causal else full(*lengths)
+    mask = full(*lengths)
+    if is_causal:  # the first query stands at the first key
+        mask = replace(mask, bands=tuple(band._replace(upper=0) for band in mask.bands))
     options = ContextParallelOptions(method="ring")
     plan = make_plan(of_queries.layout, mask, options.method, of_queries.rank, kv_layout=of_keys.layout)
     run = build_execution(plan, q, (of_queries.group,) * 2, options, fixed=True)
@@ -166,9 +176,6 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, Domai
     if x is None and not share:
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     x = given.query if x is None else x
-    extras = given.bias_k, given.bias_v, given.static_k, given.static_v
-    plain = all(extra is None for extra in extras) and not given.add_zero_attn
-    refuse_unless(plain, function, x, "a bias of keys, or keys that are given")
     weights = given.q_proj_weight, given.k_proj_weight, given.v_proj_weight
     weights = weights if given.use_separate_proj_weight else given.in_proj_weight.chunk(3)
     biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
@@ -176,8 +183,10 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, Domai
     for t, w, b in zip(inputs, weights, biases, strict=True):
         heads = F.linear(t, w, b).unflatten(-1, (given.num_heads, -1))  # (S, N, H, D), or (S, H, D)
         projected.append(heads.movedim(0, -2))
-    q, k, v = projected
-    mask = _both_masks(given, q)
+    q, *projected = projected
+    of_keys = zip(projected, (given.static_k, given.static_v), (given.bias_k, given.bias_v), strict=True)
+    k, v = (_with_extras(*each, zero=given.add_zero_attn) for each in of_keys)
+    mask = _both_masks(given, q, (given.bias_k is not None) + given.add_zero_attn)
     is_causal = given.is_causal and mask is None
     if given.need_weights:
         seen = F.dropout(_weights(q, k, mask, is_causal=is_causal, scale=None), share)
@@ -188,12 +197,21 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, Domai
     return F.linear(out.movedim(-2, 0).flatten(-2), given.out_proj_weight, given.out_proj_bias), seen
 
 
-def _both_masks(given: SimpleNamespace, q: DomainTensor) -> Any:
+def _with_extras(t: DomainTensor, given: Any, bias: Any, *, zero: bool) -> DomainTensor:
+    """Return keys or values (N, H, S, D), or those given in their place, with a learned one and a zero behind them."""
+    t = t if given is None else wrapped(given, Domain({})).view(*t.shape[:-2], *given.shape[-2:])
+    shape = *t.shape[:-2], 1, t.shape[-1]
+    extras = [] if bias is None else [bias.view(t.shape[-3], 1, -1).expand(shape)]
+    extras += [torch.zeros(shape, dtype=t.dtype, device=t.device)] * zero
+    return torch.cat([t, *extras], -2) if extras else t
+
+
+def _both_masks(given: SimpleNamespace, q: DomainTensor, extras: int) -> Any:
     """Return the masks of positions and of padded keys as one to add to the scores, or None; True: not seen.
 
-    Where `is_causal` says what the mask is, and nothing of the weights is asked, causality takes its place.
+    extras: number of keys behind the others, which every query sees. Where `is_causal` says what the mask is, and nothing of the weights is asked, causality takes its place.
     """
-    mask, padding = given.attn_mask, given.key_padding_mask
+    mask, padding = (None if t is None else F.pad(t, (0, extras)) for t in (given.attn_mask, given.key_padding_mask))
     if given.is_causal and padding is None and not given.need_weights:
         return None
     if mask is not None and mask.ndim == 3:  # (N * heads, S, S of keys)
