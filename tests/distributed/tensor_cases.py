@@ -346,7 +346,7 @@ def grouped(q, k, v):
 
 
 def broadcast(q, k, v, w):
-    """Queries, keys and values of other leading sizes, shared heads that are sharded, and causality of other lengths."""
+    """Queries, keys and values of other leading sizes, heads that share keys, and causality of other lengths."""
     y = attended(q[:1], k, v[:, :, :, :3]) + attended(q, k[1], v[0, 1])[..., 1:]
     y = y + F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)[..., 1:]
     y = (

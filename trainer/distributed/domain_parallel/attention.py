@@ -22,7 +22,6 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.domain_parallel.dispatch import (
     DomainTensor,
     is_sharded,
-    refuse_unless,
     rule,
     unwrapped,
     wrapped,
@@ -37,9 +36,9 @@ from trainer.distributed.sharding.rows import connected
 def attention(
     function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> DomainTensor:
-    """query, key, value: (B, H, S, D), or as torch broadcasts them; D is gathered. Dropped weights are computed by hand.
+    """query, key, value: (B, H, S, D), or as torch broadcasts them; D is gathered.
 
-    attn_mask: as large as torch takes it.
+    attn_mask: as large as torch takes it. Dropped weights are computed by hand.
     """
     q, k, v = (wrapped(t, Domain({})) for t in (query, key, value))
     x = next(filter(is_sharded, (q, k, v, attn_mask)), None)
@@ -209,9 +208,12 @@ def _with_extras(t: DomainTensor, given: Any, bias: Any, *, zero: bool) -> Domai
 def _both_masks(given: SimpleNamespace, q: DomainTensor, extras: int) -> Any:
     """Return the masks of positions and of padded keys as one to add to the scores, or None; True: not seen.
 
-    extras: number of keys behind the others, which every query sees. Where `is_causal` says what the mask is, and nothing of the weights is asked, causality takes its place.
+    extras: number of keys behind the others, which the masks show. Where `is_causal` says what the mask is, and nothing
+    of the weights is asked, causality takes its place.
     """
-    mask, padding = (None if t is None else F.pad(t, (0, extras)) for t in (given.attn_mask, given.key_padding_mask))
+    mask, padding = given.attn_mask, given.key_padding_mask
+    if extras:
+        mask, padding = (None if t is None else F.pad(t, (0, extras)) for t in (mask, padding))
     if given.is_causal and padding is None and not given.need_weights:
         return None
     if mask is not None and mask.ndim == 3:  # (N * heads, S, S of keys)
