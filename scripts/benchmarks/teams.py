@@ -59,7 +59,7 @@ def compared(whole: Sequence[Times], shares: Sequence[Sequence[Times]]) -> Row:
 class PeakBytes(TorchDispatchMode):
     """The most bytes of tensors that were alive at once, of those made under it; the kernels' own scratch is not seen.
 
-    existing: tensors whose memory does not count.
+    Tensors on meta have no bytes. existing: tensors whose memory does not count.
     """
 
     def __init__(self, *existing: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self._existing:
+            if isinstance(x, torch.Tensor) and not x.is_meta and x.untyped_storage()._cdata not in self._existing:
                 storage = x.untyped_storage()
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}

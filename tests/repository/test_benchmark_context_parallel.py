@@ -151,6 +151,7 @@ def test_peak_counts_what_lives_at_once() -> None:
         given.add_(1)
         assert meter.peak == 0
         kept = given + 1
+        torch.empty(1000, device="meta")
         for _ in range(3):
             _ = kept.view(10, 10) * 2
             del _

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from examples.toy_family import spec as toy
@@ -350,16 +348,6 @@ def run_of(hf: Path, run: Path, family: str = "llama3") -> Path:
     return run
 
 
-class PeakOfData(PeakBytes):
-    """Tensors on meta have no bytes."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves(out)):
-            return out
-        return super().__torch_dispatch__(lambda *_, **__: out, types, args, kwargs)
-
-
 def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys) -> None:
     """Peak: at most twice the largest tensor."""
     for number, ((family, shape), args) in enumerate(CONFIGS.items()):
@@ -368,7 +356,7 @@ def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys)
         (hf / "tokenizer_config.json").write_text("{}")
         largest = max(x.nbytes for x in tensors(hf).values())
         run = run_of(hf, here / "run", family)
-        with PeakOfData() as out:
+        with PeakBytes() as out:
             assert convert.main(["to-hf", str(run), str(here / "back"), "--max-shard-size", "20KB"]) == 0
         assert largest <= out.peak <= 2 * largest, shape
         there, back = tensors(hf), tensors(here / "back")
@@ -388,7 +376,7 @@ def test_the_peak_is_seen_to_grow(tmp_path: Path) -> None:
     hf = saved(tmp_path / "hf", LLAMA)
     reader = HFReader(hf, hf_model(llama3.SPEC, LLAMA))
     largest = max(x.nbytes for x in tensors(hf).values())
-    with PeakOfData() as peak:
+    with PeakBytes() as peak:
         everything = [reader.read(name) for name in reader.pairs]
     assert everything
     assert peak.peak > 2 * largest
