@@ -582,6 +582,7 @@ PRODUCTS = [
     case("causal attention", causal, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(0, 1, 2)),
     case("causal attention, whole keys", causal, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2)),
     case("masked attention", masked, HEADS, HEADS, (9, 9), shape=HEADS, sharded=(0, 1, 2)),
+    case("attention of sharded queries with a mask", masked, HEADS, HEADS, (9, 9), shape=HEADS, sharded=(2,)),
     case("masked heads", masked, HEADS, HEADS, (2, 1, 9), shape=HEADS, sharded=(0, 1, 2)),
     case("whole queries of sharded keys", latents, (2, 2, 5, 4), shape=HEADS, sharded=(0, 1, 2)),
     case("wide values", lambda x, y: attended(x, x.sin(), torch.cat([x, y], -1)), HEADS, shape=HEADS, sharded=(2,)),
