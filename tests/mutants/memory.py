@@ -196,6 +196,13 @@ BLOCKS = (
         _BLOCK,
     ),
     Mutant(
+        "a norm keeps its input in float32 for the backward",
+        "trainer/models/norms.py",
+        "if x.dtype == dtype or torch.compiler.is_compiling():",
+        "if True:",
+        _BLOCK,
+    ),
+    Mutant(
         "the gradient of a gate lacks the other factor",
         "trainer/models/feed_forward.py",
         "of_gate, of_up = gradient * up, ctx",

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from scripts.benchmarks.activation_checkpointing import Meter
@@ -22,6 +23,7 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.sharding.exchange import Pending
 from trainer.models import rotary
 from trainer.models.feed_forward import ACTIVATIONS, gated
+from trainer.models.norms import OffsetNorm
 from trainer.models.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis
 
 ROWS, HEADS, HEAD_DIM = 256, 8, 16
@@ -68,6 +70,25 @@ def test_a_gate_has_the_gradients_of_its_formula_and_keeps_its_inputs_alone(name
     assert out.equal(formula)
     for found, expected in zip(*(torch.autograd.grad(x, (gate, up), weights) for x in (out, formula)), strict=True):
         assert found.equal(expected)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_norm_that_computes_in_float32_keeps_no_copy_of_its_input(is_frozen: bool) -> None:
+    norm, wide = (OffsetNorm(HEAD_DIM, eps=1e-6) for _ in range(2))
+    for each in (norm, wide):
+        nn.init.normal_(each.weight, generator=torch.Generator().manual_seed(0))
+        each.weight.requires_grad_(not is_frozen)
+    x, weights, kept = random(ROWS, HEAD_DIM).bfloat16().requires_grad_(), random(ROWS, HEAD_DIM, seed=1).bfloat16(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        out = norm(x)
+    assert kept == [x.data_ptr(), norm.weight.data_ptr()]
+    copy = x.detach().float().requires_grad_()
+    out_of_copy = wide(copy).bfloat16()
+    out.backward(weights)
+    out_of_copy.backward(weights)
+    assert out.equal(out_of_copy)
+    assert x.grad.equal(copy.grad.bfloat16())
+    assert norm.weight.grad is None if is_frozen else norm.weight.grad.equal(wide.weight.grad)
 
 
 def attended(rank: int, mesh: ThreadMesh, kv_heads: int, query_heads: int) -> None:

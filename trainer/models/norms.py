@@ -1,8 +1,12 @@
 """The norms of a decoder."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 
@@ -21,10 +25,36 @@ class OffsetNorm(nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, 1 + self.weight.to(dtype), self.eps).type_as(x)
+
+        def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return F.rms_norm(x.to(dtype), self.normalized_shape, 1 + weight.to(dtype), self.eps).type_as(x)
+
+        if x.dtype == dtype or torch.compiler.is_compiling():
+            return normed(x, self.weight)
+        return _Recomputed.apply(normed, x, self.weight)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         parameter.zero_()
+
+
+class _Recomputed(torch.autograd.Function):
+    """A function that keeps its inputs alone for the backward, which computes it again: no copy of them in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(n) for x, n in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            out = ctx.function(*inputs)
+        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], gradient))
+        return None, *(next(found) if n else None for n in needed)
 
 
 class NormOfHeads(nn.RMSNorm):
