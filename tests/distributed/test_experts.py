@@ -195,13 +195,13 @@ def test_compiled_attention_is_kept_by_operator_and_experts_are_recomputed(
 
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
-    real = expert_parallel._added
+    real = expert_parallel.added_rows
 
-    def dropping(parts: torch.Tensor, plan: expert_parallel.DispatchPlan) -> torch.Tensor:
-        return real(parts * (torch.arange(len(parts)) > 0).unsqueeze(1), plan)
+    def dropping(rows: torch.Tensor, places: torch.Tensor, number: int) -> torch.Tensor:
+        return real(rows * (torch.arange(len(rows)) > 0).unsqueeze(1), places, number)
 
     patches = {
-        "a token dropped": mock.patch.object(expert_parallel, "_added", dropping),
+        "a token dropped": mock.patch.object(expert_parallel, "added_rows", dropping),
         "load counted locally": mock.patch.object(moe, "all_reduce", lambda x, _over: x),
         "experts not summed over tp": mock.patch.object(ParallelDims, "expert_mesh", ParallelDims.parameter_mesh),
     }

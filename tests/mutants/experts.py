@@ -8,9 +8,9 @@ _ONE = "tests/unit/test_experts.py"
 EXPERTS = (
     Mutant(
         "a token's gradients from several ranks overwrite each other",
-        "trainer/distributed/expert_parallel.py",
-        "total.index_add_(0, plan.places, parts.to(dtype))",
-        "total.index_copy_(0, plan.places, parts.to(dtype))",
+        "trainer/distributed/sharding/tensors.py",
+        "total.index_add_(0, where, part.to(total.dtype))",
+        "total.index_copy_(0, where, part.to(total.dtype))",
         f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
     ),
     Mutant(

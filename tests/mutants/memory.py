@@ -196,6 +196,13 @@ BLOCKS = (
         _BLOCK,
     ),
     Mutant(
+        "rows of experts are copied to float32 at once",
+        "trainer/distributed/sharding/tensors.py",
+        "step = max(_PART // max(rows[0].shape[1], 1), 1)",
+        "step = len(rows[0])",
+        _BLOCK,
+    ),
+    Mutant(
         "a norm keeps its input in float32 for the backward",
         "trainer/models/norms.py",
         "if x.dtype == dtype or torch.compiler.is_compiling():",

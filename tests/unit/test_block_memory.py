@@ -20,8 +20,9 @@ from trainer.distributed.context_parallel.execution.stages import restore_shape
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.sharding import tensors
 from trainer.distributed.sharding.exchange import Pending
-from trainer.models import rotary
+from trainer.models import experts, rotary
 from trainer.models.feed_forward import ACTIVATIONS, gated
 from trainer.models.norms import OffsetNorm
 from trainer.models.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis
@@ -89,6 +90,24 @@ def test_a_norm_that_computes_in_float32_keeps_no_copy_of_its_input(is_frozen: b
     assert out.equal(out_of_copy)
     assert x.grad.equal(copy.grad.bfloat16())
     assert norm.weight.grad is None if is_frozen else norm.weight.grad.equal(wide.weight.grad)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_rows_of_experts_are_weighted_and_added_in_parts(wide: bool) -> None:
+    rows, dout = random(4 * ROWS, HEAD_DIM).bfloat16().requires_grad_(), random(ROWS, HEAD_DIM, seed=2).bfloat16()
+    weights = random(4 * ROWS, seed=1).to(torch.float32 if wide else torch.bfloat16).requires_grad_()
+    token = torch.randint(ROWS, (4 * ROWS,), generator=torch.Generator().manual_seed(0))
+    products = (rows * weights.unsqueeze(1)).float()
+    formula = torch.zeros(ROWS, HEAD_DIM).index_add(0, token, products).bfloat16()
+    expected, peaks = torch.autograd.grad(formula, (rows, weights), dout), []
+    for part in (tensors._PART, 7 * HEAD_DIM):
+        with mock.patch.object(tensors, "_PART", part), Meter(rows, weights, token, dout) as meter:
+            out = experts._WeightedSums.apply(rows, weights, token, ROWS)
+            peaks.append(meter.peak)
+            found = torch.autograd.grad(out, (rows, weights), dout)
+        assert out.equal(formula)
+        assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+    assert peaks[1] < 0.6 * peaks[0]
 
 
 def attended(rank: int, mesh: ThreadMesh, kv_heads: int, query_heads: int) -> None:

@@ -79,12 +79,12 @@ def test_any_routing_gives_sums_and_gradients_of_one_process(routing: str) -> No
 
 
 def test_a_dropped_token_is_seen() -> None:
-    real = expert_parallel._added
+    real = expert_parallel.added_rows
 
-    def dropping(parts: torch.Tensor, plan: expert_parallel.DispatchPlan) -> torch.Tensor:
-        return real(parts * (torch.arange(len(parts)) > 0).unsqueeze(1), plan)
+    def dropping(rows: torch.Tensor, places: torch.Tensor, number: int) -> torch.Tensor:
+        return real(rows * (torch.arange(len(rows)) > 0).unsqueeze(1), places, number)
 
-    with mock.patch.object(expert_parallel, "_added", dropping):
+    with mock.patch.object(expert_parallel, "added_rows", dropping):
         assert min(errors("any")[:2]) > 1e-2
 
 

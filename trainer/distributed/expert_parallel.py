@@ -37,7 +37,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import Pending, all_gather, all_to_all
 from trainer.distributed.sharding.forward import replace_forward
 from trainer.distributed.sharding.ranges import aligned
-from trainer.distributed.sharding.tensors import with_adjoint
+from trainer.distributed.sharding.tensors import added_rows, with_adjoint
 from trainer.distributed.tensor_parallel import shard_rows
 
 Tensors = Sequence[torch.Tensor]
@@ -168,7 +168,7 @@ class _StartDispatch(torch.autograd.Function):
     def backward(ctx, *_sent):
         arrived, pending = ctx.flight.pop()
         pending.wait()
-        return *(_added(part, ctx.plan) for part in arrived), None, None, None
+        return *(added_rows(part, ctx.plan.places, ctx.plan.tokens) for part in arrived), None, None, None
 
 
 class _Arrived(torch.autograd.Function):
@@ -196,7 +196,7 @@ def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
     def combine(sums: torch.Tensor) -> torch.Tensor:
         (arrived,), pending = _start_exchange([sums], plan.received, plan.sent, plan.group, "expert_combine")
         pending.wait()
-        return _added(arrived, plan)
+        return added_rows(arrived, plan.places, plan.tokens)
 
     def dispatch(dout: torch.Tensor) -> torch.Tensor:
         kind = "expert_combine_backward"
@@ -205,13 +205,6 @@ def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
         return drows.contiguous()
 
     return with_adjoint(sums, combine, dispatch)
-
-
-def _added(parts: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
-    """Return the sum for each token of what came back from its ranks: (T, C) -> (N, C), added in float32 at least."""
-    dtype = torch.promote_types(parts.dtype, torch.float32)
-    total = parts.new_zeros(plan.tokens, parts.shape[1], dtype=dtype)
-    return total.index_add_(0, plan.places, parts.to(dtype)).to(parts.dtype)
 
 
 def _start_exchange(

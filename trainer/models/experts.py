@@ -9,12 +9,14 @@ No token is dropped: the rows of an expert are as many as tokens have chosen it.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
+from trainer.distributed.sharding.tensors import added_rows, in_parts
 from trainer.families.args import ExpertArgs, has_grouped_product
 from trainer.models.feed_forward import gated
 from trainer.models.initialization import draw
@@ -127,9 +129,27 @@ def expert_sums(
         if sizes is None:
             sizes = count_pairs(owner, len(experts.w13))
         rows = _one_by_one(rows, sizes, experts, outputs)
-    rows = rows * weights.flatten()[order].unsqueeze(1)
-    total = rows.new_zeros(x.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
-    return total.index_add(0, token, rows.to(total.dtype)).to(x.dtype)
+    return _WeightedSums.apply(rows, weights.flatten()[order], token, len(x))
+
+
+class _WeightedSums(torch.autograd.Function):
+    """Rows (T, dim), their weights (T,) and tokens (T,) -> sums of N tokens, (N, dim); what is copied is a part."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, token: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, token)
+        return added_rows(rows, token, number, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weights, token = ctx.saved_tensors
+        of_rows, of_weights = torch.empty_like(rows), torch.empty_like(weights)
+        for row, weight, of_token, of_row, of_weight in in_parts(rows, weights, token, of_rows, of_weights):
+            part = gradient.index_select(0, of_token).to(torch.promote_types(row.dtype, weight.dtype))
+            of_weight.copy_((part * row).sum(1))
+            of_row.copy_(part * weight.unsqueeze(1))
+        return of_rows, of_weights, None, None
 
 
 def count_pairs(owner: torch.Tensor, experts: int) -> list[int]:

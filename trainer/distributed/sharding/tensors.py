@@ -1,7 +1,7 @@
 """Small functions for tensors and meshes: hashes, copies, versions, adjoints, and constants of compiled code."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -53,6 +53,30 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def local_part(x: torch.Tensor) -> torch.Tensor:
     """Return the shard of this rank, of a plain tensor the tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+_PART = 1 << 26
+"""Elements of rows that are copied to float32 at a time: 256 MiB."""
+
+
+def in_parts(*rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield as many rows of each tensor at a time as have `_PART` elements in the first, (T, C)."""
+    step = max(_PART // max(rows[0].shape[1], 1), 1)
+    return zip(*(x.split(step) for x in rows), strict=True)
+
+
+def added_rows(
+    rows: torch.Tensor, places: torch.Tensor, number: int, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum of the rows of each place, (T, C) -> (number, C), in the type of rows; not differentiable.
+
+    places, weights: (T,). They are added in float32 at least; weighted and copied to that type a part at a time.
+    """
+    total = rows.new_zeros(number, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    for part, where, *weight in in_parts(rows, places, *([] if weights is None else [weights])):
+        part = part * weight[0].unsqueeze(1) if weight else part
+        total.index_add_(0, where, part.to(total.dtype))
+    return total.to(rows.dtype)
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
