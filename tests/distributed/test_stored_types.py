@@ -15,7 +15,6 @@ from tests.distributed.test_checkpoint import load_step_save, merged, same, whol
 from tests.distributed.test_parity import LAYOUTS, degrees, reference
 from tests.slow import slow
 from trainer.components.optimizer import ensure_state
-from trainer.job.memory import rank_memory
 
 MOMENTS, WEIGHTS = "--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"
 EXPERTS = ["--model.name=qwen3_moe"]
@@ -141,7 +140,7 @@ def memory_case(arguments: list[str]) -> tuple[int, int, int]:
             for moment in (state["exp_avg"], state["exp_avg_sq"]):
                 local = moment.to_local() if isinstance(moment, DTensor) else moment
                 sizes[parameter.ndim == 1] += local.untyped_storage().nbytes()
-        return sizes[False], sizes[True], rank_memory(trainer.job).optimizer
+        return sizes[False], sizes[True], trainer.job.task.memory(trainer.job).optimizer
 
 
 @pytest.mark.parametrize(("layout", "stored"), [("fsdp2", 4), *slow(("tp2", 4), ("fsdp2", 8), ("tp2", 8))])

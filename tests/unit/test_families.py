@@ -26,7 +26,6 @@ from trainer.families.registry import hf_config, hf_families
 from trainer.hugging_face.config_json import read_config
 from trainer.hugging_face.reader import HFReader
 from trainer.job import ResolvedJob, resolve
-from trainer.job.memory import rank_memory
 from trainer.job.summary import summary
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.folder import RunState, check_same_model, model_description
@@ -159,7 +158,7 @@ def test_the_summary_and_the_memory_count_kinds_of_layers() -> None:
     gemma = job_of("gemma3", "--training.seq_len=256")
     assert "a window of 128 tokens in 5 of 6 layers" in summary(gemma)
     one_table = replace(gemma, model=replace(gemma.model, layers=(LayerKind(),)))
-    assert rank_memory(gemma).tables - rank_memory(one_table).tables == 256 * 64 * 4
+    assert gemma.task.memory(gemma).tables - one_table.task.memory(one_table).tables == 256 * 64 * 4
     last = (LayerKind(window=False), LayerKind(window=False), LayerKind())
     later = replace(gemma, model=replace(gemma.model, layers=last))
     assert "a window of 128 tokens in 2 of 6 layers" in summary(later)
@@ -168,7 +167,7 @@ def test_the_summary_and_the_memory_count_kinds_of_layers() -> None:
     every = replace(glm, model=replace(glm.model, layers=(LayerKind(),)))
     more = experts.number * experts.weights(256) + experts.shared_dim * 3 * 256 + 8 * 256 - 512 * 3 * 256
     assert every.model.n_params() - glm.model.n_params() == more
-    assert rank_memory(every).weights - rank_memory(glm).weights == 4 * more
+    assert every.task.memory(every).weights - glm.task.memory(glm).weights == 4 * more
 
 
 def test_a_checkpoint_of_before_new_fields_is_of_the_same_model() -> None:

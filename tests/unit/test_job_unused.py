@@ -45,10 +45,13 @@ ALWAYS = {
     "metrics.log_update_norms",
     *("model.path", "model.name", "model.flavor", "lr_scheduler.warmup_steps"),
     "lr_scheduler.restart_step",
-    *("model.router_aux_loss_coef", "model.router_aux_loss_load", "model.router_bias_update_rate"),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay"),
     *(key for key in keys_of(JobConfig) if key.startswith("training.") and key not in CONDITIONAL),
-    *(key for key in keys_of(JobConfig) if key.startswith("parallelism.") and key.endswith("_parallel_degree")),
+    *(
+        key
+        for key in keys_of(JobConfig)
+        if key.startswith("parallelism.") and key.endswith("_parallel_degree") and key not in CONDITIONAL
+    ),
     *("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"),
     *("checkpoint.enable", "checkpoint.initial_load_path", "checkpoint.stop_timeout_seconds"),
     "activation_checkpoint.mode",
@@ -390,6 +393,8 @@ def test_every_rule_is_tried():
         f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "implementation", "state_dtype", "groups")
     }  # integration/test_extensions.py
     tried |= {"mixture.paths", "mixture.weights"}  # in test_mixture.py
+    tried |= {f"model.router_{key}" for key in ("aux_loss_coef", "aux_loss_load", "bias_update_rate")}
+    tried |= {"parallelism.expert_parallel_degree"}  # these four in test_expert_jobs.py
     assert tried == CONDITIONAL
 
 

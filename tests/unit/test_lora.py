@@ -15,7 +15,6 @@ from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.decoder_args import TransformerArgs
 from trainer.job import resolve
 from trainer.job.lora import adapter_names, adapter_sizes, check_lora, flops_beside
-from trainer.job.memory import rank_memory
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
 from trainer.transforms.lora import A, B, Dropout, apply_lora, is_adapter, merged, without_adapters
@@ -111,10 +110,10 @@ def test_adapters_are_what_is_counted(tmp_path: Path) -> None:
     assert set(map(is_adapter, trained)) == {True}
     sizes = adapter_sizes(job.config, job.model)
     assert sum(trained.values()) == sum(sizes.values()) == 4 * 8 * (256 + 256 + 512 + 256)
-    without, memory = rank_memory(job_of(tmp_path)), rank_memory(job)
+    plain, memory = job_of(tmp_path), job.task.memory(job)
     assert memory.gradients == 4 * sum(sizes.values())
     assert memory.optimizer == 2 * memory.gradients
-    assert memory.weights == without.weights + memory.gradients
+    assert memory.weights == plain.task.memory(plain).weights + memory.gradients
 
 
 def test_a_frozen_weight_saves_a_third(tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ def test_the_preset_adapts_on_one_gpu_or_more(ranks: int) -> None:
     job = resolve(config, ranks, "cuda", missing=(missing := []))
     assert len(missing) == 3  # weights, tokenizer, conversations
     assert job.notes == ()
-    memory = rank_memory(job)
+    memory = job.task.memory(job)
     assert memory.total < 0.8 * 80e9
     assert memory.optimizer < 0.02 * memory.weights
 

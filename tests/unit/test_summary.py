@@ -12,8 +12,8 @@ from trainer.commands.start import job_notes, opening
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
-from trainer.job.memory import check_memory, rank_memory
-from trainer.job.sizes import size_words
+from trainer.job.memory import check_memory
+from trainer.job.sizes import RankMemory, size_words
 from trainer.job.summary import WIDTH, closing, summary
 from trainer.runtime.devices import Machine
 
@@ -26,6 +26,10 @@ EVERYTHING = [
     f"{P}context_parallel_load_balancer=balanced", f"{P}context_parallel_method=auto", "--checkpoint.enable",
     "--activation_checkpoint.mode=full", "--float8.enable", "--compile.enable",
 ]  # fmt: skip
+
+
+def memory_of(job: ResolvedJob) -> RankMemory:
+    return job.task.memory(job)
 
 
 def job_of(*arguments: str, ranks: int = 1, device: str = "cpu") -> ResolvedJob:
@@ -165,23 +169,23 @@ def test_when_the_loss_is_computed_in_chunks() -> None:
 
 def test_weights_gradients_and_optimizer_are_exact() -> None:
     whole = job_of("--training.seq_len=64", "--optimizer.name=AdamW")
-    memory, parameters = rank_memory(whole), whole.model.n_params()
+    memory, parameters = memory_of(whole), whole.model.n_params()
     norms = (2 * 4 + 1) * 256  # the estimate leaves them out
     assert (memory.weights, memory.gradients, memory.optimizer) == tuple(
         n * 4 * (parameters - norms) for n in (1, 1, 2)
     )
-    muon = rank_memory(job_of("--training.seq_len=64", "--optimizer.name=Muon"))
+    muon = memory_of(job_of("--training.seq_len=64", "--optimizer.name=Muon"))
     matrices = parameters - norms - 2 * whole.model.vocab_size * whole.model.dim  # one moment of each
     assert muon.optimizer == memory.optimizer - 4 * matrices
-    shared = rank_memory(job_of("--training.seq_len=64", f"{P}context_parallel_degree=2", ranks=4))
+    shared = memory_of(job_of("--training.seq_len=64", f"{P}context_parallel_degree=2", ranks=4))
     assert shared.weights == memory.weights // 4
-    tensor_parallel = rank_memory(job_of(f"{P}tensor_parallel_degree=2", ranks=2))
+    tensor_parallel = memory_of(job_of(f"{P}tensor_parallel_degree=2", ranks=2))
     assert tensor_parallel.weights == memory.weights // 2
 
 
 def test_a_stage_holds_its_modules() -> None:
-    whole = rank_memory(job_of("--training.seq_len=64"))
-    stages = rank_memory(job_of("--training.seq_len=64", f"{P}pipeline_parallel_degree=2", ranks=2))
+    whole = memory_of(job_of("--training.seq_len=64"))
+    stages = memory_of(job_of("--training.seq_len=64", f"{P}pipeline_parallel_degree=2", ranks=2))
     assert whole.weights / 2 <= stages.weights < 0.75 * whole.weights
     balanced = job_of("--training.attention_mask=document", "--training.balance=step", ranks=2)
     assert "2 data-parallel ranks, documents assigned for equal work; " in re.sub(r"\s+", " ", summary(balanced))

@@ -79,6 +79,12 @@ _WITH_DOMAIN = Condition(
     "without parallelism.domain_parallel_degrees",
     "name the degrees, or leave the rows out",
 )
+EXPERTS = Condition(
+    lambda _, degrees: degrees.ep is not None,
+    "with model.name = {0.model.name!r}, which has no experts",
+    "leave it out, or use model.name = 'qwen3_moe', say",
+    general="without experts",
+)
 _RANKS = Condition(lambda _, degrees: degrees.world_size > 1, "on one rank")
 
 
@@ -120,7 +126,7 @@ class Parallelism:
     """Ranks along the axes of a field, in the place of CP: [2] divides the height, [2, 4] height and width."""
     domain_parallel_rows: tuple[str, ...] = key((), when=_WITH_DOMAIN)
     """Rows of each rank along each of these axes, such as "19,13"; 0 is allowed; none: as even as possible."""
-    expert_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks")
+    expert_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks", when=EXPERTS)
     """Ranks, among those of FSDP x CP x TP, that divide a layer's experts (EP); it divides the number of both."""
     pipeline_parallel_degree: int = key(1, unit="ranks")
     """Ranks that divide the layers (PP), each with one or more stages of the model; 1: off."""

@@ -25,7 +25,7 @@ from trainer.config.keys import (
     unless,
 )
 from trainer.config.optimizer import LRScheduler, Muon, Optimizer
-from trainer.config.parallelism import DATA_PARALLEL, NO_PIPELINE, Comm, Parallelism
+from trainer.config.parallelism import DATA_PARALLEL, EXPERTS, NO_PIPELINE, Comm, Parallelism
 from trainer.config.registry import TASK_OF_DATASET
 from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 
@@ -178,11 +178,11 @@ class Model:
         None, AT_LEAST_ONE, "tokens", example=32768, when=(TOKENS, _SCALED, _BY_LENGTH)
     )
     """Longest sequences before the extension; None: the flavor's, but 8192 with llama3 if it has no scaling."""
-    router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001)
+    router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001, when=EXPERTS)
     """Weight of the loss that balances a layer's experts, for models with experts; None: the flavor's; 0: off."""
-    router_aux_loss_load: Literal["step_before", "micro_batch"] = "step_before"
+    router_aux_loss_load: Literal["step_before", "micro_batch"] = key("step_before", when=EXPERTS)
     """Choices that this loss counts: those of the whole step before, or as transformers those of the micro-batch."""
-    router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001)
+    router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001, when=EXPERTS)
     """How far biases that balance experts without a loss move after each step; None: the flavor's; 0: off."""
 
     @property

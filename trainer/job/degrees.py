@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trainer.config.errors import ConfigError
 
-_KEYS = {
+KEYS = {
     "pp": "parallelism.pipeline_parallel_degree",
     "dp_replicate": "parallelism.data_parallel_replicate_degree",
     "dp_shard": "parallelism.data_parallel_shard_degree",
@@ -14,6 +14,7 @@ _KEYS = {
     "domain": "parallelism.domain_parallel_degrees",
     "tp": "parallelism.tensor_parallel_degree",
 }
+"""Degree -> the key that sets it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Degrees:
 
     def text(self) -> str:
         """Return `dp_replicate 2 x dp_shard 2 x tp 2`: the degrees above one."""
-        named = {name: getattr(self, name) for name in _KEYS if name != "domain"}
+        named = {name: getattr(self, name) for name in KEYS if name != "domain"}
         if self.domain:
             named |= {"cp": 1} | self.domain_axes
         return " x ".join(f"{name} {degree}" for name, degree in named.items() if degree > 1) or "one device"
@@ -88,7 +89,7 @@ def resolve_degrees(
         raise ConfigError(f"world size = {world_size} must be the number of ranks, at least 1")
     if domain and (min(domain) < 1 or cp > 1):
         raise ConfigError(
-            f"{_KEYS['domain']} = {list(domain)} must be degrees of at least 1, in the place of {_KEYS['cp']} = {cp}; "
+            f"{KEYS['domain']} = {list(domain)} must be degrees of at least 1, in the place of {KEYS['cp']} = {cp}; "
             "use [2] for two ranks along the height, or [2, 2] for height and width"
         )
     shared = {"domain": math.prod(domain)} if domain else {"cp": cp}
@@ -96,7 +97,7 @@ def resolve_degrees(
     for name, degree in degrees.items():
         if degree < 1 and (name, degree) != ("dp_shard", -1):
             leaves = " or -1 (what the other degrees leave)" if name == "dp_shard" else ""
-            raise ConfigError(f"{_KEYS[name]} = {degree} must be at least 1{leaves}; 1 switches it off")
+            raise ConfigError(f"{KEYS[name]} = {degree} must be at least 1{leaves}; 1 switches it off")
     others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
     resolved = degrees | {"dp_shard": max(1, world_size // others)} if dp_shard == -1 else degrees
     if math.prod(resolved.values()) != world_size:
@@ -108,7 +109,7 @@ def resolve_degrees(
 def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
     # Degrees that most runs leave at 1 are named only if they are set.
     named = {name: degree for name, degree in degrees.items() if degree != 1 or name not in ("cp", "domain", "pp")}
-    listed = ", ".join(f"{_KEYS[name]}{_product(name)} = {degree}" for name, degree in named.items())
+    listed = ", ".join(f"{_words(name)} = {degree}" for name, degree in named.items())
     product = math.prod(degree for degree in named.values() if degree != -1)
     rule = "does not divide" if -1 in named.values() else "is not"
     choices = _choices(named, world_size)
@@ -129,8 +130,9 @@ def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
             continue
         fitting = world_size // others
         if len(free) < len(named):
-            fitting = min(_divisors(fitting), key=lambda divisor: (abs(math.log(divisor / named[name])), divisor))
-        single.append(f"{_KEYS[name]}{_product(name)} = {fitting}")
+            divisors = (number for number in range(1, fitting + 1) if fitting % number == 0)
+            fitting = min(divisors, key=lambda divisor: (abs(math.log(divisor / named[name])), divisor))
+        single.append(f"{_words(name)} = {fitting}")
     if single:
         return single
     fitting, left = {}, world_size
@@ -140,12 +142,8 @@ def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
             left //= fitting[name]
     fitting["dp_shard"] = -1 if named["dp_shard"] == -1 else left
     changes = {name: degree for name, degree in fitting.items() if degree != named[name]}
-    return [", ".join(f"{_KEYS[name]}{_product(name)} = {degree}" for name, degree in changes.items())]
+    return [", ".join(f"{_words(name)} = {degree}" for name, degree in changes.items())]
 
 
-def _product(name: str) -> str:
-    return " (product)" if name == "domain" else ""
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def _words(name: str) -> str:
+    return KEYS[name] + " (product)" * (name == "domain")

@@ -13,23 +13,10 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
     """Check expert parallelism against the model, the ranks and the rest of the configuration.
 
     Raises:
-        ConfigError: a degree that does not fit, a key that needs experts without them, or a feature that cannot work
-            with experts.
+        ConfigError: a degree that does not fit, or a feature that cannot work with experts.
     """
     ep, experts, load = config.parallelism.expert_parallel_degree, experts_of(args), config.model.router_aux_loss_load
     if experts is None:
-        keys = {
-            "parallelism.expert_parallel_degree": None if ep == 1 else ep,
-            "model.router_aux_loss_coef": config.model.router_aux_loss_coef,
-            "model.router_aux_loss_load": None if load == "step_before" else load,
-            "model.router_bias_update_rate": config.model.router_bias_update_rate,
-        }
-        for key, value in keys.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{key} = {value!r} is for a model with experts, and model.name = {config.model.name!r} has none; "
-                    "leave it out, or use model.name = 'qwen3_moe', say"
-                )
         return
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     common = math.gcd(experts.number, ranks)

@@ -18,14 +18,9 @@ _LARGEST = 2**42
 """More than any device has, in bytes."""
 
 
-def rank_memory(job: ResolvedJob) -> RankMemory:
-    """Return what the largest rank of the job holds from step to step."""
-    return job.task.memory(job)
-
-
 def check_memory(job: ResolvedJob, available: int | None) -> None:
     """Raise a ConfigError unless what a rank holds fits. available: bytes of its device; None: what no device has."""
-    memory, limit = rank_memory(job), available or _LARGEST
+    memory, limit = job.task.memory(job), available or _LARGEST
     floor = memory.tables if job.config.training.enable_cpu_offload else memory.total
     if floor > limit:
         has = f"it has {size_words(limit)}" if available else "no device has that"
@@ -50,7 +45,9 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         modules = tuple(name for stage in job.pipeline.stages_of(pp_rank) for name in job.pipeline.stages[stage])
     adapters = _by_module(adapter_sizes(job.config, model, degrees.tp))
     trained_whole = whole_sizes(job.config, model, degrees.tp)
-    sizes = _parameters(job)
+    sizes = _by_module({name: math.prod(shape) for name, shape in model.linear_shapes(degrees.tp).items()})
+    if not model.tie_embeddings:
+        sizes["tok_embeddings"] = model.vocab_size * model.dim // degrees.tp
     shards = degrees.dp_shard * degrees.cp
 
     def of_rank(sizes: dict[str, int], ranks: int = shards) -> int:
@@ -58,8 +55,9 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         return math.ceil(sum(sizes.get(name, 0) for name in modules) / ranks)
 
     # Weights of a rank's experts in one layer, which its `efsdp` ranks divide.
-    sparse = len({*layers_of(modules)} & {*expert_layers(model)})
-    local = of_rank(sizes) + sparse * math.ceil((sparse and _experts(job)) / degrees.efsdp)
+    sparse, local = len({*layers_of(modules)} & {*expert_layers(model)}), of_rank(sizes)
+    if (experts := experts_of(model)) is not None:
+        local += sparse * math.ceil(experts.number // degrees.ep * experts.weights(model.dim) / degrees.efsdp)
     added = of_rank(adapters)
     trained = added + of_rank(trained_whole) if adapters else local
     moments = 2 * trained
@@ -76,15 +74,6 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         optimizer=moments * ITEMSIZE[job.config.state_dtype],
         tables=rows * (rotary_tables(model) * getattr(model, "table_dim", model.head_dim) * max(stored, 4) + of_batch),
     )
-
-
-def _parameters(job: ResolvedJob) -> dict[str, int]:
-    """Return the parameters of each module that a pipeline can divide, on one tensor-parallel rank."""
-    model, tp = job.model, job.degrees.tp
-    sizes = _by_module({name: math.prod(shape) for name, shape in model.linear_shapes(tp).items()})
-    if not model.tie_embeddings:
-        sizes["tok_embeddings"] = model.vocab_size * model.dim // tp
-    return sizes
 
 
 def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
@@ -110,12 +99,6 @@ def _by_module(sizes: dict[str, int]) -> dict[str, int]:
     return sums
 
 
-def _experts(job: ResolvedJob) -> int:
-    """Return the weights of a rank's experts in one layer."""
-    experts = experts_of(job.model)
-    return 0 if experts is None else experts.number // job.degrees.ep * experts.weights(job.model.dim)
-
-
 def host_memory(job: ResolvedJob) -> int:
     """Return the bytes of page-locked host memory that what is offloaded of layers takes on the rank with most."""
     stages = layers_of_stages(job.pipeline, job.model)
@@ -126,12 +109,7 @@ def host_memory(job: ResolvedJob) -> int:
     of_token = model.dim * itemsize
     if job.config.activation_checkpoint.offload == "inputs+attention":  # output and log-sum-exp
         of_token += model.n_heads * (getattr(model, "value_dim", model.head_dim) * itemsize + max(itemsize, 4))
-    return _passes_in_flight(job) * job.tokens_of_a_pass * of_token * most // job.degrees.tp
-
-
-def _passes_in_flight(job: ResolvedJob) -> int:
-    """Return how many forwards of a rank wait for their backward at most."""
-    if job.pipeline is None:
-        return 1
-    passes = job.pipeline.micro_batches
-    return passes if job.pipeline.schedule in ("GPipe", "LoopedBFS") else min(passes, job.degrees.pp)
+    passes = 1 if job.pipeline is None else job.pipeline.micro_batches  # that wait for their backward
+    if passes > 1 and job.pipeline.schedule not in ("GPipe", "LoopedBFS"):
+        passes = min(passes, job.degrees.pp)
+    return passes * job.tokens_of_a_pass * of_token * most // job.degrees.tp

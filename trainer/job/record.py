@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from trainer.config.schema import JobConfig
 from trainer.distributed.context_parallel.planning.mask import Mask
@@ -23,7 +23,24 @@ from trainer.job.transforms import CompileOptions
 
 
 @dataclass(frozen=True)
-class ResolvedJob:
+class TaskDecisions:
+    """What a task decides."""
+
+    pipeline: PipelinePlan | None = None
+    attention: ContextParallelOptions | None = None
+    """Options of planned attention; None: plain causal attention on one rank."""
+    attention_reason: str = ""
+    """Why `auto` chose its method; empty if the configuration names one."""
+    kernel: str = ""
+    """The kernel of planned attention, in words; empty without a plan."""
+    head_degree: int = 1
+    """Context-parallel ranks that divide the heads (hybrid)."""
+    details: Any = None
+    """What else the task decided, for the task alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedJob(TaskDecisions):
     """One configuration on a number of ranks of one type of device, with every decision."""
 
     given: JobConfig
@@ -38,15 +55,6 @@ class ResolvedJob:
     compilation: CompileOptions
     notes: tuple[str, ...]
     """A line for each reason why some keys that are set have no effect."""
-    pipeline: PipelinePlan | None
-    attention: ContextParallelOptions | None
-    """Options of planned attention; None: plain causal attention on one rank."""
-    attention_reason: str
-    """Why `auto` chose its method; empty if the configuration names one."""
-    kernel: str
-    """The kernel of planned attention, in words; empty without a plan."""
-    details: Any
-    """What else the task decided, for the task alone."""
 
     @property
     def compute_dtype(self) -> str:
@@ -114,17 +122,6 @@ class ResolvedJob:
     def method_chooser(self) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
         """Return a function that chooses the method for the documents of a batch; None if there is no choice."""
         return self.attention and batch_chooser(self.given, self.model, self.device_type, self.attention)
-
-
-class TaskDecisions(NamedTuple):
-    """What a task decides; see `ResolvedJob`. head_degree: context-parallel ranks that divide the heads (hybrid)."""
-
-    pipeline: PipelinePlan | None = None
-    attention: ContextParallelOptions | None = None
-    attention_reason: str = ""
-    kernel: str = ""
-    head_degree: int = 1
-    details: object = None
 
 
 class TaskSpec(ABC):

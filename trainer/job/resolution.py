@@ -11,7 +11,7 @@ from trainer.config.values import shown
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.args import ModelArgs, experts_of
 from trainer.families.registry import flavor_args, from_path
-from trainer.job.degrees import Degrees, resolve_degrees
+from trainer.job.degrees import KEYS, Degrees, resolve_degrees
 from trainer.job.experts import check_experts
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
 from trainer.job.record import ResolvedJob, TaskDecisions
@@ -93,11 +93,7 @@ def resolve(
         model=model,
         compilation=compilation,
         notes=notes,
-        pipeline=pipeline,
-        attention=attention,
-        attention_reason=decisions.attention_reason,
-        kernel=decisions.kernel,
-        details=decisions.details,
+        **vars(decisions),
     )
 
 
@@ -113,18 +109,10 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
 
 
 def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Degrees:
-    parallelism = config.parallelism
     has_experts = model is not None and experts_of(model) is not None
-    return resolve_degrees(
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-        pp=parallelism.pipeline_parallel_degree,
-        world_size=world_size,
-        domain=parallelism.domain_parallel_degrees,
-        ep=parallelism.expert_parallel_degree if has_experts else None,
-    )
+    ep = config.parallelism.expert_parallel_degree if has_experts else None
+    given = {name: attrgetter(key)(config) for name, key in KEYS.items()}
+    return resolve_degrees(**given, world_size=world_size, ep=ep)
 
 
 def _with_windows_of_flavor(config: JobConfig) -> JobConfig:

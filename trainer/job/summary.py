@@ -7,7 +7,7 @@ from trainer.config.errors import MissingFile
 from trainer.config.writable import is_address
 from trainer.families.registry import is_folder
 from trainer.job.lora import adapter_sizes
-from trainer.job.memory import matrix_sizes, rank_memory
+from trainer.job.memory import matrix_sizes
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import size_words
 from trainer.stores.folder import checkpoint_folder, step_to_load
@@ -199,7 +199,7 @@ def _checkpoints(job: ResolvedJob) -> str:
 
 
 def _memory(job: ResolvedJob) -> str:
-    memory = rank_memory(job)
+    memory = job.task.memory(job)
     return (
         f"{size_words(memory.total)} a rank from step to step: {memory.describe()}; `lct check` and `lct estimate` "
         "predict the peak"

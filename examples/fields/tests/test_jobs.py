@@ -18,7 +18,6 @@ from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.families.registry import MODELS
 from trainer.job import ResolvedJob, resolve
-from trainer.job.memory import rank_memory
 from trainer.job.summary import summary
 from trainer.models.model_spec import model_spec
 
@@ -78,10 +77,10 @@ def test_models_are_single_device_code(name: str, args: FieldArgs) -> None:
 
 def test_memory_of_a_rank_falls_with_the_ranks_of_the_domain(path: str) -> None:
     one, four = job_of(path), job_of(path, "--parallelism.domain_parallel_degrees=4", ranks=4)
-    assert rank_memory(four).tables == pytest.approx(rank_memory(one).tables / 4)
-    assert rank_memory(four).weights == pytest.approx(rank_memory(one).weights / 4, rel=1e-4)
+    assert four.task.memory(four).tables == pytest.approx(one.task.memory(one).tables / 4)
+    assert four.task.memory(four).weights == pytest.approx(one.task.memory(one).weights / 4, rel=1e-4)
     uneven = job_of(path, "--parallelism.domain_parallel_degrees=2", "--parallelism.domain_parallel_rows=12,4", ranks=2)
-    assert rank_memory(uneven).tables == pytest.approx(rank_memory(one).tables * 12 / 16)
+    assert uneven.task.memory(uneven).tables == pytest.approx(one.task.memory(one).tables * 12 / 16)
 
 
 def test_the_summary_says_how_fields_are_divided(path: str) -> None:
