@@ -25,6 +25,7 @@ from tests.hf_tensors import to_hf
 from tests.slow import slow
 from trainer.commands import generate as command
 from trainer.commands.finished_run import loaded_model
+from trainer.commands.main import main as lct
 from trainer.components import generation
 from trainer.components.generation import Sampling, generate
 from trainer.config.errors import ConfigError
@@ -283,7 +284,7 @@ def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, tmp_path: Path
 
 
 def refused_folder(argv: list[str], capsys: pytest.CaptureFixture) -> str:
-    assert command.main(argv) == 2
+    assert lct(["generate", *argv]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     return shown.err

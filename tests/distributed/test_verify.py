@@ -17,14 +17,14 @@ from tests.distributed.test_checkpoint_layouts import LAYOUTS, planted_case
 from tests.slow import slow
 from trainer.checkpoint import checkpointer
 from trainer.checkpoint.verify import cover_once
-from trainer.commands import verify
+from trainer.commands.main import main as lct
 
 
 def verify_case(path: str) -> tuple[int, str, str]:
     """Exit code, output and errors of the command, in a process that knows the tests' models."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = verify.main([path])
+        code = lct(["verify", path])
     return code, out.getvalue(), err.getvalue()
 
 

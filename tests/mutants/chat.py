@@ -185,7 +185,7 @@ CHAT = (
     ),
     Mutant(
         "what may begin a stop is lost",
-        "trainer/commands/serve.py",
+        "trainer/commands/talk.py",
         'self._held = "" if places else text[end:]',
         'self._held = ""',
         "tests/unit/test_serve.py::test_what_may_begin_a_stop_waits",

@@ -120,7 +120,7 @@ PLANNER = (
     Mutant(
         "a check does not trace",
         "trainer/commands/check.py",
-        "if code == 0 and not command.print_config:",
+        "    check(command, start)\n    if not command.print_config:",
         "if False:",
         "tests/unit/test_start.py",
     ),

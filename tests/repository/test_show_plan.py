@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.commands.main import main as lct
 from trainer.commands.plan import (
     DIRECTIONS,
     MOST_RANKS,
@@ -16,7 +17,6 @@ from trainer.commands.plan import (
     Case,
     build,
     busiest_and_mean,
-    main,
     parse_documents,
     parse_mask,
     parser,
@@ -51,7 +51,7 @@ def with_degree(method: str) -> list[str]:
     ],
 )
 def test_a_hybrid_needs_a_head_degree_that_fits(capsys: pytest.CaptureFixture[str], argv: list[str], sentence: str):
-    assert main([*SMALL, *argv]) == 2
+    assert lct(["plan", *SMALL, *argv]) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -85,7 +85,7 @@ SUMMARIES = [
 
 @pytest.mark.parametrize("argv", SUMMARIES, ids=" ".join)
 def test_a_summary_is_short_and_narrow(capsys: pytest.CaptureFixture[str], argv: list[str]):
-    assert main(argv) == 0
+    assert lct(["plan", *argv]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 20
     assert max(map(len, lines)) <= WIDTH == 100
@@ -142,7 +142,7 @@ def test_of_many_ranks_a_few_stand_for_all(load_balancer: str):
 
 @pytest.mark.slow
 def test_a_summary_of_1024_ranks_plans_few_of_them(capsys: pytest.CaptureFixture[str]):
-    assert main(["--seq-len", "1048576", "--degree", "1024"]) == 0
+    assert lct(["plan", "--seq-len", "1048576", "--degree", "1024"]) == 0
     out = capsys.readouterr().out
     assert "These numbers are of 20 of the ranks" in out
     assert re.search(r"stages +1,024 +1,024", out)
@@ -157,7 +157,7 @@ def test_auto_chooses_as_training_does(capsys: pytest.CaptureFixture[str], mask:
     masks = (causal(8192),) if packed else (case.mask,)
     options, reason = choose(ContextParallelOptions(), masks, 8, case.shape, batch=batch, hybrids=not packed)
     assert (case.options, case.reason) == (options, reason)
-    assert main(argv) == 0
+    assert lct(["plan", *argv]) == 0
     out = capsys.readouterr().out
     assert f"auto chose {reason}" in " ".join(out.split())
     assert out.startswith(f"{options.method} on 8 ranks")
@@ -199,7 +199,7 @@ def test_a_bad_argument_is_told_in_one_sentence(
     capsys: pytest.CaptureFixture[str], argv: list[str], sentence: str
 ) -> None:
     try:
-        code = main([*SMALL, *argv])
+        code = lct(["plan", *SMALL, *argv])
     except SystemExit as stopped:
         code = stopped.code
     out, err = capsys.readouterr()
@@ -212,7 +212,7 @@ def test_a_bad_argument_is_told_in_one_sentence(
 
 def test_the_help_has_examples_that_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
-        main(["--help"])
+        lct(["plan", "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0
     assert out.startswith("usage: lct plan ")
@@ -223,7 +223,7 @@ def test_the_help_has_examples_that_run(capsys: pytest.CaptureFixture[str], tmp_
         # A sixteenth of the length: the same options in less time.
         words = example.split()
         words[1] = str(int(words[1]) // 16)
-        assert main(words) == 0
+        assert lct(["plan", *words]) == 0
 
 
 def test_without_its_module_there_is_no_picture(
@@ -231,7 +231,7 @@ def test_without_its_module_there_is_no_picture(
 ):
     monkeypatch.delitem(sys.modules, "trainer.commands.plan_picture")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*SMALL, "--output", str(tmp_path / "plan.svg")]) == 2
+    assert lct(["plan", *SMALL, "--output", str(tmp_path / "plan.svg")]) == 2
     assert "--output needs matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.chat_files import CHATML, chat_folder, conversations, write_lines
 from trainer.commands.data import main, shortened
+from trainer.commands.main import main as lct
 from trainer.data import DataSettings, open_text, open_tokenizer
 from trainer.data.contents import LENGTHS, Contents, contents_of, summary
 from trainer.data.loader import BatchLoader
@@ -116,7 +117,7 @@ def test_a_long_text_is_shown_from_both_ends():
     ],
 )
 def test_bad_arguments_are_one_sentence(argv, message, capsys):
-    assert main(argv) == 2
+    assert lct(["data", *argv]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.commands import evaluate
 from trainer.commands.evaluate import edges_of, tables, write
+from trainer.commands.main import main as lct
 from trainer.config.errors import ConfigError
 from trainer.data.evaluation import NeedlePrompt, long_documents, needle_prompts
 from trainer.data.packing.sequence import IGNORE_INDEX
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
 def test_a_wrong_option_is_one_sentence(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert evaluate.main([str(tmp_path), *arguments]) == 2
+    assert lct(["evaluate", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert error.startswith("error: ")

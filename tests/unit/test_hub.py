@@ -14,7 +14,7 @@ import pytest
 
 from tests.hub_server import Hub, environment, silent
 from tests.slow import slow
-from trainer.commands import tokenize_text
+from trainer.commands.main import main as lct
 from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import open_documents
 from trainer.data.tokenizers.tokenizer import open_tokenizer
@@ -165,5 +165,5 @@ def test_without_the_hub_it_says_so_within_seconds(start, kind: str):
 
 
 def test_files_and_a_data_set_of_the_hub_are_not_read_at_once(capsys: pytest.CaptureFixture):
-    assert tokenize_text.main(["--hub", NAME, "--path", "x", "--output", "y"]) == 2
+    assert lct(["tokenize", "--hub", NAME, "--path", "x", "--output", "y"]) == 2
     assert "leave out --path and --dataset" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from tests.hf_decoders import CONFIGS, LLAMA, QWEN3, SHAPES, changed, saved
 from tests.hf_tensors import from_hf
 from trainer.commands import convert, tokenize_text
 from trainer.commands.generate import ends_of
+from trainer.commands.main import main as lct
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Checkpoint, JobConfig, Model, Training
@@ -415,7 +416,7 @@ def test_what_the_command_refuses(tmp_path: Path, capsys) -> None:
     capsys.readouterr()
 
     def says(words: str, *arguments: object) -> None:
-        assert convert.main([*map(str, arguments)]) == 2
+        assert lct(["convert", *map(str, arguments)]) == 2
         message = capsys.readouterr().err
         assert words in message
         assert message.startswith("error: ")

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.chat_files import CHATML, chat_folder
 from tests.hf_decoders import hf_model
 from trainer.commands.convert import main
+from trainer.commands.main import main as lct
 from trainer.config.loader import parse_command_line
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.families.decoder_args import TransformerArgs
@@ -95,7 +96,7 @@ def test_what_is_no_new_token_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture, tokens: list[str], said: str
 ) -> None:
     given = folder_with(tmp_path / "given", 314)
-    assert main(["add-tokens", str(given), str(tmp_path / "made"), "--tokens", *tokens]) == 2
+    assert lct(["convert", "add-tokens", str(given), str(tmp_path / "made"), "--tokens", *tokens]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
 
@@ -103,7 +104,7 @@ def test_what_is_no_new_token_is_one_sentence(
 def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     given = folder_with(tmp_path / "given", 314)
     (given / "tokenizer.json").unlink()
-    assert main(["add-tokens", str(given), str(tmp_path / "made"), "--tokens", *TOKENS]) == 2
+    assert lct(["convert", "add-tokens", str(given), str(tmp_path / "made"), "--tokens", *TOKENS]) == 2
     assert "has no tokenizer.json to which tokens can be added" in capsys.readouterr().err
 
 

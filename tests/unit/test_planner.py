@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from trainer.commands import estimate as command
 from trainer.commands import train
+from trainer.commands.main import main as lct
 from trainer.commands.start import parse
 from trainer.components import metrics
 from trainer.config.errors import ConfigError
@@ -368,7 +369,7 @@ def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path:
             "tensor_parallel_degree = 3",
         ),
     ):
-        assert command.main(arguments) == 2
+        assert lct(["estimate", *arguments]) == 2
         error = capfd.readouterr().err
         assert error.startswith("error: ")
         assert words in error
@@ -380,7 +381,7 @@ def test_the_times_of_a_gpu_are_not_measured_as_those_of_a_cpu(
     monkeypatch.setattr(command, "this_machine", lambda: Machine(1, 80 << 30, 1 << 34))
     measured: list[int] = []
     monkeypatch.setattr(command, "calibrate", lambda *_a, memory, **_k: measured.append(memory) or "")
-    assert command.main(["debug_model", "--calibrate", str(tmp_path / "gpu.toml")]) == 2
+    assert lct(["estimate", "debug_model", "--calibrate", str(tmp_path / "gpu.toml")]) == 2
     assert "--calibrate measures a CPU" in capfd.readouterr().err
     assert command.main(["debug_model", "--calibrate", str(tmp_path / "cpu.toml"), "--job.device", "cpu"]) == 0
     assert measured == [1 << 34]

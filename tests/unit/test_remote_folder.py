@@ -9,7 +9,7 @@ import pytest
 
 from tests.s3_server import ADDRESS, reached_by, s3_server
 from tests.unit.test_checkpoint_folder import refused, shape_of
-from trainer.commands import verify
+from trainer.commands.main import main as lct
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -251,7 +251,7 @@ def test_a_store_that_does_not_answer_is_one_sentence(folder: RemoteStore, capsy
             away.prepare()
         with pytest.raises(OSError, match="Could not connect"):  # and no checkpoint is taken for none
             best_saved(away)
-        assert verify.main([str(folder)]) == 2
+        assert lct(["verify", str(folder)]) == 2
         assert "cannot be read (Could not connect to the endpoint" in capsys.readouterr().err
         missing: list[str] = []
         resolve(configured(folder), 1, missing=missing)  # a plan is made without the store

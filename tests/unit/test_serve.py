@@ -121,10 +121,10 @@ def test_numbers_that_are_none_are_refused():
 
 def test_what_may_begin_a_stop_waits():
     tokenizer = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
-    answer = serve.Answer(tokenizer, ["\n\n", "END"])
+    answer = serve.Pieces(tokenizer.decode, ["\n\n", "END"])
     assert [answer.put(ord(x)) for x in "aEN\nb"] == ["", "", "a", "E", "N"]
     assert (answer.finish(), answer.stopped) == ("\nb", False)
-    answer = serve.Answer(tokenizer, ["\n\n", "END"])
+    answer = serve.Pieces(tokenizer.decode, ["\n\n", "END"])
     assert "".join(answer.put(ord(x)) for x in "aEND") == "a"
     assert (answer.finish(), answer.stopped) == ("", True)
 

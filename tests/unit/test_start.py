@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.commands import check, rank, train
+from trainer.commands.main import main as lct
 from trainer.commands.start import DEFAULT_CONFIG, parse
 from trainer.config.errors import ConfigError
 
@@ -93,8 +94,8 @@ def test_the_file_and_the_ranks_are_those_of_the_variables(
     ids=str,
 )
 def test_what_is_wrong_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture) -> None:
-    for command in (check, train):
-        assert command.main(arguments) == 2
+    for command in ("check", "train"):
+        assert lct([command, *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.numbered import Ids
 from trainer.commands import tokenize_text
+from trainer.commands.main import main as lct
 from trainer.config.errors import ConfigError
 from trainer.data import DataSettings, TextData
 from trainer.data.loader import BatchLoader, batch_hash
@@ -43,7 +44,7 @@ def lines(tmp_path: Path) -> Path:
 
 
 def lct_tokenize(*argv: object) -> int:
-    return tokenize_text.main([*map(str, argv), "--processes", "1"])
+    return lct(["tokenize", *map(str, argv), "--processes", "1"])
 
 
 def made(path: Path, output: Path, *more: object) -> str:

@@ -23,17 +23,17 @@ from trainer.runtime.console import line_width
 from trainer.runtime.devices import Machine, this_machine
 
 
-def acted(command: CommandLine, start: Start) -> int | None:
-    """Do what --print-config and --check-config ask for, and return the exit code, or None if the run is to start."""
+def acted(command: CommandLine, start: Start) -> bool:
+    """Do what --print-config and --check-config ask for, and return whether they were given."""
     if command.print_config:
         print(to_toml(command.config), flush=True)
-        if not command.check_config:
-            return 0
-    return check(command, start) if command.check_config else None
+    if command.check_config:
+        check(command, start)
+    return command.print_config or command.check_config
 
 
-def check(command: CommandLine, start: Start) -> int:
-    """Check the configuration, print its summary (but not beside --print-config), and return the exit code.
+def check(command: CommandLine, start: Start) -> None:
+    """Check the configuration, and print its summary (but not beside --print-config).
 
     Without --world-size this is the job that `lct train` would start here. With it the job may be for another machine:
     `job.device = "auto"` then means GPUs, and files that are not here yet are notes.
@@ -57,7 +57,6 @@ def check(command: CommandLine, start: Start) -> int:
         print(f"note: {note}", file=sys.stderr)
     if taken := holder_of(folders_of(config)):
         raise taken
-    return 0
 
 
 def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, str]:
@@ -70,17 +69,13 @@ def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, s
 
 def main(argv: list[str]) -> int:
     """`check [FILE] [--world-size N | --ngpu N] [--table.key value ...]`: FILE and variables as of `train`."""
-    try:
-        start = parse(argv)
-        arguments = ["--check-config", *start.arguments]
-        command = parse_command_line(arguments)
-        code = check(command, start)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if code == 0 and not command.print_config:
+    start = parse(argv)
+    arguments = ["--check-config", *start.arguments]
+    command = parse_command_line(arguments)
+    check(command, start)
+    if not command.print_config:
         print(peak_of_a_step(arguments, *_ranks(command, start, this_machine())))
-    return code
+    return 0
 
 
 def peak_of_a_step(arguments: list[str], ranks: int, device_type: str) -> str:

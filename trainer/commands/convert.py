@@ -6,7 +6,6 @@ convert add-tokens Qwen3-0.6B with-tools --tokens '<|tool|>' '<|result|>'
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 from trainer.commands.finished_run import configuration
@@ -91,11 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         print(args.run(args))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
         reason = full_disk(error, args.output.absolute().parent) or error.strerror or str(error)
-        print(f"error: {args.output} could not be written ({reason}); make room, or name another", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{args.output} could not be written ({reason}); make room, or name another") from None
     return 0

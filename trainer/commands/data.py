@@ -150,14 +150,9 @@ def main(argv: list[str]) -> int:
     if argv[:1] in (["-h"], ["--help"]):
         argv = ["show", *argv]
     if argv[:1] != ["show"]:
-        print("error: `lct data` has one command: lct data show my.toml", file=sys.stderr)
-        return 2
-    try:
-        args, settings = parser().parse_known_args(argv[1:])
-        config = from_path(parse_command_line(parse(settings).arguments).config)
-        set_up_logging(0, color=config.metrics.enable_color_printing)
-        print(show(config, args))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise ConfigError("`lct data` has one command: lct data show my.toml")
+    args, settings = parser().parse_known_args(argv[1:])
+    config = from_path(parse_command_line(parse(settings).arguments).config)
+    set_up_logging(0, color=config.metrics.enable_color_printing)
+    print(show(config, args))
     return 0

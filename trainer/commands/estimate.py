@@ -74,9 +74,8 @@ def main(argv: list[str]) -> int:
                     found = of(arguments)
         if options.picture:
             draw(found.profile, options.picture)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise ConfigError(str(error)) from None
     if options.json:
         print(json.dumps(found.record()))
     else:

@@ -4,6 +4,8 @@ import sys
 from importlib import import_module
 
 from trainer import __version__
+from trainer.config.errors import ConfigError, did_you_mean
+from trainer.runtime.console import report
 
 # command -> (module, what it does, an example)
 COMMANDS = {
@@ -63,14 +65,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"lct {__version__}")
         return 0
     if arguments[0] not in COMMANDS:
-        from trainer.config.errors import did_you_mean
-
-        hint = did_you_mean(arguments[0], COMMANDS)
-        print(f"error: {arguments[0]!r} is not a command of lct{hint}", file=sys.stderr)
+        report(f"error: {arguments[0]!r} is not a command of lct{did_you_mean(arguments[0], COMMANDS)}")
         return 2
     command = import_module(f"trainer.commands.{COMMANDS[arguments[0]][0]}")
     try:
         return command.main(arguments[1:])
+    except ConfigError as error:
+        report(f"error: {error}")
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -4,7 +4,6 @@ It reads the same plans that training runs. It computes no attention, and needs 
 """
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -281,13 +280,9 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the summary, write the picture if it is asked for, and return the exit code."""
-    try:
-        args = parser().parse_args(argv)
-        case = build(args)
-        draw = None if args.output is None else painter(args)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parser().parse_args(argv)
+    case = build(args)
+    draw = None if args.output is None else painter(args)
     print(summary(case, [args.direction] if args.direction else DIRECTIONS))
     if draw is not None:
         draw(case, args.output)

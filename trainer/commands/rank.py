@@ -47,7 +47,9 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         command = parse_command_line(sys.argv[1:] if argv is None else argv)
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if command.print_config or command.check_config:
-            return acted(command, Start(ranks_here, "0", [], of_job=world_size)) if rank == 0 else 0
+            if rank == 0:
+                acted(command, Start(ranks_here, "0", [], of_job=world_size))
+            return 0
         machine = this_machine()
         device_type = machine.device_type(command.config.job.device)
         # Our launcher has looked at all files; else the first rank of the node looks at the data's, which may be many.

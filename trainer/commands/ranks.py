@@ -54,11 +54,7 @@ def run(module: str, argv: list[str]) -> int:
     module: of the command. It has `checked`, which returns what is wanted and the job of all ranks for the arguments,
     and `work` of one rank (wanted, job, device), which returns what rank 0 prints.
     """
-    try:
-        _, job = import_module(module).checked(argv)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    _, job = import_module(module).checked(argv)
     if job.degrees.world_size == 1:
         return work_on_rank([module, *argv])
     here = job.degrees.world_size // all_ranks(1)

@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -56,29 +56,6 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
             f"program, or with pip install {' '.join(missing)}"
         )
     return args, job_of(args, command="lct serve")
-
-
-class Answer:
-    """The text of an answer as it is written, up to the first of the texts that end it."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._pieces, self._stops, self._held, self.stopped = Pieces(tokenizer.decode), stops, "", False
-
-    def put(self, token: int) -> str:
-        """Return the text that is certain with this token: what may be the beginning of a stop waits."""
-        return self._certain(self._pieces.put(token), max(map(len, self._stops), default=1) - 1)
-
-    def finish(self) -> str:
-        """Return the rest of the text."""
-        return "" if self.stopped else self._certain(self._pieces.finish(), 0)
-
-    def _certain(self, more: str, waits: int) -> str:
-        text = self._held + more
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        self.stopped = bool(places)
-        end = min(places) if places else max(len(text) - waits, 0)
-        self._held = "" if places else text[end:]
-        return text[:end]
 
 
 class Server:
@@ -210,7 +187,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     set_timeout(PATIENCE_SECONDS)  # the other ranks wait for a request
 
     def answer(asked: Request, send: Callable[[str | Ended], None]) -> None:
-        text = Answer(tokenizer, asked.stops)
+        text = Pieces(tokenizer.decode, asked.stops)
 
         def put(_: int, token: int) -> bool:
             send(text.put(token))

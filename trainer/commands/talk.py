@@ -91,13 +91,17 @@ class Talk:
 
 
 class Pieces:
-    """Text of tokens, as soon as they are whole characters. Some tokens before tell how a new one is written."""
+    """Text of tokens, as soon as they are whole characters, up to the first of the texts that end it (`stops`).
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    Some tokens before tell how a new one is written.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode, self._tokens, self._given = decode, [], 0
+        self._stops, self._held, self.stopped = stops, "", False
 
     def put(self, token: int) -> str:
-        """Return the text that this token completes."""
+        """Return the text that is certain with this token: what may be the beginning of a stop waits."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
         if text.endswith("\ufffd"):  # the rest of a character is to come
@@ -105,11 +109,19 @@ class Pieces:
         piece = text[self._given :]
         self._tokens = self._tokens[-_BEFORE:]
         self._given = len(self._decode(self._tokens))
-        return piece
+        return self._certain(piece, max(map(len, self._stops), default=1) - 1)
 
     def finish(self) -> str:
-        """Return what has not become a whole character."""
-        return self._decode(self._tokens)[self._given :]
+        """Return the rest of the text."""
+        return "" if self.stopped else self._certain(self._decode(self._tokens)[self._given :], 0)
+
+    def _certain(self, more: str, waits: int) -> str:
+        text = self._held + more
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.stopped = bool(places)
+        end = min(places) if places else max(len(text) - waits, 0)
+        self._held = "" if places else text[end:]
+        return text[:end]
 
 
 def _json(file: Path) -> object:

@@ -71,16 +71,10 @@ def into_folder(args: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> int:
     """`tokenize [FILE] [--table.key value ...]` for a job, `tokenize --output FOLDER ...` for a folder."""
-    try:
-        if not any(word.partition("=")[0] in ("--output", "-h", "--help") for word in argv):
-            of_job(argv)
-        else:
-            into_folder(_parser().parse_args(argv))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    if not any(word.partition("=")[0] in ("--output", "-h", "--help") for word in argv):
+        of_job(argv)
+    else:
+        into_folder(_parser().parse_args(argv))
     return 0
 
 
@@ -107,5 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":  # as `lct train` starts it
+    from trainer.commands.main import main as lct
+
     end_with(os.getppid())
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(lct(["tokenize", *sys.argv[1:]]))

@@ -2,8 +2,8 @@
 
     train [FILE] [--ngpu N] [--log-rank RANKS] [--table.key value ...]
 
-The variables NGPU, CONFIG_FILE and LOG_RANK stand for FILE and the two options. On several nodes the same command runs
-on each (docs/several_nodes.md). Torch is imported when everything has been checked and said.
+On several nodes the same command runs on each (docs/several_nodes.md). Torch is imported when everything has been
+checked and said.
 """
 
 import os
@@ -15,7 +15,6 @@ from pathlib import Path
 from trainer.commands.check import acted
 from trainer.commands.ranks import launch, launch_options
 from trainer.commands.start import Start, check_here, job_notes, opening, parse
-from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
@@ -33,15 +32,11 @@ _WRONG = 2  # a setting
 
 def main(argv: list[str]) -> int:
     """Check, say what starts, start the ranks of this machine, and return the exit code of the job."""
-    try:
-        start = parse(argv)
-        command = parse_command_line(start.arguments)
-        if (code := acted(command, start)) is not None:
-            return code
-        launch_arguments = _prepare(start, command)
-    except ConfigError as error:
-        report(f"error: {error}")
-        return _WRONG
+    start = parse(argv)
+    command = parse_command_line(start.arguments)
+    if acted(command, start):
+        return 0
+    launch_arguments = _prepare(start, command)
     # Ranks find the token files of this node, so that no collective waits for hours.
     tokenizing = subprocess.Popen([sys.executable, "-m", "trainer.commands.tokenize_text", *start.arguments])
     say_waiting("importing PyTorch, here and in the ranks")

@@ -69,10 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         folder, steps, file = steps_of(args.path)
-    except (ConfigError, OSError) as error:
-        text = error if isinstance(error, ConfigError) else f"{args.path} cannot be read ({reason_of(error)})"
-        print(f"error: {text}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise ConfigError(f"{args.path} cannot be read ({reason_of(error)})") from None
     run, why_not = model_of(file)
     if run is None:
         print(f"note: entries are not compared with a model ({why_not})", file=sys.stderr)
