@@ -175,11 +175,7 @@ def needle(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJo
 
 
 def evaluate(wanted: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> dict[str, Any]:
-    """Return the settings, and the rows of what was asked for. A collective over all ranks.
-
-    Raises:
-        SharedConfigError: the weights are damaged, or of another model; or no document is long enough.
-    """
+    """Return the settings, and the rows of what was asked for. A collective over all ranks; see `loaded_model`."""
     from trainer.tasks.evaluation import Evaluation
     from trainer.tasks.language import LanguageTask
 

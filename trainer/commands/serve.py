@@ -69,11 +69,7 @@ class Server:
         self._usual = Request([], args.tokens, args.temperature, args.top_k, args.top_p, args.seed, [])
 
     def start(self) -> None:
-        """Listen, and print where.
-
-        Raises:
-            ConfigError: the address is not available.
-        """
+        """Listen, and print where; ConfigError if the address is not available."""
         import uvicorn
         from starlette.applications import Starlette
         from starlette.routing import Route

@@ -64,10 +64,7 @@ Actions
 def help_text(schema: type, width: int, topics: Sequence[str] = ()) -> str:
     """Return every option with its meaning and rules, by table, in lines of `width` characters.
 
-    topics: tables or keys; only these are in the text.
-
-    Raises:
-        ConfigError: a topic is neither a table nor a key.
+    topics: tables or keys; only these are in the text; ConfigError for another word.
     """
     keys, lines = keys_of(schema), [] if topics else [_USAGE]
     wanted = {name for topic in topics for name in _keys_of_topic(topic, schema)}

@@ -47,11 +47,7 @@ def accepted_keys(schema: type) -> dict[str, Key]:
 
 
 def rewrite(values: Mapping[str, Any], where: str) -> Settings:
-    """Return the settings of one source ("table.key" -> value) with today's keys.
-
-    Raises:
-        ConfigError: an older and today's spelling of one setting are both given, with different values.
-    """
+    """Return one source's settings ("table.key" -> value) with today's keys; ConfigError if two spellings differ."""
     today = {key: value for key, value in values.items() if key not in OLDER and key not in ABSENT}
     notes = []
     for old, value in values.items():

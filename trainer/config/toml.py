@@ -42,12 +42,9 @@ def missing_file_hint(path: Path) -> str:
 
 
 def load_toml(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the content of a TOML file.
+    """Return the content of a TOML file; ConfigError if it is missing, cannot be read, or is not TOML.
 
     chain: the files that led here by their key `base`.
-
-    Raises:
-        ConfigError: the file is missing, cannot be read, or is not TOML.
     """
     asked = f"base = {str(path)!r} (in {chain[-1]})" if chain else f"job.config_file = {str(path)!r}"
     text = ""
@@ -67,11 +64,7 @@ def load_toml(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield a file and its content, then its base, and so on.
-
-    Raises:
-        ConfigError: a file is missing or not TOML, or a base is wrong.
-    """
+    """Yield a file and its content, then its base, and so on; ConfigError as `load_toml`, and for a wrong base."""
     chain: tuple[Path, ...] = ()
     while True:
         if path.resolve() in [earlier.resolve() for earlier in chain]:

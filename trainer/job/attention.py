@@ -112,10 +112,9 @@ def options_as_keys() -> Iterator[None]:
 
 
 def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: ContextParallelOptions) -> str:
-    """Return the kernel of planned attention; if `auto` chooses by the GPU, which is not known yet, the rule in words.
+    """Return the kernel of planned attention; ConfigError if the configured one cannot run there.
 
-    Raises:
-        ConfigError: the configured kernel cannot run there.
+    If `auto` chooses by the GPU, which is not known yet, it is the rule in words.
     """
     training, windows = config.training, has_windows(model)
     kind = device_type, training.compute_dtype(device_type), model.head_dim

@@ -65,11 +65,7 @@ def has_files(dataset: str) -> bool:
 
 
 def check_chat(config: JobConfig) -> None:
-    """Check the chat template with the first conversation of each data set.
-
-    Raises:
-        ConfigError: a template that is missing or damaged, or does not fit the conversation; a packing that cuts them.
-    """
+    """Check the chat template with the first conversation of each data set, and that no packing cuts conversations."""
     settings, training = config.validation, config.training
     if training.dataset in CONVERSATIONS and training.packing == "concatenate":
         raise ConfigError(
@@ -103,11 +99,7 @@ def check_chat(config: JobConfig) -> None:
 
 
 def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
-    """Check lengths, and return notes.
-
-    Raises:
-        ConfigError: sequences longer than in training, or that cannot be divided among the ranks.
-    """
+    """Check that sequences are no longer than in training, and can be divided among the ranks; return notes."""
     settings, training = config.validation, config.training
     if not settings.enable:
         return []

@@ -80,10 +80,8 @@ def resolve_degrees(
 ) -> Degrees:
     """Check that the product of the degrees is `world_size`; dp_shard = -1 takes the ranks that the others leave.
 
-    domain: degrees of a field's axes, in the place of `cp`; ep: see `Degrees`.
-
-    Raises:
-        ConfigError: a degree below 1, or a product that is not the world size (it names the nearest choices that fit).
+    domain: degrees of a field's axes, in the place of `cp`; ep: see `Degrees`. A ConfigError of the product names the
+    nearest choices that fit.
     """
     if world_size < 1:
         raise ConfigError(f"world size = {world_size} must be the number of ranks, at least 1")

@@ -10,11 +10,7 @@ from trainer.job.degrees import Degrees
 
 
 def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
-    """Check expert parallelism against the model, the ranks and the rest of the configuration.
-
-    Raises:
-        ConfigError: a degree that does not fit, or a feature that cannot work with experts.
-    """
+    """Raise a ConfigError unless `expert_parallel_degree` fits model and ranks, and experts what else is set."""
     ep, experts, load = config.parallelism.expert_parallel_degree, experts_of(args), config.model.router_aux_loss_load
     if experts is None:
         return

@@ -54,11 +54,7 @@ def check_checkpoint_keys(config: JobConfig) -> None:
 
 
 def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
-    """Check that the model can be saved as configured, and the files of the checkpoint that the run would resume from.
-
-    Raises:
-        ConfigError: a model that transformers lacks, or a checkpoint that is missing, damaged or of another run.
-    """
+    """Check that transformers has the model if it is saved for it, and the checkpoint from which the run resumes."""
     settings = config.checkpoint
     if not settings.enable:
         return

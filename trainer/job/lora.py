@@ -14,11 +14,7 @@ _GATES = ("gate", "shared_gate")
 
 
 def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | None) -> None:
-    """Check the table against the model and the rest of the configuration.
-
-    Raises:
-        ConfigError: a module that the model does not have, no weights to adapt, or a setting that does not go with it.
-    """
+    """Raise a ConfigError unless the model has the modules, and weights to adapt, and the other settings go with it."""
     settings = config.lora
     if not settings.rank:
         return

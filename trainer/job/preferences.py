@@ -19,11 +19,7 @@ class Preferences(Language):
     sums_losses, validates, uses_model = False, False, True
 
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
-        """Check the table [dpo], and leave out what takes pairs apart.
-
-        Raises:
-            ConfigError: a reference that is not there, or a feature that pairs do not have.
-        """
+        """Check the table [dpo]; ConfigError for a reference that is not there, or a feature that takes pairs apart."""
         dataset, initial = "training.dataset = 'preferences'", config.checkpoint.initial_load_path
         for key, wrong, remedy in (
             ("training.sequence_chunks", config.training.sequence_chunks > 1, "use 1, and context parallelism"),

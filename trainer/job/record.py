@@ -154,28 +154,17 @@ class TaskSpec(ABC):
 
     @abstractmethod
     def model(self, config: JobConfig, flavor: ModelArgs, missing: list[str] | None) -> ModelArgs:
-        """Return the model's arguments with what the data decide, such as the vocabulary.
+        """Return the model's arguments with what the data decide, such as the vocabulary; ConfigError if none fit.
 
         flavor: those of the configured flavor; missing: see `resolve`.
-
-        Raises:
-            ConfigError: the data, or the tokenizer, do not fit the model, or are not there.
         """
 
     @abstractmethod
     def decide(self, config: JobConfig, model: ModelArgs, device_type: str) -> TaskDecisions:
-        """Decide what the numbers of ranks do not change.
-
-        Raises:
-            ConfigError: a feature that the task does not have, or a wrong setting of one.
-        """
+        """Decide what the numbers of ranks do not change; ConfigError for a feature that the task does not have."""
 
     def check(self, config: JobConfig, model: ModelArgs, degrees: Degrees) -> Sequence[str]:
-        """Check what depends on the degrees, and return notes for the log.
-
-        Raises:
-            ConfigError: a setting that does not fit the degrees.
-        """
+        """Return notes for the log; ConfigError for a setting that does not fit the degrees."""
         return ()
 
     @abstractmethod

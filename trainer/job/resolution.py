@@ -98,11 +98,7 @@ def resolve(
 
 
 def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
-    """Return the job on this type of device, for which `auto` may choose another method.
-
-    Raises:
-        ConfigError: a kernel that cannot run there.
-    """
+    """Return the job on this type of device, for which `auto` chooses again; ConfigError for a kernel that it lacks."""
     if device_type == job.device_type:
         return job
     return resolve(job.given, job.degrees.world_size, device_type, data_checked=True, weights_checked=True)

@@ -17,11 +17,7 @@ _TOPIC = 13
 
 
 def summary(job: ResolvedJob, width: int = WIDTH) -> str:
-    """Return one paragraph per decision, in lines of at most `width` characters.
-
-    Raises:
-        ConfigError: the configured kernel cannot run on the job's type of device.
-    """
+    """Return one paragraph per decision, in lines of at most `width` characters."""
     of_task = dict(job.task.describe(job))
     topics = {
         "model": _model(job),

@@ -22,8 +22,7 @@ def task_of(config: JobConfig) -> TaskSpec:
 def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelArgs:
     """Return the arguments of the model that the configuration names, for its data. missing: see `resolve`.
 
-    Raises:
-        ConfigError: no such model, flavor or data, or a model of another kind of data.
+    ConfigError if there is no such model, flavor or data, or the model is of another kind of data.
     """
     flavor, task = flavor_args(config.model), task_of(config)
     if flavor.task != task.name:

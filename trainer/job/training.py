@@ -57,12 +57,9 @@ def adapters_by_adamw(config: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
 
 
 def check_cpu_offload(config: JobConfig, degrees: Degrees, device_type: str) -> None:
-    """Check that gradients are whole before they are copied to the host.
+    """Raise a ConfigError for replicas with parameters on the host, on GPUs.
 
-    With replicas FSDP2 may copy a gradient before its all-reduce is done (pytorch issue 180665).
-
-    Raises:
-        ConfigError: replicas with parameters on the host, on GPUs.
+    FSDP2 may copy a gradient there before its all-reduce is done (pytorch issue 180665).
     """
     replicas = degrees.dp_replicate
     if config.training.enable_cpu_offload and replicas > 1 and device_type == "cuda":
@@ -74,11 +71,7 @@ def check_cpu_offload(config: JobConfig, degrees: Degrees, device_type: str) -> 
 
 
 def check_early_update(config: JobConfig, degrees: Degrees) -> None:
-    """Check that parameters may be updated on the host during the backward, if `training.on_nonfinite` says so.
-
-    Raises:
-        ConfigError: the update needs all gradients, or is not on the host.
-    """
+    """Raise a ConfigError for updates during the backward that need all gradients, or are not on the host."""
     training, name = config.training, config.optimizer.name
     reasons = {
         "training.enable_cpu_offload = false: the update is on the GPU": not training.enable_cpu_offload,
@@ -155,11 +148,7 @@ def check_balance(config: JobConfig, model: ModelArgs) -> None:
 
 
 def check_chunks(config: JobConfig, model: ModelArgs, degrees: Degrees) -> None:
-    """Check `training.sequence_chunks` against the length, the model and the ranks.
-
-    Raises:
-        ConfigError: more chunks than tokens, or a feature that chunks do not have.
-    """
+    """Raise a ConfigError for more chunks of a sequence than tokens, or a feature that chunks do not have."""
     chunks, tp = config.training.sequence_chunks, degrees.tp
     most = config.training.seq_len // tp
     if chunks == 1:

@@ -47,11 +47,7 @@ class CompileOptions:
 def resolve_compilation(
     config: JobConfig, *, fixed_shapes: bool, splits_backward: bool, planned_attention: bool
 ) -> CompileOptions:
-    """Return the options of the compiler.
-
-    Raises:
-        ConfigError: no component to compile, or a feature that needs the compiler without it.
-    """
+    """Return the options of the compiler; ConfigError without a component, or if a feature needs one that is off."""
     settings, activations = config.compile, config.activation_checkpoint
     if not settings.components:
         raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
@@ -93,11 +89,9 @@ def resolve_compilation(
 def check_activation_checkpoint(
     config: JobConfig, model: ModelArgs, compilation: CompileOptions, pipeline: PipelinePlan | None
 ) -> tuple[str, ...]:
-    """Check activation checkpointing against the model; return a note if the pipeline makes it expensive.
+    """Return a note if the pipeline makes activation checkpointing expensive.
 
-    Raises:
-        ConfigError: layers that the model lacks, no layer whose input could be offloaded, or recomputation by operator
-            in a backward that is split.
+    ConfigError for layers that the model lacks, no input to offload, or recomputation by operator in a split backward.
     """
     settings = config.activation_checkpoint
     option = settings.selective_ac_option

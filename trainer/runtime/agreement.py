@@ -35,8 +35,7 @@ def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> 
 def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
     """Return what `find` returns on the first rank of this node; no other rank calls it. A collective over all ranks.
 
-    Raises:
-        SharedConfigError: on every rank, if a call raised a ConfigError.
+    It raises as `raise_on_all_ranks`.
     """
     local_rank, rank = int(os.environ.get("LOCAL_RANK", "0")), dist.get_rank()
     text = raise_on_all_ranks(find if local_rank == 0 else str, over)

@@ -59,11 +59,7 @@ def save_configuration(config: JobConfig) -> None:
 
 @contextmanager
 def writing_to(folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
-    """Create the folder if it is missing; inside, turn errors of writing to it into errors of the key that names it.
-
-    Raises:
-        ConfigError: the folder cannot be created or written to.
-    """
+    """Create the folder if it is missing; errors of writing, also inside, become ConfigErrors that name its key."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield

@@ -38,11 +38,7 @@ class Process:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU where one is visible, else the CPU.
-
-        Raises:
-            ConfigError: `job.device` asks for a GPU, and PyTorch has none for this rank.
-        """
+        """This rank's GPU where one is visible, else the CPU; ConfigError if `job.device` asks for one that is not."""
         if self.wanted_device == "cpu":
             return torch.device("cpu")
         if not torch.cuda.is_available():

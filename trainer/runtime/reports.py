@@ -26,8 +26,7 @@ _TIMED_OUT = re.compile(r"(?:Timed out waiting|timeout after) (\d+)ms")
 class Reports:
     """The store of the job, which the process group uses too, and the reports that ranks write there at their end.
 
-    Raises:
-        dist.DistError: the store cannot be reached within `comm.init_timeout_seconds`.
+    DistError if the store cannot be reached within `comm.init_timeout_seconds`.
     """
 
     def __init__(self, process: Process, comm: Comm) -> None:
