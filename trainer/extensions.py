@@ -27,7 +27,7 @@ from trainer.families.args import ModelArgs
 from trainer.families.registry import MODELS, Family
 from trainer.hugging_face.config_json import HFConfig
 from trainer.job.record import TaskSpec
-from trainer.job.tasks import TASKS
+from trainer.job.resolution import TASKS
 from trainer.observer import OBSERVERS
 
 

@@ -343,7 +343,7 @@ SETTINGS = (
     ),
     Mutant(
         "any word is near any key",
-        "trainer/config/spelling.py",
+        "trainer/config/errors.py",
         "return (shorter > 2) + (shorter > 6) + (shorter > 11)",
         "return 4",
         "tests/unit/test_config_unknown.py",

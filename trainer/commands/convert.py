@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.commands.finished_run import configuration
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.files import check_output
-from trainer.job.tasks import resolve_model
+from trainer.job.resolution import resolve_model
 from trainer.runtime.full_disk import full_disk
 from trainer.stores.folder import step_to_load
 

@@ -15,7 +15,7 @@ from trainer.config.schema import TOKENIZER_FILES, Checkpoint, Job, JobConfig, M
 from trainer.families.registry import hf_config, hf_family
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob
-from trainer.job.tasks import TASKS
+from trainer.job.resolution import TASKS
 from trainer.stores.folder import checkpoint_folder, step_to_load
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
-from trainer.job.tasks import resolve_model
+from trainer.job.resolution import resolve_model
 from trainer.stores.folder import checkpoint_folder
 from trainer.stores.remote import named_step, saved_step, store_of
 from trainer.stores.store import Store, reason_of

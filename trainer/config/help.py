@@ -13,9 +13,8 @@ from itertools import pairwise
 from textwrap import fill
 from typing import get_type_hints
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import Key, keys_of
-from trainer.config.spelling import nearest
 from trainer.config.unknown import ELSEWHERE
 from trainer.config.values import kind_name, shown, without_none
 

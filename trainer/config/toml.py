@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import ConfigError
-from trainer.config.spelling import nearest
+from trainer.config.errors import ConfigError, nearest
 from trainer.config.values import shown
 
 if sys.version_info >= (3, 11):

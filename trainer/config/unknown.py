@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import get_type_hints
 
-from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.errors import ConfigError, did_you_mean, nearest
 from trainer.config.keys import keys_of
-from trainer.config.spelling import nearest
 from trainer.config.toml import load_toml
 
 ADVICE = load_toml(Path(__file__).with_name("elsewhere.toml"))["advice"]

@@ -7,9 +7,8 @@ import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import Key
-from trainer.config.spelling import nearest
 
 _SWITCHES = dict.fromkeys(("1", "yes", "y", "on", "t"), "true") | dict.fromkeys(("0", "no", "n", "off", "f"), "false")
 _SYNONYMS = {"gpu": "cuda", "gpus": "cuda", "nvidia": "cuda"}

@@ -6,16 +6,18 @@ from operator import attrgetter
 
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.keys import Condition, keys_of
+from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig
 from trainer.config.values import shown
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.args import ModelArgs, experts_of
-from trainer.families.registry import flavor_args, from_path
+from trainer.families.registry import MODELS, flavor_args, from_path
 from trainer.job.degrees import KEYS, Degrees, resolve_degrees
 from trainer.job.experts import check_experts
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
-from trainer.job.record import ResolvedJob, TaskDecisions
-from trainer.job.tasks import resolve_model, task_of
+from trainer.job.language import Language
+from trainer.job.preferences import Preferences
+from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.training import (
     adapters_by_adamw,
     check_batch,
@@ -27,6 +29,10 @@ from trainer.job.training import (
 )
 from trainer.job.transforms import check_activation_checkpoint, resolve_compilation
 from trainer.stores.initial import check_initial_weights
+
+TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
+_OF_TOKENS: dict[str, TaskSpec] = {"preferences": Preferences()}
+"""Data sets of tokens that are for a task of their own."""
 
 
 def resolve(
@@ -95,6 +101,29 @@ def resolve(
         notes=notes,
         **vars(decisions),
     )
+
+
+def task_of(config: JobConfig) -> TaskSpec:
+    """Return the task of a configuration."""
+    return _OF_TOKENS.get(config.training.dataset) or TASKS[config.task]
+
+
+def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelArgs:
+    """Return the arguments of the model that the configuration names, for its data. missing: see `resolve`.
+
+    ConfigError if there is no such model, flavor or data, or the model is of another kind of data.
+    """
+    flavor, task = flavor_args(config.model), task_of(config)
+    if flavor.task != task.name:
+        other, name = TASKS[flavor.task], f"model.name = {config.model.name!r}"
+        models = [
+            repr(name) for name, family in MODELS.items() if next(iter(family.flavors.values())).task == task.name
+        ]
+        raise ConfigError(
+            f"{name} is a model of {other.data}, and training.dataset = {config.training.dataset!r} is {task.data}; "
+            f"use model.name = {' or '.join(models[:2])}, or other data"
+        )
+    return task.model(config, flavor, missing)
 
 
 def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
