@@ -4,8 +4,10 @@ Every source becomes a flat dict "table.key" -> typed value. Older spellings are
 are merged. All wrong settings of all sources are reported at once.
 """
 
+import importlib
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +16,6 @@ from typing import Any, get_type_hints
 from trainer.config.command_line import COMMAND_LINE, read_options, split
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.help import help_text
-from trainer.config.imports import import_packages, imports_of
 from trainer.config.keys import keys_of
 from trainer.config.legacy import Settings, accepted_keys, check_absent, rewrite, todays_value
 from trainer.config.registry import with_tables
@@ -22,6 +23,11 @@ from trainer.config.schema import JobConfig
 from trainer.config.toml import found_or_preset, with_bases
 from trainer.config.unknown import unknown_key, unknown_table
 from trainer.config.values import from_toml, shown
+
+_IMPORT_KEYS = (("job", "imports"), ("experimental", "custom_import"))
+"""Today's key, and torchtitan's."""
+IMPORTED: list[str] = []
+"""What this process has imported so; processes that it starts import the same."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,44 @@ def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig) -> 
     config = _build(settings.values, schema)
     notes = (*settings.notes, *check_absent(settings.absent, config), *_longer_step(line.values, file.values, config))
     return CommandLine(config, check_config, print_config, world_size, notes)
+
+
+def import_packages(names: Sequence[str]) -> None:
+    """Import the modules, also from the folder where the command runs; ConfigError if one is missing, or fails."""
+    if names and not {"", str(Path.cwd())} & {*sys.path}:
+        sys.path.insert(0, str(Path.cwd()))
+    for name in names:
+        try:
+            importlib.import_module(name)
+            IMPORTED.append(name)
+        except Exception as error:  # whatever a user's code raises
+            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"job.imports: {name!r} cannot be imported ({reason}); name a module that is installed, or lies below "
+                f"the folder where the command runs, {Path.cwd()}"
+            ) from error
+
+
+def imports_of(options: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """Return the value of `job.imports`, before other keys are read. options: of the command line, with their words.
+
+    A value of a wrong type is left to the reader of all keys.
+    """
+    words = {name[2:].replace("-", "_"): words for name, words in options}
+    for table, key in _IMPORT_KEYS:
+        if f"{table}.{key}" in words:
+            return words[f"{table}.{key}"]
+    if name := words.get("job.config_file"):
+        with suppress(ConfigError):
+            for _, content in with_bases(found_or_preset(Path(name[0]), name[0])):
+                for table, key in _IMPORT_KEYS:
+                    settings = content.get(table)
+                    value = settings.get(key) if isinstance(settings, dict) else None
+                    if isinstance(value, str) and value:
+                        return [value]
+                    if isinstance(value, list):
+                        return [item for item in value if isinstance(item, str)]
+    return []
 
 
 def read_file(path: Path, schema: type, problems: Problems) -> Settings:

@@ -26,7 +26,7 @@ import numpy as np
 
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
-from trainer.config.imports import IMPORTED, import_packages
+from trainer.config.loader import IMPORTED, import_packages
 from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
 from trainer.data.sources.hub import HubData
 from trainer.data.sources.records import Tally, text_of_file
