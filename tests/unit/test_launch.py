@@ -81,11 +81,12 @@ def listeners(port: int) -> list[str]:
 def test_the_store_of_one_machine_is_reached_from_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that its value is put back at the end
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    with launch._configured(Nodes(address="0.0.0.0"), 2, 5) as config:
-        host, _, port = config.rdzv_endpoint.rpartition(":")
-        assert (host, listeners(int(port))) == ("127.0.0.1", ["0100007F"])
-        assert config.rdzv_backend == "static"  # the state of "c10d" is a pickle in the store
-        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    config, store = launch._configured(Nodes(address="0.0.0.0"), 2, 5)
+    host, _, port = config.rdzv_endpoint.rpartition(":")
+    assert (host, listeners(int(port))) == ("127.0.0.1", ["0100007F"])
+    assert config.rdzv_backend == "static"  # the state of "c10d" is a pickle in the store
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    del store
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    with launch._configured(Nodes(), 2, 5):
-        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    launch._configured(Nodes(), 2, 5)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"

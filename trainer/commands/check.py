@@ -60,7 +60,6 @@ def check(command: CommandLine, start: Start) -> None:
 
 
 def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, str]:
-    """Return the number of ranks of the job, and their type of device."""
     config = command.config
     elsewhere = command.world_size is not None
     ranks = command.world_size or start.world_size(config, machine)

@@ -13,12 +13,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from textwrap import TextWrapper
 
 from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
@@ -32,7 +30,7 @@ from trainer.planner.profile import Profile
 from trainer.planner.search import Estimator, longest_sequence, suggestions
 from trainer.planner.timing import device
 from trainer.planner.worker import Worker
-from trainer.runtime.console import line_width
+from trainer.runtime.console import line_width, paragraphs
 from trainer.runtime.devices import this_machine
 from trainer.runtime.nodes import whole_number
 
@@ -79,7 +77,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(found.record()))
     else:
-        _print(lines(found))
+        print(paragraphs(lines(found), line_width()))
         print(f"traced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory")
     if note:
         print(f"note: {note}", file=sys.stderr)
@@ -101,15 +99,6 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     config, rest = (argv[:1], argv[1:]) if argv and not argv[0].startswith("-") else ([], argv)
     options, rest = parser.parse_known_args(rest)
     return options, parse([*config, *rest]).arguments
-
-
-def _print(paragraphs: Sequence[tuple[str, str]]) -> None:
-    wrap = TextWrapper(line_width() - 13, break_on_hyphens=False).wrap
-    before = ""
-    for topic, text in paragraphs:
-        for line in wrap(text):
-            print(f"{topic if topic != before else '':13}{line}")
-            before = topic
 
 
 def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Estimate:

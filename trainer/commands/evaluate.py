@@ -1,9 +1,6 @@
 """Measure a run, or a Hugging Face folder, on long sequences: loss by position, needles in a haystack.
 
-evaluate outputs/debug_model --seq-len 2048 --ngpu 2 --parallelism.context_parallel_degree 2
-
-A run is evaluated with the parallelism that it was trained with. Settings of the tables [parallelism], [model] and
-[comm], and a few others, may follow the options (docs/evaluation.md).
+Settings of the tables [parallelism], [model] and [comm], and a few others, may follow the options (docs/evaluation.md).
 """
 
 import argparse

@@ -1,12 +1,7 @@
 """Continue texts with the weights of a run, or of a Hugging Face folder, on one device or several.
 
-generate outputs/debug_model --prompt 'def main(' --prompt 'class ' --tokens 60 --top-p 0.9
-
-With --chat each prompt is the message of a user, which the model answers through its chat template.
-
 With --ngpu N tensor-parallel ranks divide the model, each with the keys and values of its own heads. With
---context-parallel M of them divide the tokens of a long prompt instead, and N / M the model. All ranks draw the same
-tokens, and rank 0 prints them.
+--context-parallel M of them divide the tokens of a long prompt instead. All ranks draw the same tokens.
 """
 
 import argparse

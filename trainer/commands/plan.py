@@ -4,7 +4,6 @@ It reads the same plans that training runs. It computes no attention, and needs 
 """
 
 import argparse
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from trainer.distributed.context_parallel.planning.heads import check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.runtime.console import paragraphs
 
 MASKS = ("causal", "full", "window:4096", "document")
 OUTPUTS = (".svg", ".png")
@@ -152,10 +152,7 @@ def summary(case: Case, directions: Sequence[str] = DIRECTIONS) -> str:
     lines = [
         f"{case.options.method} on {case.ranks_named}: {layout.length:,} tokens, one layer's attention, one sequence"
     ]
-    for name, text in facts.items():
-        indents = {"initial_indent": f"  {name:<11}", "subsequent_indent": " " * 13}
-        lines += textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents) if text else []
-    lines += ["", *_table(case, directions)]
+    lines += [paragraphs(((f"  {name}", text) for name, text in facts.items()), WIDTH), "", *_table(case, directions)]
     if len(case.planned) < case.degree:
         lines.append(f"  These numbers are of {len(case.planned)} of the ranks: the outermost and some between.")
     return "\n".join(lines)
@@ -205,7 +202,6 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _table(case: Case, directions: Sequence[str]) -> list[str]:
-    """Return rows of the busiest and of the mean rank, in each direction."""
     rows: dict[str, tuple[Callable[[Cost], float], Callable[[float], str]]] = {
         "computes": (lambda cost: cost.flops, lambda value: in_unit(value, _FLOPS)),
         "sends": (lambda cost: cost.bytes_sent.total(), lambda value: in_unit(value, _BYTES)),

@@ -1,7 +1,6 @@
 """The program of one rank: `--job.config_file FILE [--table.key value ...]`, alone or under a launcher.
 
-Exit codes: 0 done; 1 the run failed; 2 a setting or an input is wrong (one sentence on stderr says which); 3 another
-rank failed. SIGUSR1 prints the stack of every thread of this process on stderr.
+SIGUSR1 prints the stack of every thread of this process on stderr. Exit codes: docs/architecture.md.
 """
 
 import atexit
@@ -13,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -31,6 +29,8 @@ from trainer.runtime.devices import this_machine
 
 if TYPE_CHECKING:
     import torch
+
+    from trainer.runtime.reports import Reports
 
 _GRACE_SECONDS = 5
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first one set is read
@@ -71,7 +71,6 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
 
 
 def _train(job: ResolvedJob, device: "torch.device") -> None:
-    """Train, with the folders of the job held by rank 0."""
     from torch.distributed import get_rank
 
     from trainer.runtime.agreement import raise_on_all_ranks
@@ -130,21 +129,21 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
             report(f"rank {process.rank} failed:\n{traceback.format_exc()}")
             reports.failed(error)
             return 1
-        _report_lost_peers(partial(reports.lost, error))
+        _report_lost_peers(reports, error)
         return LOST_PEERS
     finally:
         end_live_line()
     return 0
 
 
-def _report_lost_peers(find: Callable[[], str | None]) -> None:
-    """Print the line that `find` returns, if any, and give other ranks time to end first.
+def _report_lost_peers(reports: "Reports", error: Exception) -> None:
+    """Print the line of the reports, if any, and give other ranks time to end first.
 
     A launcher ends all ranks when the first one has ended. The first should be the rank that has the cause, or else the
     rank that prints the line.
     """
     started = time.monotonic()
-    line = find()
+    line = reports.lost(error)
     if line is not None:
         report(f"error: {line}")
     grace = _GRACE_SECONDS if line is not None else 1.2 * _GRACE_SECONDS

@@ -79,8 +79,8 @@ class Server:
             listening = socket.create_server((host, port))
         except OSError as error:
             raise ConfigError(f"--host {host} --port {port} is not available ({error}); name another") from None
-        paths = {"/v1/chat/completions": self._chat, "/v1/completions": self._completion}
-        routes = [Route(path, answer, methods=["POST"]) for path, answer in paths.items()]
+        paths = {"/v1/chat/completions": True, "/v1/completions": False}
+        routes = [Route(path, partial(self._answer, chat=chat), methods=["POST"]) for path, chat in paths.items()]
         app = Starlette(routes=[*routes, Route("/v1/models", self._models)])
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         threading.Thread(target=server.run, args=([listening],), daemon=True).start()
@@ -100,12 +100,6 @@ class Server:
 
         model = {"id": self._name, "object": "model", "created": int(time.time()), "owned_by": "lct"}
         return JSONResponse({"object": "list", "data": [model]})
-
-    async def _chat(self, request: "HTTPRequest") -> "Response":
-        return await self._answer(request, chat=True)
-
-    async def _completion(self, request: "HTTPRequest") -> "Response":
-        return await self._answer(request, chat=False)
 
     async def _answer(self, request: "HTTPRequest", *, chat: bool) -> "Response":
         from starlette.concurrency import run_in_threadpool
@@ -129,7 +123,6 @@ class Server:
         return JSONResponse(await reply.whole(_all(pieces)))
 
     def _asked(self, body: Mapping[str, Any], *, chat: bool) -> Request:
-        """Return what all ranks need to know of a request; ConfigError if it is wrong."""
         self._number += 1
         usual = replace(self._usual, seed=self._usual.seed + self._number)
         return request_of(body, self._conversation(body) if chat else self._text(body), usual, self._longest)

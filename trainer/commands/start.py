@@ -112,7 +112,6 @@ def _left_checkpoints(job: ResolvedJob) -> str:
 
 
 def _log_rank(ranks: int) -> str:
-    """Return a note if LOG_RANK names ranks that do not exist."""
     words = [word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")]
     unknown = [word for word in words if not (word.isdecimal() and int(word) < ranks)]
     if not unknown:

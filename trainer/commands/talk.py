@@ -67,7 +67,12 @@ class Talk:
                 f"{config.model.tokenizer_file} has no chat template, so that the model cannot be talked to; use lct "
                 "generate without --chat, or put the chat_template.jinja of an instruction-tuned model beside it"
             )
-        tokenizer, given = open_tokenizer(config.model.tokenizer_file), None if tools is None else _json(tools)
+        tokenizer, given = open_tokenizer(config.model.tokenizer_file), None
+        if tools is not None:
+            try:
+                given = json.loads(tools.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{tools} cannot be read as JSON ({error})") from None
         if tools is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
             raise ConfigError(f"--tools {tools} must be a list of objects; write what the template's model expects")
         return cls(tokenizer, template, given or (), frozenset(ends_of(config, tokenizer, template)))
@@ -122,10 +127,3 @@ class Pieces:
         end = min(places) if places else max(len(text) - waits, 0)
         self._held = "" if places else text[end:]
         return text[:end]
-
-
-def _json(file: Path) -> object:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error})") from None

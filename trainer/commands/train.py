@@ -1,7 +1,5 @@
 """Check a configuration, then start one rank per GPU of this machine, or two on a CPU.
 
-    train [FILE] [--ngpu N] [--log-rank RANKS] [--table.key value ...]
-
 On several nodes the same command runs on each (docs/several_nodes.md). Torch is imported when everything has been
 checked and said.
 """
@@ -78,7 +76,6 @@ def _to_resume(config: JobConfig) -> str:
 
 
 def _prepare(start: Start, command: CommandLine) -> list[str]:
-    """Say what starts, check it, set the variables of the ranks, and return the options of the launcher."""
     config, machine = command.config, this_machine()
     nodes = Nodes.from_environment(os.environ)
     here, ranks = start.ranks_here(config, machine), start.world_size(config, machine)

@@ -119,7 +119,6 @@ def read_file(path: Path, schema: type, problems: Problems) -> Settings:
 
 
 def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems) -> Settings:
-    """Return the settings of a parsed file, with their types checked."""
     values: dict[str, object] = {}
     notes: list[str] = []
     for table, settings in content.items():

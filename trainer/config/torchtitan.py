@@ -69,7 +69,6 @@ def _schedule(name: str) -> str:
 
 
 def _converters(names: Sequence[str]) -> bool:
-    """Return whether linear modules are converted to float8, the only converter."""
     for name in names:
         if name not in ("float8", "quantize.linear.float8"):
             raise ConfigError(

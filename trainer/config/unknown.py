@@ -51,6 +51,5 @@ def unknown_table(table: str, where: str, schema: type) -> ConfigError:
 
 
 def _nearest(key: str, names: list[str]) -> str | None:
-    """Return the name whose part after the dot is spelled most like `key`."""
     near = nearest(key, [name.partition(".")[2] for name in names])
     return next((name for name in names if near is not None and name.partition(".")[2] == near), None)

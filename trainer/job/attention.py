@@ -97,7 +97,6 @@ def check_qk_clip(config: JobConfig, model: ModelArgs) -> None:
 
 
 def _needs(config: JobConfig, model: ModelArgs) -> dict[str, bool]:
-    """Return what attention's kernel must be able to do."""
     softcap = getattr(model, "attention_softcap", None) is not None
     return {"bands": has_windows(model), "deterministic": config.training.deterministic, "softcap": softcap}
 
@@ -172,13 +171,11 @@ def batch_chooser(
 
 
 def _layer_masks(model: ModelArgs, seq_len: int) -> tuple[Mask, ...]:
-    """Return the masks of the model's layers, each once."""
     windows = {model.window_of_layer(layer) for layer in range(model.n_layers)}
     return tuple(causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str))
 
 
 def _local_shape(config: JobConfig, model: ModelArgs, device_type: str) -> AttentionShape:
-    """Return the sizes of one attention call on a rank, in its compute data type."""
     training, tp = config.training, config.parallelism.tensor_parallel_degree
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type)]
     gradients = 2 if config.parallelism.context_parallel_gradient_dtype == "bfloat16" else 0

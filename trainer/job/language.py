@@ -198,7 +198,6 @@ def _attention(job: ResolvedJob) -> str:
 
 
 def _linear(job: ResolvedJob) -> str:
-    """Return what computes the recurrence of linear attention."""
     if (linear := getattr(job.model, "linear", None)) is None:
         return ""
     kind = job.device_type, job.compute_dtype, linear.states[1]

@@ -152,7 +152,6 @@ def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], batch_size: 
 
 
 def _micro_batches(parallelism: Parallelism, batch_size: int) -> int:
-    """Return the number of micro-batches of one pass."""
     number, size = parallelism.pipeline_parallel_microbatches, parallelism.pipeline_parallel_microbatch_size
     if number is not None and size != Parallelism.pipeline_parallel_microbatch_size:
         raise ConfigError(

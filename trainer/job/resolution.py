@@ -151,7 +151,6 @@ def _with_windows_of_flavor(config: JobConfig) -> JobConfig:
 
 
 def _check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees) -> None:
-    """Raise a ConfigError if the degree does not divide heads, feed-forward width or vocabulary."""
     sizes = args.tensor_parallel_sizes()
     common = math.gcd(*sizes.values())
     for what, size in sizes.items():
@@ -164,7 +163,6 @@ def _check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees)
 
 
 def _check_bounds(config: JobConfig, problems: Problems) -> None:
-    """Check every key against its bounds; `problems` takes an error for each value out of bounds."""
     for name, key in keys_of(type(config)).items():
         value = attrgetter(name)(config)
         with problems.collected():

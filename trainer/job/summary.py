@@ -1,7 +1,6 @@
 """The decisions of a job in words, each with its reason: what `check` prints, and a run at its start. Torch-free."""
 
 from pathlib import Path
-from textwrap import TextWrapper
 
 from trainer.config.errors import MissingFile
 from trainer.config.writable import is_address
@@ -10,10 +9,10 @@ from trainer.job.lora import adapter_sizes
 from trainer.job.memory import matrix_sizes
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import size_words
+from trainer.runtime.console import TOPIC, paragraphs
 from trainer.stores.folder import checkpoint_folder, step_to_load
 
 WIDTH = 100
-_TOPIC = 13
 
 
 def summary(job: ResolvedJob, width: int = WIDTH) -> str:
@@ -33,9 +32,7 @@ def summary(job: ResolvedJob, width: int = WIDTH) -> str:
         "checkpoints": _checkpoints(job),
         "memory": _memory(job),
     }
-    wrap = TextWrapper(max(width, 2 * _TOPIC) - _TOPIC, break_on_hyphens=False, break_long_words=False).wrap
-    lines = [(topic * (i == 0), line) for topic, text in topics.items() for i, line in enumerate(wrap(text))]
-    return "\n".join(f"{topic:{_TOPIC}}{line}" for topic, line in lines)
+    return paragraphs(topics.items(), width)
 
 
 def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
@@ -44,19 +41,19 @@ def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
     checkpoint: of the last step, if any; program: how a user calls `lct`.
     """
     folder, metrics = Path(job.config.job.dump_folder), job.config.metrics
-    lines = [f"{'metrics':{_TOPIC}}{folder / 'metrics.jsonl'}"]
+    lines = [f"{'metrics':{TOPIC}}{folder / 'metrics.jsonl'}"]
     if metrics.enable_tensorboard:
-        lines.append(f"{'curves':{_TOPIC}}tensorboard --logdir {folder / metrics.save_tb_folder}")
+        lines.append(f"{'curves':{TOPIC}}tensorboard --logdir {folder / metrics.save_tb_folder}")
     if checkpoint is None:
-        lines.append(f"{'weights':{_TOPIC}}not saved; --checkpoint.enable saves them")
+        lines.append(f"{'weights':{TOPIC}}not saved; --checkpoint.enable saves them")
     else:
-        lines.append(f"{'weights':{_TOPIC}}{checkpoint}")
+        lines.append(f"{'weights':{TOPIC}}{checkpoint}")
         ours, command = "lct ", job.task.command.format(folder)
         if command.startswith(ours):
             command = f"{program} {command.removeprefix(ours)}"
-        lines.append(f"{'next':{_TOPIC}}{command}")
+        lines.append(f"{'next':{TOPIC}}{command}")
         if not job.config.checkpoint.last_save_model_only:
-            lines.append(f"{'':{_TOPIC}}the same command with a larger --training.steps trains on")
+            lines.append(f"{'':{TOPIC}}the same command with a larger --training.steps trains on")
     return "\n".join(lines)
 
 
@@ -72,7 +69,6 @@ def _model(job: ResolvedJob) -> str:
 
 
 def _weights(job: ResolvedJob) -> str:
-    """Return where the weights of the first step come from."""
     config = job.config
     try:
         step = step_to_load(config) if config.checkpoint.enable else None

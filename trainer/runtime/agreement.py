@@ -70,7 +70,6 @@ def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
 
 
 def _group_of(over: Over) -> tuple[DeviceMesh | dist.ProcessGroup, torch.device | str]:
-    """Return the ranks, and the device of their tensors."""
     if isinstance(over, torch.device):
         return dist.group.WORLD, over
     return over, "cpu" if isinstance(over, dist.ProcessGroup) else over.device_type

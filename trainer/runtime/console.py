@@ -9,10 +9,13 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from textwrap import wrap
+from textwrap import TextWrapper, wrap
 
 logger = logging.getLogger("trainer")
+TOPIC = 13
+"""Columns of a topic, see `paragraphs`."""
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[1;31m"}
 _NAMES = r"(?<=[\d.) ])(tok/s|mfu|GiB|MiB|s)\b|\b(step|loss|max|grad|lr|eta)\b"
@@ -69,6 +72,17 @@ class _Terminal(_Lines):
 def line_width(most: int = 100) -> int:
     """Return the columns of the terminal that stdout is, at most `most`; `most` if it is none."""
     return min(shutil.get_terminal_size().columns, most) if sys.stdout.isatty() else most
+
+
+def paragraphs(topics: Iterable[tuple[str, str]], width: int) -> str:
+    """Return topics and texts in two columns, in lines of `width` characters; a topic that comes again stands once."""
+    wrapped = TextWrapper(max(width, 2 * TOPIC) - TOPIC, break_on_hyphens=False, break_long_words=False).wrap
+    lines, before = [], ""
+    for topic, text in topics:
+        for line in wrapped(text):
+            lines.append(f"{topic if topic != before else '':{TOPIC}}{line}")
+            before = topic
+    return "\n".join(lines)
 
 
 def _colored(text: str, level: int) -> str:

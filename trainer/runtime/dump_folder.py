@@ -1,9 +1,7 @@
 """Locks on the folders of a job, which belong to one job at a time. A lock ends with the process that holds it.
 
-These are the dump folder, and the folder of the checkpoints that the job saves, which may lie in the dump folder of
-another job. The kernel holds the lock (`flock`) on `job.lock` in the folder, so a killed job leaves no stale lock. It
-holds between machines where the file system shares locks: NFS from version 4 on, Lustre mounted with `flock`, GPFS,
-CephFS. On a file system without locks the job warns and continues.
+The kernel holds the lock (`flock`) on `job.lock` in the folder, so a killed job leaves no stale lock; see "One job a
+folder" in docs/architecture.md.
 """
 
 import errno

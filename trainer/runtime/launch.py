@@ -6,9 +6,6 @@ finish their step, save, and end in good order; a second signal ends them at onc
 have a few seconds to end. A rank that hangs is asked for its stack and killed. When the launcher is killed, its ranks
 end at once (`runtime/launcher_watch.py`). Several nodes wait for each other before their ranks start
 (`runtime/job_store.py`).
-
-With NCCL a rank that waits too long for its peers is ended by NCCL's watchdog: it writes the rank's last collectives to
-a file and aborts the process (SIGABRT). The launcher recognises such a rank by this file.
 """
 
 import argparse
@@ -25,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -67,14 +64,13 @@ def main(argv: list[str] | None = None) -> int:
         return _run(nodes, ranks, timeout, command, received, watchdog)
 
 
-@contextmanager
-def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[LaunchConfig]:
-    """Wait for the other nodes, and yield what the agent of this node needs; the store of the job lives inside."""
+def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> tuple[LaunchConfig, TCPStore]:
+    """Wait for the other nodes, and return what the agent of this node needs, and the store of the job."""
     if nodes.count == 1:
         nodes = replace(nodes, address="127.0.0.1")
         _keep_gloo_on_this_machine()
     store, port = open_store(nodes, ranks, timeout_seconds)
-    yield LaunchConfig(
+    config = LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         nproc_per_node=ranks,
@@ -87,7 +83,7 @@ def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[Laun
         rdzv_configs={"rank": nodes.rank, "timeout": timeout_seconds},
         signals_to_handle="SIGHUP,SIGQUIT",  # the agent leaves SIGTERM and SIGINT to this process
     )
-    del store  # the job has ended
+    return config, store
 
 
 def _keep_gloo_on_this_machine() -> None:
@@ -101,7 +97,10 @@ def _keep_gloo_on_this_machine() -> None:
 
 
 class Watchdog:
-    """NCCL's watchdogs of the ranks, as this process sees them. folder: where they write; None: there are none."""
+    """NCCL's watchdogs of the ranks, recognised by what they write before they abort a rank that waits too long.
+
+    folder: of these files; None: there are none.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder, self._started = folder, time.time() - 2  # clocks of file systems are coarse
@@ -124,8 +123,8 @@ def _run(
 ) -> int:
     """Run the job and return its exit code; report a failure or stop in one line. `received`: signals passed on."""
     try:
-        with _configured(nodes, ranks, timeout_seconds) as config:
-            elastic_launch(config, sys.executable)("-u", *command)
+        config, _store = _configured(nodes, ranks, timeout_seconds)  # which lives as long as the job
+        elastic_launch(config, sys.executable)("-u", *command)
     except (ConfigError, NodesMissing) as error:
         report(f"error: {error}")
         return 2 if isinstance(error, ConfigError) else 1
@@ -229,7 +228,6 @@ def _kill_ranks(*, show_stacks: bool) -> None:
 
 @contextmanager
 def _passing_signals_on() -> Iterator[list[int]]:
-    """Pass SIGTERM and SIGINT on to the ranks, and yield the list of received signals."""
     received: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:

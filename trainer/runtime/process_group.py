@@ -134,7 +134,6 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:
-    """Configure the flight recorder of c10d, which reads its environment when the first group is made."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(size)
     if size and watchdog_folder is not None:
         watchdog_folder.mkdir(parents=True, exist_ok=True)
