@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_launch import QUICK, ROOT, environment, launch
-from trainer.runtime import holder_of
+from trainer.runtime.dump_folder import holder_of
 
 SETTINGS = [*QUICK, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=1"]
 LAUNCHERS = {

@@ -13,13 +13,13 @@ import pytest
 
 from trainer.config import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.runtime import folder_held, folders_of, holder_of
 from trainer.runtime.console import logger
+from trainer.runtime.dump_folder import folder_held, folders_of, holder_of
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from trainer.runtime import folder_held
+from trainer.runtime.dump_folder import folder_held
 with folder_held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -80,7 +80,7 @@ def test_flops_count_the_experts_that_a_token_chooses() -> None:
         (
             [QWEN, "--compile.enable", "--activation_checkpoint.mode=memory_budget"],
             1,
-            ["activation_checkpoint.mode = 'memory_budget' does not reach the experts", "'selective' or 'full'"],
+            ["activation_checkpoint.mode = 'memory_budget' does not work with the experts", "'selective' or 'full'"],
         ),
     ],
 )

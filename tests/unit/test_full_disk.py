@@ -10,7 +10,7 @@ import pytest
 
 from trainer.components.sinks import JsonLines
 from trainer.config import ConfigError
-from trainer.runtime import writing_to
+from trainer.runtime.dump_folder import writing_to
 from trainer.runtime.full_disk import full_disk, os_error_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +102,7 @@ def test_earlier_metrics_that_do_not_fit_at_a_resume_are_one_sentence(tmp_path: 
 def test_a_lock_that_does_not_fit_is_told(tmp_path: Path) -> None:
     """With a limit of no bytes, in a process of its own; nothing is written again when the file is closed."""
     last = _last_line_without_disk(
-        "from trainer.runtime import folder_held\nwith folder_held(Path(sys.argv[1])): pass\n", tmp_path
+        "from trainer.runtime.dump_folder import folder_held\nwith folder_held(Path(sys.argv[1])): pass\n", tmp_path
     )
     assert "ConfigError: job.dump_folder = " in last
     assert "a file has reached the largest size" in last

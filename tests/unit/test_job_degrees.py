@@ -6,6 +6,8 @@ import re
 import pytest
 
 from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.job import resolve
 from trainer.job.degrees import Degrees, resolve_degrees
 
 NAMES = {
@@ -73,10 +75,9 @@ def test_context_and_pipeline_degrees_are_named_when_they_count():
     ("name", "degree"), [("dp_replicate", 0), ("dp_replicate", -1), ("dp_shard", 0), ("dp_shard", -2), ("tp", 0)]
 )
 def test_degrees_below_one_are_refused_by_key(name: str, degree: int):
-    given = {"dp_replicate": 1, "dp_shard": -1, "tp": 1} | {name: degree}
     key = next(key for key in NAMES if NAMES[key] == name)
     with pytest.raises(ConfigError, match=f"{re.escape(key)} = {degree} must be at least 1"):
-        resolve_degrees(**given, world_size=4)
+        resolve(parse_command_line([f"--{key}={degree}"]).config, 4, "cpu")
 
 
 def test_no_ranks_are_refused():

@@ -4,9 +4,11 @@ import subprocess
 import sys
 import time
 
-from trainer.runtime import launcher_of
+from trainer.runtime.launcher_watch import launcher_of
 
-RANK = "import sys, time; from trainer.runtime import end_with; end_with(int(sys.argv[1])); time.sleep(60)"
+RANK = (
+    "import sys, time; from trainer.runtime.launcher_watch import end_with; end_with(int(sys.argv[1])); time.sleep(60)"
+)
 
 
 def killed_after(launcher: int) -> float:

@@ -18,9 +18,9 @@ from trainer.planner import shim
 from trainer.planner.estimate import estimate
 from trainer.planner.timing import device
 from trainer.planner.worker import Worker
-from trainer.runtime import folders_of, holder_of
 from trainer.runtime.console import line_width
 from trainer.runtime.devices import Machine, this_machine
+from trainer.runtime.dump_folder import folders_of, holder_of
 
 
 def acted(command: CommandLine, start: Start) -> bool:

@@ -27,8 +27,8 @@ from trainer.data.token_files.catalog import check_data, documents_in_order
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.training import check_batch
-from trainer.runtime import check_creatable, writing_to
 from trainer.runtime.devices import this_machine
+from trainer.runtime.dump_folder import check_creatable, writing_to
 from trainer.stores.folder import checkpoint_folder, step_to_load
 
 if TYPE_CHECKING:

@@ -122,10 +122,5 @@ class Reply:
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def error_of(error: Exception) -> dict[str, Any]:
-    """Return the object that says what is wrong with a request."""
-    return {"error": {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}}
-
-
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"

@@ -23,9 +23,10 @@ from trainer.job import ResolvedJob, resolve
 from trainer.job.attention import options_as_keys
 from trainer.job.resolution import on_device
 from trainer.job.summary import summary
-from trainer.runtime import end_with, folder_held, folders_of, launcher_of
 from trainer.runtime.console import end_live_line, line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
+from trainer.runtime.dump_folder import folder_held, folders_of
+from trainer.runtime.launcher_watch import end_with, launcher_of
 
 if TYPE_CHECKING:
     import torch

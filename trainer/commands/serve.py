@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.generate import job_of, model_parser
-from trainer.commands.openai_format import Ended, Reply, Request, error_of, request_of
+from trainer.commands.openai_format import Ended, Reply, Request, request_of
 from trainer.commands.options import Parser, number
 from trainer.commands.ranks import run
 from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, argument_option, ends_of, text_tokens
@@ -113,7 +113,8 @@ class Server:
             if not isinstance(options := body.get("stream_options") or {}, dict):
                 raise ConfigError(f"stream_options = {options!r} must be an object")
         except (ConfigError, ValueError, TypeError, RecursionError) as error:
-            return JSONResponse(error_of(error), status_code=400)
+            wrong = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
+            return JSONResponse({"error": wrong}, status_code=400)
         pieces: asyncio.Queue[str | Ended] = asyncio.Queue()
         self._requests.put((asked, partial(asyncio.get_running_loop().call_soon_threadsafe, pieces.put_nowait)))
         reply = Reply(self._name, chat, len(asked.prompt), self._talk.opening(asked.prompt) if chat else "")

@@ -1,9 +1,4 @@
-"""What a command line and its variables start on this machine, and what is said of it first. Torch-free.
-
-    [FILE] [--ngpu N] [--log-rank RANKS] [--table.key value ...]
-
-The variables CONFIG_FILE, NGPU and LOG_RANK stand for FILE and the two options.
-"""
+"""What a command line and its variables start on this machine, and what is said of it first. Torch-free."""
 
 import argparse
 import os
@@ -16,8 +11,8 @@ from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.job import ResolvedJob
 from trainer.job.memory import check_memory
-from trainer.runtime import check_creatable, folders_of
 from trainer.runtime.devices import Machine
+from trainer.runtime.dump_folder import check_creatable, folders_of
 from trainer.runtime.nodes import Nodes, whole_number
 from trainer.stores.folder import checkpoint_folder
 

@@ -33,8 +33,8 @@ from trainer.data.token_files.catalog import catalog_of
 from trainer.data.token_files.made import Inputs, noted, tokenize
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.families.registry import from_path
-from trainer.runtime import end_with
 from trainer.runtime.console import set_up_logging
+from trainer.runtime.launcher_watch import end_with
 
 
 def of_job(argv: list[str]) -> None:

@@ -18,10 +18,9 @@ from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.job import resolve
 from trainer.job.summary import summary
-from trainer.runtime import folders_of, holder_of
 from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
-from trainer.runtime.dump_folder import ESTIMATE
+from trainer.runtime.dump_folder import ESTIMATE, folders_of, holder_of
 from trainer.runtime.nodes import Nodes
 from trainer.stores.folder import checkpoint_folder
 

@@ -22,7 +22,7 @@ from trainer.config.registry import with_tables
 from trainer.config.schema import JobConfig
 from trainer.config.toml import found_or_preset, with_bases
 from trainer.config.unknown import unknown_key, unknown_table
-from trainer.config.values import from_toml, shown
+from trainer.config.values import from_toml, in_millions, shown
 
 _IMPORT_KEYS = (("job", "imports"), ("experimental", "custom_import"))
 """Today's key, and torchtitan's."""
@@ -204,14 +204,6 @@ def _longer_step(line: dict[str, Any], file: dict[str, Any], config: JobConfig) 
     same = sequences * before // now // max(local, 1) * local
     remedy = f"lower {batch} to {same} to keep it" if same > 0 else f"lower {batch} for a smaller one"
     return (
-        f"{length} = {now:,} makes a step of {_count(now * sequences)} tokens, {now / before:.3g} times what "
+        f"{length} = {now:,} makes a step of {in_millions(now * sequences)} tokens, {now / before:.3g} times what "
         f"{config.job.config_file} asks for; {remedy}",
     )
-
-
-def _count(number: int) -> str:
-    """Return 16.8 million for 16777216, and 524,288 as it is."""
-    for word, unit in (("billion", 10**9), ("million", 10**6)):
-        if number >= unit:
-            return f"{number / unit:.1f} {word}"
-    return f"{number:,}"

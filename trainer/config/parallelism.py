@@ -5,8 +5,7 @@ from typing import Literal
 
 from trainer.config.keys import AT_LEAST_ONE, NOT_NEGATIVE, SECONDS, Bounds, Condition, key, needs, needs_value, unless
 
-# ---- when keys have an effect
-
+_SHARDS = Bounds(lambda x: x >= 1 or x == -1, "at least 1, or -1 (what the other degrees leave)")
 SHARDED = Condition(
     lambda _, degrees: degrees.dp_shard * degrees.cp > 1,
     "where parameters are not sharded (data_parallel_shard_degree x context_parallel_degree = 1)",
@@ -92,13 +91,13 @@ _RANKS = Condition(lambda _, degrees: degrees.world_size > 1, "on one rank")
 class Parallelism:
     """How ranks divide the work; the product of the degrees is the number of ranks."""
 
-    data_parallel_replicate_degree: int = key(1, unit="ranks")
+    data_parallel_replicate_degree: int = key(1, AT_LEAST_ONE, "ranks")
     """Replicas of the sharded model (DDP, or with a shard degree HSDP)."""
-    data_parallel_shard_degree: int = key(-1, unit="ranks")
+    data_parallel_shard_degree: int = key(-1, _SHARDS, "ranks")
     """Ranks that shard one copy of the parameters (FSDP); -1: all ranks that the other degrees leave."""
-    tensor_parallel_degree: int = key(1, unit="ranks")
+    tensor_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks")
     """Ranks that divide every matrix product (TP); it divides the heads, the feed-forward width and the vocabulary."""
-    context_parallel_degree: int = key(1, unit="ranks")
+    context_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks")
     """Ranks that divide each sequence (CP); any number that leaves every rank a token."""
     context_parallel_method: Literal["ring", "all_gather", "all_to_all", "hybrid", "auto"] = key("ring", when=_WITH_CP)
     """How attention gets keys and values of other ranks; auto: by traffic, the choice is logged with its reason."""
@@ -128,7 +127,7 @@ class Parallelism:
     """Rows of each rank along each of these axes, such as "19,13"; 0 is allowed; none: as even as possible."""
     expert_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks", when=EXPERTS)
     """Ranks, among those of FSDP x CP x TP, that divide a layer's experts (EP); it divides the number of both."""
-    pipeline_parallel_degree: int = key(1, unit="ranks")
+    pipeline_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks")
     """Ranks that divide the layers (PP), each with one or more stages of the model; 1: off."""
     pipeline_parallel_schedule: Literal[
         "1F1B",

@@ -33,9 +33,6 @@ TOKENIZER_FILES = ("tokenizer.json", "original/tokenizer.model", "tokenizer.mode
 """Files of a tokenizer in a folder; the first one that it has is taken."""
 _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python_4k.tiktoken"
 
-# ---- when keys have an effect
-
-
 _LINES = reads("jsonl")
 _DOCUMENTS = Condition(
     lambda config, _: config.masks_documents,

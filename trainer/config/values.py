@@ -68,6 +68,14 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
+def in_millions(number: int) -> str:
+    """Return 16.8 million for 16777216, and 524,288 as it is."""
+    for word, unit in (("billion", 10**9), ("million", 10**6)):
+        if number >= unit:
+            return f"{number / unit:,.1f} {word}"
+    return f"{number:,}"
+
+
 def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | None:
     """Return `value` as a `kind`, or None if it is not one."""
     if get_origin(kind) is Literal:

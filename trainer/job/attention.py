@@ -63,13 +63,13 @@ def resolve_attention(
         options, reason = choose(options, masks, degree, local, hybrids=not documents)
     with options_as_keys():
         check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
-    passes, keep = _checked_passes(parallelism, options, model), parallelism.context_parallel_keep_exchanged
+    passes, queries = _checked_heads(parallelism, options, model)
+    keep = parallelism.context_parallel_keep_exchanged
     if keep and latent_of(model) is not None:
         raise ConfigError(
             "parallelism.context_parallel_keep_exchanged = true keeps keys and values, and latent attention sends "
             "latents, which are small; leave it out"
         )
-    queries = _checked_queries(parallelism, options, model)
     if (passes or queries) and keep:
         which = f"heads_per_pass = {passes}" if passes else f"query_heads_per_pass = {queries}"
         raise ConfigError(
@@ -212,7 +212,8 @@ def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:
         )
 
 
-def _checked_passes(parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs) -> int:
+def _checked_heads(parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs) -> tuple[int, int]:
+    """Return the key/value heads, and query heads, that are sent at a time; 0: all."""
     passes, tp = parallelism.context_parallel_heads_per_pass, parallelism.tensor_parallel_degree
     if passes and parallelism.context_parallel_method == "auto":
         raise ConfigError(
@@ -227,18 +228,14 @@ def _checked_passes(parallelism: Parallelism, options: ContextParallelOptions, m
             f"parallelism.context_parallel_heads_per_pass = {passes} must be less than the {kv_heads} key/value heads "
             f"that a rank works on with context_parallel_method = {options.method!r}; use fewer, or leave it out"
         )
-    return passes
-
-
-def _checked_queries(parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs) -> int:
-    queries, tp = parallelism.context_parallel_query_heads_per_pass, parallelism.tensor_parallel_degree
+    queries = parallelism.context_parallel_query_heads_per_pass
     if not queries or not options.spread.query_passes:
-        return 0
+        return passes, 0
     share = HeadShare.passes(model.n_heads // tp, _kv_heads(model, tp), parallelism.context_parallel_degree)[0]
-    if queries >= share.group or parallelism.context_parallel_heads_per_pass:
+    if queries >= share.group or passes:
         raise ConfigError(
             f"parallelism.context_parallel_query_heads_per_pass = {queries} must be less than the {share.group} query "
             "heads that share a key/value head on a rank, and sends one key/value head at a time; use fewer, or "
             "context_parallel_heads_per_pass alone"
         )
-    return queries
+    return passes, queries

@@ -92,10 +92,6 @@ def resolve_degrees(
         )
     shared = {"domain": math.prod(domain)} if domain else {"cp": cp}
     degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, **shared, "tp": tp}
-    for name, degree in degrees.items():
-        if degree < 1 and (name, degree) != ("dp_shard", -1):
-            leaves = " or -1 (what the other degrees leave)" if name == "dp_shard" else ""
-            raise ConfigError(f"{KEYS[name]} = {degree} must be at least 1{leaves}; 1 switches it off")
     others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
     resolved = degrees | {"dp_shard": max(1, world_size // others)} if dp_shard == -1 else degrees
     if math.prod(resolved.values()) != world_size:

@@ -66,21 +66,20 @@ def _check_features(config: JobConfig) -> None:
                 f"model.router_aux_loss_load = 'micro_batch' needs all layers' choices of a micro-batch before its "
                 f"first backward, which {key} = {number} does not have; use 1, or 'step_before'"
             )
-    if config.activation_checkpoint.mode == "memory_budget":
-        raise ConfigError(
-            "activation_checkpoint.mode = 'memory_budget' does not reach the experts of model.name = "
-            f"{config.model.name!r}, which the compiler does not see; use the mode 'selective' or 'full'"
-        )
     unsupported = {
-        "float8.enable": (config.float8.enable, "for which torchao has no product that float8.emulate could show"),
-        "parallelism.enable_async_tensor_parallel": (
+        "activation_checkpoint.mode = 'memory_budget'": (
+            config.activation_checkpoint.mode == "memory_budget",
+            "which the compiler does not see; use the mode 'selective' or 'full'",
+        ),
+        "float8.enable = true": (
+            config.float8.enable,
+            "for which torchao has no product that float8.emulate could show; leave it out",
+        ),
+        "parallelism.enable_async_tensor_parallel = true": (
             config.parallelism.overlaps_tensor_parallel,
-            "which tensor parallelism does not cut and the compiler does not see",
+            "which tensor parallelism does not cut and the compiler does not see; leave it out",
         ),
     }
-    for key, (is_set, why) in unsupported.items():
+    for setting, (is_set, why) in unsupported.items():
         if is_set:
-            raise ConfigError(
-                f"{key} = true does not work with the experts of model.name = {config.model.name!r}, {why}; leave it "
-                "out"
-            )
+            raise ConfigError(f"{setting} does not work with the experts of model.name = {config.model.name!r}, {why}")

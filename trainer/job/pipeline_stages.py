@@ -148,9 +148,6 @@ def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], batch_size: 
     return PipelinePlan(stages, ranks, micro_batches, name, splits_backward=schedule.splits_backward)
 
 
-# ---- micro-batches
-
-
 def _micro_batches(parallelism: Parallelism, batch_size: int) -> int:
     number, size = parallelism.pipeline_parallel_microbatches, parallelism.pipeline_parallel_microbatch_size
     if number is not None and size != Parallelism.pipeline_parallel_microbatch_size:
@@ -186,9 +183,6 @@ def _check_micro_batches(
             f"= {batch_size} makes {micro_batches} of {batch_size // micro_batches} sequence(s); use {works}, or the "
             f"schedule {'GPipe' if stages == degree else 'LoopedBFS'!r}"
         )
-
-
-# ---- stages
 
 
 def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> tuple[tuple[str, ...], ...]:
@@ -269,9 +263,6 @@ def _source(parallelism: Parallelism) -> str:
         if value := getattr(parallelism, f"pipeline_parallel_{way}"):
             return f"{_KEY}{way} = {list(value) if isinstance(value, tuple) else value}"
     return "the model"
-
-
-# ---- custom schedules
 
 
 _ACTION = re.compile(r"([0-9]{1,6})(F|B|I|W)([0-9]{1,6})")

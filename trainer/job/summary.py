@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from trainer.config.errors import MissingFile
+from trainer.config.values import in_millions
 from trainer.config.writable import is_address
 from trainer.families.registry import is_folder
 from trainer.job.lora import adapter_sizes
@@ -88,10 +89,7 @@ def _step(job: ResolvedJob) -> str:
     training, sequences = job.config.training, job.sequences_per_step
     tokens = sequences * job.positions
     position, sample = job.task.positions, job.task.sample
-    whole = training.steps * tokens
-    millions = (
-        f"{whole:,}" if whole < 1e6 else f"{whole / 1e6:,.1f} million" if whole < 1e9 else f"{whole / 1e9:,.1f} billion"
-    )
+    millions = in_millions(training.steps * tokens)
     balanced = ", documents assigned for equal work" * job.balances
     return (
         f"{tokens:,} {position}: {sequences} {sample}s of {job.positions:,} = {job.micro_batches} micro-batch"
