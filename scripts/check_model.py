@@ -203,7 +203,7 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tenso
 
 def parser() -> Parser:
     """Return the parser of the options."""
-    described = Parser("check-model", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described = Parser("check-model", __doc__)
     add = described.add_argument
     add("model", help="a folder with config.json, or FILE.py:FUNCTION that returns a module")
     add("--ranks", type=number(int, 2), default=2, help="over which the sequence is cut (default: 2)")

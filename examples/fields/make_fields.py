@@ -23,7 +23,7 @@ import numpy as np
 
 from examples.fields.file import missing_package, refuse_existing, write_fields
 from trainer.config.errors import ConfigError
-from trainer.runtime.full_disk import full_disk
+from trainer.config.writable import full_disk
 
 if TYPE_CHECKING:
     from examples.fields.solver import ShallowWater

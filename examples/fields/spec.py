@@ -10,8 +10,7 @@ from trainer.config.schema import JobConfig
 from trainer.data.sources.registry import check_streams
 from trainer.distributed.sharding.layout import AxisLayout, contiguous, sized
 from trainer.families.args import ModelArgs
-from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
-from trainer.job.sizes import ITEMSIZE, RankMemory
+from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, TaskDecisions, TaskSpec
 
 
 class FieldArgs(ModelArgs, Protocol):

@@ -447,7 +447,7 @@ PROCESSES = (
     ),
     Mutant(
         "a full disk is told in PyTorch's words",
-        "trainer/runtime/full_disk.py",
+        "trainer/config/writable.py",
         "link = link.__cause__ or link.__context__",
         "link = link.__cause__",
         "tests/unit/test_full_disk.py",
@@ -601,7 +601,7 @@ PROCESSES = (
     ),
     Mutant(
         "a path keeps the scaling of a preset's model",
-        "trainer/config/legacy.py",
+        "trainer/config/torchtitan.py",
         "if not key.startswith(_OF_THE_MODEL)}",
         "if True}",
         "tests/unit/test_hugging_face.py",

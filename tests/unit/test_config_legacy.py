@@ -6,10 +6,9 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.config.keys import keys_of
-from trainer.config.legacy import rewrite
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.config.torchtitan import ABSENT, OLDER
+from trainer.config.torchtitan import ABSENT, OLDER, rewrite
 
 # older spelling, value -> today's key, value
 CASES = [

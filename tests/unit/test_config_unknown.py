@@ -7,9 +7,9 @@ import pytest
 
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import keys_of
-from trainer.config.legacy import accepted_keys
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
+from trainer.config.torchtitan import accepted_keys
 from trainer.config.unknown import ADVICE, ELSEWHERE
 
 KEYS = keys_of(JobConfig)

@@ -10,8 +10,8 @@ import pytest
 
 from trainer.components.sinks import JsonLines
 from trainer.config import ConfigError
+from trainer.config.writable import full_disk, os_error_of
 from trainer.runtime.dump_folder import writing_to
-from trainer.runtime.full_disk import full_disk, os_error_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files may have 64 KiB: what PyTorch writes beyond fails as on a full disk.
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from trainer.checkpoint.files import Writer
 from trainer.stores.folder import RunState
 from trainer.stores.store import LocalStore
-from trainer.runtime.full_disk import full_disk
+from trainer.config.writable import full_disk
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 writer = Writer(LocalStore(Path(sys.argv[1])), RunState(1, 0, {}, {}, {}), keep_latest_k=0)

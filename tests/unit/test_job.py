@@ -120,11 +120,6 @@ def test_the_default_run_works_on_one_to_eight_ranks(ranks: int):
 BOUNDS = {name: key.bounds for name, key in keys_of(JobConfig).items() if key.bounds is not None}
 NOT_RANGED = {  # numbers whose rule needs the degrees or another key
     "training.global_batch_size",
-    "parallelism.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree",
-    "parallelism.pipeline_parallel_degree",
-    "parallelism.context_parallel_degree",
-    "parallelism.tensor_parallel_degree",
     "checkpoint.load_step",
 }
 

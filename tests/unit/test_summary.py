@@ -13,7 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
 from trainer.job.memory import check_memory
-from trainer.job.sizes import RankMemory, size_words
+from trainer.job.record import RankMemory, size_words
 from trainer.job.summary import WIDTH, closing, summary
 from trainer.runtime.devices import Machine
 

@@ -29,17 +29,15 @@ from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, na
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
 from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.config.writable import nearest_existing
+from trainer.config.writable import full_disk, nearest_existing
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.hugging_face.reader import HFReader
 from trainer.job.lora import adapter_sizes, whole_sizes
-from trainer.job.record import ResolvedJob
-from trainer.job.sizes import ITEMSIZE
+from trainer.job.record import ITEMSIZE, ResolvedJob
 from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
 from trainer.runtime.console import logger, say_waiting
-from trainer.runtime.full_disk import full_disk
 from trainer.runtime.process_group import Process, is_peer_failure, set_group_timeout, set_timeout
 from trainer.stores.folder import (
     BEST_FILE,

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, S
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.runtime.full_disk import os_error_of
+from trainer.config.writable import os_error_of
 from trainer.stores.folder import RunState, keep_latest, mark_best, state_text
 from trainer.stores.store import Place, Store
 

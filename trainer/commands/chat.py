@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 def parser() -> Parser:
     """Return the parser of the options."""
-    what, _, more = __doc__.partition("\n")
-    described = model_parser("chat", what, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described = model_parser("chat", __doc__)
     described.add_argument("--system", help="message of the system, before all others")
     talk_options(described)
     return described

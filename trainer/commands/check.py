@@ -12,7 +12,7 @@ from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.data.text_data import first_start
 from trainer.job import resolve
 from trainer.job.memory import check_memory
-from trainer.job.sizes import size_words
+from trainer.job.record import size_words
 from trainer.job.summary import summary
 from trainer.planner import shim
 from trainer.planner.estimate import estimate

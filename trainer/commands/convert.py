@@ -10,9 +10,9 @@ from pathlib import Path
 
 from trainer.commands.finished_run import configuration
 from trainer.config.errors import ConfigError
+from trainer.config.writable import full_disk
 from trainer.hugging_face.files import check_output
 from trainer.job.resolution import resolve_model
-from trainer.runtime.full_disk import full_disk
 from trainer.stores.folder import step_to_load
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}

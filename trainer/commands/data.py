@@ -37,8 +37,7 @@ Document = tuple[str, list[tuple[str, bool]]]
 
 def parser() -> Parser:
     """Return the parser of the options."""
-    what, _, more = __doc__.partition("\n")
-    described = Parser("data show", what, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described = Parser("data show", __doc__)
     described.add_argument("--sample", type=number(int, 0), default=0, metavar="N", help="sequence of the run, from 0")
     described.add_argument("--html", type=Path, metavar="FILE", help="write the sequence as a page, too")
     text = "most characters of a document, from its start and its end (default: 2000; 0: all)"

@@ -22,7 +22,7 @@ from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.job import resolve
-from trainer.job.sizes import size_words
+from trainer.job.record import size_words
 from trainer.planner import shim
 from trainer.planner.calibrate import calibrate
 from trainer.planner.estimate import Estimate, estimate, in_words, lines

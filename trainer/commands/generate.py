@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from trainer.data.tokenizers.tokenizer import Tokenizer
 
 
-def model_parser(command: str, what: str, *, tokens: int = 1024, **settings: Any) -> Parser:
+def model_parser(command: str, text: str, *, tokens: int = 1024) -> Parser:
     """Return the parser of the options of all commands that write with a model. tokens: written by default."""
-    described = Parser(command, what, **settings)
+    described = Parser(command, text)
     add = described.add_argument
     add("folder", type=Path, help="job.dump_folder of the run, or a Hugging Face folder")
     add("--tokens", type=number(int, 1), default=tokens, help=f"most tokens to write (default: {tokens})")

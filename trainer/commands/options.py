@@ -14,8 +14,12 @@ Number = TypeVar("Number", int, float)
 class Parser(argparse.ArgumentParser):
     """The parser of a command's options. It raises ConfigError where argparse would end the process."""
 
-    def __init__(self, command: str, description: str, **settings: object) -> None:
-        super().__init__(prog=f"lct {command}", description=description, allow_abbrev=False, **settings)
+    def __init__(self, command: str, text: str, **settings: object) -> None:
+        """text: what the command does, in one line; lines below it stand as they are behind the options."""
+        what, _, more = text.partition("\n")
+        if more:
+            settings |= {"epilog": more, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(prog=f"lct {command}", description=what, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")

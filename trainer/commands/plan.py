@@ -245,9 +245,7 @@ def painter(args: argparse.Namespace) -> Callable[[Case, Path], None]:
 
 def parser() -> Parser:
     """Return the parser of the options."""
-    described = Parser(
-        "plan", __doc__.splitlines()[0], epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    described = Parser("plan", f"{__doc__.splitlines()[0]}\n{_EXAMPLES}")
     some = number(int, 1)
     add = described.add_argument_group("sequence and ranks").add_argument
     add("--seq-len", type=some, required=True, metavar="TOKENS", help="tokens of the sequence")

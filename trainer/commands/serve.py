@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 def parser() -> Parser:
     """Return the parser of the options."""
-    what, _, more = __doc__.partition("\n")
-    described = model_parser("serve", what, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described = model_parser("serve", __doc__)
     add = described.add_argument
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: from other machines (default: 127.0.0.1)")
     add("--port", type=number(int, 1, most=65535), default=8000, help="port to listen at (default: 8000)")

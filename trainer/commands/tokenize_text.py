@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from trainer.commands.options import Parser
 from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -78,11 +79,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    what, _, more = __doc__.partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="lct tokenize", description=what, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> Parser:
+    parser = Parser("tokenize", __doc__)
     kinds = [name for name, source in DATASETS.items() if not source.token_files and name != "hub"]
     parser.add_argument("--dataset", default="jsonl", choices=kinds)
     parser.add_argument("--path", default=None, help="file, folder or glob")

@@ -12,10 +12,10 @@ from pathlib import Path
 from uuid import uuid4
 
 from trainer.config.schema import JobConfig
+from trainer.config.writable import full_disk
 from trainer.data.sources.files import write_whole
 from trainer.runtime.console import logger
 from trainer.runtime.dump_folder import writing_to
-from trainer.runtime.full_disk import full_disk
 
 
 class JsonLines:

@@ -5,8 +5,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError, Problems, nearest
 from trainer.config.keys import Key
-from trainer.config.legacy import accepted_keys, todays_value
-from trainer.config.torchtitan import ONCE_STRINGS
+from trainer.config.torchtitan import ONCE_STRINGS, accepted_keys, todays_value
 from trainer.config.unknown import unknown_key
 from trainer.config.values import from_words, shown
 

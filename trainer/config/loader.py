@@ -17,10 +17,10 @@ from trainer.config.command_line import COMMAND_LINE, read_options, split
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.help import help_text
 from trainer.config.keys import keys_of
-from trainer.config.legacy import Settings, accepted_keys, check_absent, rewrite, todays_value
 from trainer.config.registry import with_tables
 from trainer.config.schema import JobConfig
 from trainer.config.toml import found_or_preset, with_bases
+from trainer.config.torchtitan import Settings, accepted_keys, check_absent, rewrite, todays_value
 from trainer.config.unknown import unknown_key, unknown_table
 from trainer.config.values import from_toml, in_millions, shown
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from trainer.config.keys import AT_LEAST_ONE, NOT_NEGATIVE, SECONDS, Bounds, Condition, key, needs, needs_value, unless
 
-_SHARDS = Bounds(lambda x: x >= 1 or x == -1, "at least 1, or -1 (what the other degrees leave)")
+_SHARDS = Bounds(lambda x: x == -1 or AT_LEAST_ONE.test(x), "at least 1, or -1 (what the other degrees leave)")
 SHARDED = Condition(
     lambda _, degrees: degrees.dp_shard * degrees.cp > 1,
     "where parameters are not sharded (data_parallel_shard_degree x context_parallel_degree = 1)",

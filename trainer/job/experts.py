@@ -28,7 +28,33 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
             "model.router_aux_loss_load = 'micro_batch' has no effect with model.router_aux_loss_coef = 0; set the "
             "coefficient, or leave it out"
         )
-    _check_features(config)
+    parts = {
+        "parallelism.pipeline_parallel_degree": config.parallelism.pipeline_parallel_degree,
+        "training.sequence_chunks": config.training.sequence_chunks,
+    }
+    for key, number in parts.items():
+        if load == "micro_batch" and number > 1:
+            raise ConfigError(
+                f"model.router_aux_loss_load = 'micro_batch' needs all layers' choices of a micro-batch before its "
+                f"first backward, which {key} = {number} does not have; use 1, or 'step_before'"
+            )
+    unsupported = {
+        "activation_checkpoint.mode = 'memory_budget'": (
+            config.activation_checkpoint.mode == "memory_budget",
+            "which the compiler does not see; use the mode 'selective' or 'full'",
+        ),
+        "float8.enable = true": (
+            config.float8.enable,
+            "for which torchao has no product that float8.emulate could show; leave it out",
+        ),
+        "parallelism.enable_async_tensor_parallel = true": (
+            config.parallelism.overlaps_tensor_parallel,
+            "which tensor parallelism does not cut and the compiler does not see; leave it out",
+        ),
+    }
+    for setting, (is_set, why) in unsupported.items():
+        if is_set:
+            raise ConfigError(f"{setting} does not work with the experts of model.name = {config.model.name!r}, {why}")
 
 
 def dispatch_bytes(
@@ -53,33 +79,3 @@ def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
     elsewhere = experts.number - experts.number // ep
     none_there = math.comb(elsewhere, experts.per_token) / math.comb(experts.number, experts.per_token)
     return (ep - 1) * (1 - none_there)
-
-
-def _check_features(config: JobConfig) -> None:
-    parts = {
-        "parallelism.pipeline_parallel_degree": config.parallelism.pipeline_parallel_degree,
-        "training.sequence_chunks": config.training.sequence_chunks,
-    }
-    for key, number in parts.items():
-        if config.model.router_aux_loss_load == "micro_batch" and number > 1:
-            raise ConfigError(
-                f"model.router_aux_loss_load = 'micro_batch' needs all layers' choices of a micro-batch before its "
-                f"first backward, which {key} = {number} does not have; use 1, or 'step_before'"
-            )
-    unsupported = {
-        "activation_checkpoint.mode = 'memory_budget'": (
-            config.activation_checkpoint.mode == "memory_budget",
-            "which the compiler does not see; use the mode 'selective' or 'full'",
-        ),
-        "float8.enable = true": (
-            config.float8.enable,
-            "for which torchao has no product that float8.emulate could show; leave it out",
-        ),
-        "parallelism.enable_async_tensor_parallel = true": (
-            config.parallelism.overlaps_tensor_parallel,
-            "which tensor parallelism does not cut and the compiler does not see; leave it out",
-        ),
-    }
-    for setting, (is_set, why) in unsupported.items():
-        if is_set:
-            raise ConfigError(f"{setting} does not work with the experts of model.name = {config.model.name!r}, {why}")

@@ -18,8 +18,7 @@ from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.lora import check_lora
 from trainer.job.memory import host_memory, memory_of_stage
 from trainer.job.pipeline_stages import layers_of_stages, resolve_pipeline
-from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
-from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
+from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, TaskDecisions, TaskSpec, size_words
 from trainer.job.training import check_balance, check_chunks
 from trainer.job.transforms import check_float8
 

@@ -11,8 +11,7 @@ from trainer.config.errors import ConfigError
 from trainer.families.args import ModelArgs, expert_layers, experts_of, rotary_tables
 from trainer.job.lora import adapter_sizes, weight_shapes, whole_sizes
 from trainer.job.pipeline_stages import layers_of, layers_of_stages
-from trainer.job.record import ResolvedJob
-from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
+from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, size_words
 
 _LARGEST = 2**42
 """More than any device has, in bytes."""

@@ -8,8 +8,7 @@ from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
 from trainer.job.degrees import Degrees
 from trainer.job.language import Language
-from trainer.job.record import ResolvedJob
-from trainer.job.sizes import RankMemory
+from trainer.job.record import RankMemory, ResolvedJob
 
 
 class Preferences(Language):

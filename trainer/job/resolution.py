@@ -171,10 +171,7 @@ def _check_bounds(config: JobConfig, problems: Problems) -> None:
 
 
 def _check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:
-    """Return one line for each reason why some keys that are set, other than by default, have no effect.
-
-    The feature of such a key may be off for one run. It is refused if the run would not do what the key asks for.
-    """
+    """Return one line for each reason why some keys that are set have no effect; a key with a remedy is refused."""
     notes = []
     found: dict[Condition, list[str]] = {}  # the first condition of a key that does not hold -> the keys
     for name, key in keys_of(type(config)).items():
@@ -194,10 +191,7 @@ def _told(missing: Condition, names: list[str], config: JobConfig) -> str:
 
 
 def _without_auto(config: JobConfig, device_type: str, attention: ContextParallelOptions | None) -> JobConfig:
-    """Return the configuration with decisions in the place of "auto".
-
-    The kernel stays `auto` where each tile, or the GPU, decides.
-    """
+    """Return the configuration with decisions in the place of "auto", but for a kernel that each tile decides."""
     training, optimizer, parallelism = config.training, config.optimizer, config.parallelism
     implementation = optimizer.implementation_on(device_type)
     if training.enable_cpu_offload and optimizer.implementation == "auto":

@@ -8,8 +8,7 @@ from trainer.config.writable import is_address
 from trainer.families.registry import is_folder
 from trainer.job.lora import adapter_sizes
 from trainer.job.memory import matrix_sizes
-from trainer.job.record import ResolvedJob
-from trainer.job.sizes import size_words
+from trainer.job.record import ResolvedJob, size_words
 from trainer.runtime.console import TOPIC, paragraphs
 from trainer.stores.folder import checkpoint_folder, step_to_load
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
-from trainer.job.sizes import size_words
+from trainer.job.record import size_words
 from trainer.planner.profile import Profile
 from trainer.planner.timing import Device, StepTime, step_time
 from trainer.planner.worker import Worker

@@ -20,9 +20,8 @@ from typing import IO
 from trainer.config.errors import ConfigError
 from trainer.config.loader import to_toml
 from trainer.config.schema import JobConfig
-from trainer.config.writable import is_address, nearest_existing, writable_folder
+from trainer.config.writable import full_disk, is_address, nearest_existing, writable_folder
 from trainer.runtime.console import logger
-from trainer.runtime.full_disk import full_disk
 
 LOCK_FILE = "job.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
