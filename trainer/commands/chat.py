@@ -12,7 +12,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainer.commands.generate import job_of, model_parser, sampling_of
+from trainer.commands.generate import job_of, model_parser
 from trainer.commands.options import Parser
 from trainer.commands.ranks import run
 from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, talk_options
@@ -49,7 +49,7 @@ def next_line() -> bytes:
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
     """Talk until the input ends. A collective over all ranks; rank 0 reads and prints."""
     from trainer.commands.finished_run import loaded_model
-    from trainer.components.generation import generate
+    from trainer.components.generation import Sampling, generate
     from trainer.runtime.agreement import read_once
     from trainer.runtime.process_group import set_timeout
 
@@ -74,7 +74,8 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
                 print(f"error: {error}", file=sys.stderr)
             continue
         pieces = Pieces(talk.tokenizer.decode)
-        settings = {"tokens": args.tokens, "sampling": sampling_of(args), "seed": args.seed, "ends": talk.ends}
+        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        settings = {"tokens": args.tokens, "sampling": sampling, "seed": args.seed, "ends": talk.ends}
         put = (lambda _, token, put=pieces.put: print(put(token), end="", flush=True)) if is_first else None
         (written,) = generate(model, job, dims, [prompt], **settings, on_token=put)
         if is_first:

@@ -23,7 +23,6 @@ from trainer.runtime.devices import this_machine
 if TYPE_CHECKING:
     import torch
 
-    from trainer.components.generation import Sampling
     from trainer.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -56,13 +55,6 @@ def parser() -> Parser:
     add("--chat", action="store_true", help="the prompts are messages, which the model answers by its chat template")
     talk_options(described, "with --chat: ")
     return described
-
-
-def sampling_of(args: argparse.Namespace) -> "Sampling":
-    """Return how tokens are drawn."""
-    from trainer.components.generation import Sampling
-
-    return Sampling(args.temperature, args.top_k, args.top_p)
 
 
 def prompts_of(args: argparse.Namespace) -> list[str]:
@@ -130,14 +122,15 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
     """Return each prompt and what the model writes after it, up to the end of the text. A collective over all ranks."""
-    from trainer.components.generation import generate
+    from trainer.components.generation import Sampling, generate
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 
     tokenizer = open_tokenizer(job.config.model.tokenizer_file)
     shown, prompts, ends = raise_on_all_ranks(lambda: to_write(args, job.config, tokenizer), device)
     model, dims = loaded_model(job, device)
-    settings = {"tokens": args.tokens, "sampling": sampling_of(args), "seed": args.seed, "ends": ends}
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    settings = {"tokens": args.tokens, "sampling": sampling, "seed": args.seed, "ends": ends}
     written = generate(model, job, dims, prompts, **settings)
     return "\n\n".join(text + tokenizer.decode(more) for text, more in zip(shown, written, strict=True))
 

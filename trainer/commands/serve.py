@@ -25,7 +25,7 @@ from trainer.commands.generate import job_of, model_parser
 from trainer.commands.openai_format import Ended, Reply, Request, request_of
 from trainer.commands.options import Parser, number
 from trainer.commands.ranks import run
-from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, argument_option, ends_of, text_tokens
+from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, ends_of, talk_options, text_tokens
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.job import ResolvedJob
@@ -42,7 +42,7 @@ def parser() -> Parser:
     add = described.add_argument
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: from other machines (default: 127.0.0.1)")
     add("--port", type=number(int, 1, most=65535), default=8000, help="port to listen at (default: 8000)")
-    argument_option(described)
+    talk_options(described, tools=False)
     return described
 
 

@@ -34,15 +34,10 @@ def text_tokens(tokenizer: "Tokenizer", text: str) -> list[int]:
     return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
 
 
-def talk_options(described: Parser, when: str = "") -> None:
-    """Add the options of how a model is talked to."""
-    add = described.add_argument
-    add("--tools", type=Path, metavar="FILE", help=f"{when}tools of the model, a list in JSON")
-    argument_option(described, when)
-
-
-def argument_option(described: Parser, when: str = "") -> None:
-    """Add the option for arguments of the chat template."""
+def talk_options(described: Parser, when: str = "", *, tools: bool = True) -> None:
+    """Add the options of how a model is talked to. tools: whether the command, and not each request, brings them."""
+    if tools:
+        described.add_argument("--tools", type=Path, metavar="FILE", help=f"{when}tools of the model, a list in JSON")
     text = f"{when}argument of the chat template, as enable_thinking=false; may be given again"
     described.add_argument("--argument", action="append", default=[], metavar="NAME=VALUE", help=text)
 

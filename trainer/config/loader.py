@@ -59,7 +59,11 @@ def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig) -> 
         raise SystemExit(0)
     check_config, print_config = options.values.pop("check_config", False), options.values.pop("print_config", False)
     world_size = options.values.pop("world_size", None)
-    problems.check(_check_world_size, world_size, check_config=check_config)
+    with problems.collected():
+        if world_size is not None and world_size < 1:
+            raise ConfigError(f"--world-size {world_size} must be the number of ranks, at least 1, such as 8")
+        if world_size is not None and not check_config:
+            raise ConfigError(f"--world-size {world_size} needs --check-config; add it")
     line = problems.check(rewrite, options.values, COMMAND_LINE)
     file, name = Settings(), options.values.get("job.config_file")
     if name is not None:
@@ -177,13 +181,6 @@ def to_toml(config: JobConfig) -> str:
     import tomli_w  # here: a machine without it can train
 
     return tomli_w.dumps(tables)
-
-
-def _check_world_size(world_size: int | None, *, check_config: bool) -> None:
-    if world_size is not None and world_size < 1:
-        raise ConfigError(f"--world-size {world_size} must be the number of ranks, at least 1, such as 8")
-    if world_size is not None and not check_config:
-        raise ConfigError(f"--world-size {world_size} needs --check-config; add it")
 
 
 def _build(values: dict[str, object], schema: type[JobConfig]) -> JobConfig:

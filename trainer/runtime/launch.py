@@ -46,7 +46,17 @@ def main(argv: list[str] | None = None) -> int:
 
     After a signal the code is 0 if all ranks ended in good order, else 128 + the signal's number.
     """
-    given, train_arguments = _parser().parse_known_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="trainer.runtime.launch",
+        description="Start one process per rank of this node; what is not listed here goes to train.py.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nproc-per-node", required=True, help="ranks on this node")
+    parser.add_argument("--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)")
+    parser.add_argument("--program", help="module that each rank runs (default: the training of train.py)")
+    text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is reported as crashed"
+    parser.add_argument("--flight-records", type=Path, help=text)
+    given, train_arguments = parser.parse_known_args(argv)
     try:
         ranks = whole_number("--nproc-per-node", given.nproc_per_node, such_as="--nproc-per-node 2")
         timeout = whole_number("--start-timeout", given.start_timeout, such_as="--start-timeout 300")
@@ -264,20 +274,6 @@ def _children() -> list[int]:
         with suppress(FileNotFoundError):  # the thread may have ended
             found += map(int, (task / "children").read_text().split())
     return found
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trainer.runtime.launch",
-        description="Start one process per rank of this node; what is not listed here goes to train.py.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--nproc-per-node", required=True, help="ranks on this node")
-    parser.add_argument("--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)")
-    parser.add_argument("--program", help="module that each rank runs (default: the training of train.py)")
-    text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is reported as crashed"
-    parser.add_argument("--flight-records", type=Path, help=text)
-    return parser
 
 
 if __name__ == "__main__":
