@@ -121,7 +121,7 @@ PLANNER = (
         "a check does not trace",
         "trainer/commands/check.py",
         "    check(command, start)\n    if not command.print_config:",
-        "if False:",
+        "    check(command, start)\n    if False:",
         "tests/unit/test_start.py",
     ),
 )
