@@ -8,8 +8,8 @@ import numpy as np
 
 from tests.numbered import Ids
 from trainer.data.loader import BatchLoader
-from trainer.data.packing.concatenate import DocumentStream
 from trainer.data.packing.sequence import PackedSequence
+from trainer.data.packing.streams import DocumentStream
 
 
 class _InOrder(DocumentStream):

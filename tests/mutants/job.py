@@ -25,7 +25,7 @@ DATA = (
     ),
     Mutant(
         "documents are assigned in the order in which they were read",
-        "trainer/data/balance.py",
+        "trainer/tasks/balanced_batches.py",
         'np.argsort(-lengths, kind="stable")',
         "np.arange(len(lengths))",
         "tests/unit/test_step_balance.py",
@@ -123,7 +123,7 @@ DATA = (
     ),
     Mutant(
         "check sums of documents are not compared",
-        "trainer/data/token_files/reader.py",
+        "trainer/data/token_files/format.py",
         "if zlib.crc32(answers, zlib.crc32(content)) != known:",
         "if False:",
         "tests/unit/test_token_files.py",
@@ -214,7 +214,7 @@ DATA = (
     ),
     Mutant(
         "a resumed stream begins its document again",
-        "trainer/data/packing/concatenate.py",
+        "trainer/data/packing/streams.py",
         '"token": self._token, "samples"',
         '"token": 0, "samples"',
         "tests/unit/test_data_loader.py",

@@ -358,7 +358,7 @@ GRADIENTS = (
     ),
     Mutant(
         "the first step of the warm-up learns nothing",
-        "trainer/components/lr_scheduler.py",
+        "trainer/components/optimizer.py",
         "return (step + 1) / (config.warmup_steps + 1)",
         "return step / (config.warmup_steps + 1)",
         "tests/unit/test_components.py",
@@ -525,14 +525,14 @@ EVALUATION = (
     ),
     Mutant(
         "what fills up a prompt is seen by the tokens behind it",
-        "trainer/components/generation_cache.py",
+        "trainer/components/generation.py",
         "torch.where(rows < self.lengths[:, None], rows, -1)",
         "rows",
         "tests/distributed/test_generation.py::test_drawn_tokens_follow_the_seed_and_the_number_of_the_prompt",
     ),
     Mutant(
         "every context-parallel rank keeps each new token",
-        "trainer/components/generation_cache.py",
+        "trainer/components/generation.py",
         "self._new if self._runs % self._cp.size() == self._cp.get_local_rank() else 0",
         "self._new",
         "tests/distributed/test_generation.py::test_context_parallel_ranks_write_the_same",
@@ -543,7 +543,7 @@ _VALIDATION = "tests/distributed/test_validation.py"
 VALIDATION = (
     Mutant(
         "a validation takes the float8 scales of the weights before the update",
-        "trainer/tasks/validation.py",
+        "trainer/tasks/evaluation.py",
         "        precompute_scales(part, task.config.float8)",
         "        pass",
         f"{_VALIDATION}::test_weights_are_scaled_again_for_float8",
@@ -557,7 +557,7 @@ VALIDATION = (
     ),
     Mutant(
         "rows that fill up the last batch of a validation count",
-        "trainer/tasks/validation.py",
+        "trainer/tasks/evaluation.py",
         '        arrays["labels"][len(mine) :] = IGNORE_INDEX\n',
         "",
         f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
@@ -617,7 +617,7 @@ PREFERENCES = (
     ),
     Mutant(
         "a pair that is too long is cut",
-        "trainer/data/packing/whole.py",
+        "trainer/data/packing/streams.py",
         "return [sample] if kept and all(part.any() for part in parts) else []",
         "return [Sample(tokens[:seq_len], labels[:seq_len], lengths)] if all(part.any() for part in parts) else []",
         f"{_PAIRS_OF}::test_a_pair_is_two_documents_of_one_sequence",

@@ -14,7 +14,7 @@ import tests.numbered
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader
 from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
-from trainer.data.packing.whole import WINDOW, TooLong, WholeStream
+from trainer.data.packing.streams import WINDOW, TooLong, WholeStream
 from trainer.data.text_data import TextData
 from trainer.data.tokenizers.encoders import Encoded
 

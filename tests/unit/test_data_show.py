@@ -9,10 +9,10 @@ from tests.chat_files import CHATML, chat_folder, conversations, write_lines
 from trainer.commands.data import main, shortened
 from trainer.commands.main import main as lct
 from trainer.data import DataSettings, open_text, open_tokenizer
-from trainer.data.contents import LENGTHS, Contents, contents_of, summary
 from trainer.data.loader import BatchLoader
+from trainer.data.mixture import LENGTHS, Contents, contents_of, summary
 from trainer.data.packing.sequence import IGNORE_INDEX
-from trainer.data.packing.whole import TooLong
+from trainer.data.packing.streams import TooLong
 from trainer.data.text_data import TextData
 
 LINES = conversations(40)

@@ -28,8 +28,7 @@ from trainer.hugging_face.reader import HFReader
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.models.model_spec import hf_model, model_spec
-from trainer.stores.folder import RunState, check_same_model, model_description
-from trainer.stores.initial import check_initial_weights
+from trainer.stores.folder import RunState, check_initial_weights, check_same_model, model_description
 
 _OLD = {"rope_theta", "rope_scaling", "num_experts", "partial_rotary_factor"}
 """Names of before transformers 5."""

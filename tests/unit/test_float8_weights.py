@@ -17,8 +17,7 @@ from trainer.families.decoder_args import TransformerArgs
 from trainer.families.registry import hf_config
 from trainer.hugging_face.config_json import read_config
 from trainer.hugging_face.new_tokens import add_tokens
-from trainer.hugging_face.quantised import scaled
-from trainer.hugging_face.reader import HFReader
+from trainer.hugging_face.reader import HFReader, scaled
 from trainer.models.model_spec import hf_model, model_spec
 
 KEPT = ("embed_tokens", "lm_head", "norm", "bias", "mlp.gate.weight", "block_sparse_moe.gate", "A_log", "conv1d")

@@ -17,7 +17,7 @@ from trainer.data.packing.sequence import IGNORE_INDEX, sample_of
 from trainer.data.sources.registry import DataSettings
 from trainer.data.text_data import open_text
 from trainer.data.token_files.catalog import open_documents
-from trainer.data.token_files.reader import Pairs
+from trainer.data.token_files.format import Pairs
 from trainer.data.tokenizers.encoders import Encoded
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer.data.balance import Assignment, assign, document_costs
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
+from trainer.tasks.balanced_batches import Assignment, assign, document_costs
 
 LONGEST = 32768
 

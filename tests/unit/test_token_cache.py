@@ -18,7 +18,7 @@ from tests.chat_files import CHATML, chat_folder, conversations, write_lines
 from tests.numbered import Numbers, write_pair
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.packing.whole import TooLong
+from trainer.data.packing.streams import TooLong
 from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.text_data import TextData, open_text
 from trainer.data.token_files import made

@@ -22,8 +22,8 @@ from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.sources.registry import all_documents, files_of, source_of
 from trainer.data.token_files import made as module
 from trainer.data.token_files.catalog import check_data, open_documents
+from trainer.data.token_files.format import TokenFiles
 from trainer.data.token_files.made import write_shard
-from trainer.data.token_files.reader import TokenFiles
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 TEXTS = ["eins zwei", "", "drei\nä \U0001f600", "x" * 3000, "vier", "fünf sechs sieben", "y " * 500]

@@ -26,8 +26,7 @@ from trainer.checkpoint.export import write_hf
 from trainer.checkpoint.files import WholeState, Writer
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
-from trainer.components.lr_scheduler import restart_lr_scheduler
-from trainer.components.optimizer import ensure_state
+from trainer.components.optimizer import ensure_state, restart_lr_scheduler
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.writable import full_disk, nearest_existing
 from trainer.data.loader import BatchLoader
@@ -43,13 +42,13 @@ from trainer.stores.folder import (
     BEST_FILE,
     RunState,
     best_saved,
+    check_initial_weights,
     checkpoint_folder,
     model_description,
     states_of,
     step_to_load,
     unreadable,
 )
-from trainer.stores.initial import check_initial_weights
 from trainer.stores.remote import named_step
 from trainer.stores.store import Place, Store, reason_of
 

@@ -21,7 +21,7 @@ from trainer.hugging_face.tensors import HFTensor, Shape
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
 from trainer.job.lora import adapter_names, adapter_shapes, whole_sizes
 from trainer.models.model_spec import hf_model, model_spec
-from trainer.stores.initial import hf_folder
+from trainer.stores.folder import hf_folder
 from trainer.transforms.lora import merged
 
 _STACKED = {"w13": "gate_up_proj", "w2": "down_proj"}

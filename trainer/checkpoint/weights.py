@@ -19,6 +19,7 @@ from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.folder import (
     RunState,
     check_fits,
+    check_initial_weights,
     checkpoint_folder,
     parse_state,
     read_state,
@@ -26,7 +27,6 @@ from trainer.stores.folder import (
     step_to_load,
     unreadable,
 )
-from trainer.stores.initial import check_initial_weights
 from trainer.stores.remote import named_step, saved_step
 from trainer.stores.store import Store
 from trainer.transforms.float8 import without_float8_cast

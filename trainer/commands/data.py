@@ -23,7 +23,7 @@ from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.data.contents import contents_of, runs_of, table
+from trainer.data.mixture import contents_of, runs_of, table
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.families.registry import from_path
 from trainer.runtime.console import set_up_logging

@@ -11,7 +11,7 @@ from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.chat_template import ChatTemplate, end_ids, find_template
-from trainer.stores.initial import hf_folder
+from trainer.stores.folder import hf_folder
 
 if TYPE_CHECKING:
     from trainer.data.tokenizers.tokenizer import Tokenizer

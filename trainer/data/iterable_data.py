@@ -20,8 +20,7 @@ from torchdata.stateful_dataloader.stateful import Stateful
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import AGAIN, StreamState, streams_of_rank
-from trainer.data.packing.concatenate import DocumentStream
-from trainer.data.packing.whole import WholeStream
+from trainer.data.packing.streams import DocumentStream, WholeStream
 from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.token_files.made import made_by

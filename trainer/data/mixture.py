@@ -1,4 +1,4 @@
-"""Several data sets by weights. Torch-free.
+"""Several data sets by weights, and what data sets hold. Torch-free.
 
 Global sample i is of the source in whose part of [0, 1) the number i x golden ratio (mod 1) lies; the parts are as long
 as the weights. So each source has its share of any stretch of samples, up to a few, on any number of ranks, and nothing
@@ -14,13 +14,16 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.order.streams import AGAIN, StreamState
 from trainer.data.packing.sequence import PackedSequence
 from trainer.data.text_data import TextData, TextStream, open_text, training_data
+from trainer.data.token_files.format import TokenFiles
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 
@@ -142,3 +145,73 @@ def open_training_data(config: JobConfig, catalogs: Sequence[str | None] | None 
     parts = [open_text(one, config.training.packing, catalog) for one, catalog in given]
     names = config.mixture.names
     return Mixture(dict(zip(names, parts, strict=True)), config.mixture.weights) if names else parts[0]
+
+
+# ---- what data sets hold
+
+LENGTHS = tuple(2**n for n in range(14, 19))
+"""Lengths of sequences of the retention curve: 16k .. 256k tokens."""
+QUICK = 10**7
+"""Documents that are counted at the start of a run: 80 MB of lengths, and a second."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """lengths: (n,) tokens of each document that has some; learned: tokens with a label."""
+
+    lengths: np.ndarray
+    learned: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def whole(self, length: int) -> float:
+        """Return the share of documents of at most `length` tokens: the retention."""
+        return float((self.lengths <= length).mean()) if len(self.lengths) else 1.0
+
+
+def contents_of(data: TextData | Mixture) -> dict[str, Contents]:
+    """Return the content of each source by name, "" if there is one; none of an iterable, which has no files."""
+    parts = data.parts if isinstance(data, Mixture) else {"": data}
+    return {name: _contents(part.source) for name, part in parts.items() if isinstance(part, TextData)}
+
+
+def _contents(source: TokenFiles) -> Contents:
+    lengths = source.lengths()
+    lengths, learned = lengths[lengths > 0], source.answers()
+    return Contents(lengths, int((lengths - 1).sum()) if learned is None else learned)
+
+
+def summary(found: Mapping[str, Contents], seq_len: int) -> str:
+    """Return the sums of all sources in a line, and below it the table if there are several."""
+    lengths = np.concatenate([one.lengths for one in found.values()])
+    learned, total = sum(one.learned for one in found.values()), Contents(lengths, 0)
+    line = (
+        f"{len(lengths):,} documents, {total.tokens:,} tokens, {learned / max(total.tokens, 1):.1%} learned; "
+        f"{total.whole(seq_len):.1%} of the documents have at most {seq_len:,} tokens"
+    )
+    return line if len(found) < 2 else f"{line}\n{table(found, seq_len)}"
+
+
+def table(found: Mapping[str, Contents], seq_len: int) -> str:
+    """Return a table, a row each source: counts, and the share of documents that are whole by length of a sequence."""
+    lengths = sorted({*LENGTHS, seq_len})
+    names = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths]
+    rows = [["source", "documents", "tokens", "learned", "median", "longest", *names]]
+    for name, one in found.items():
+        median, longest = (int(np.median(one.lengths)), int(one.lengths.max())) if len(one.lengths) else (0, 0)
+        counts = (f"{n:,}" for n in (len(one.lengths), one.tokens))
+        shares = (f"{one.whole(n):.1%}" for n in lengths)
+        learned = f"{one.learned / max(one.tokens, 1):.1%}"
+        rows.append([name or "all", *counts, learned, f"{median:,}", f"{longest:,}", *shares])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(["share of documents that are whole, by length of a sequence, on the right", *lines])
+
+
+def runs_of(marks: np.ndarray) -> list[tuple[int, int, bool]]:
+    """Return [start, stop) and value of each run of equal marks. marks: (n,) bool."""
+    edges: Sequence[int] = [0, *(np.flatnonzero(marks[1:] != marks[:-1]) + 1).tolist(), len(marks)]
+    return [(start, stop, bool(marks[start])) for start, stop in pairwise(edges) if stop > start]

@@ -10,13 +10,12 @@ from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.order.streams import AGAIN, assigned
-from trainer.data.packing.concatenate import DocumentStream
-from trainer.data.packing.whole import TooLong, WholeStream
+from trainer.data.packing.streams import DocumentStream, TooLong, WholeStream
 from trainer.data.sources.files import DataKeys, cache_folder
 from trainer.data.sources.registry import DataSettings, check_streams, files_of, source_of
 from trainer.data.token_files.catalog import open_documents
+from trainer.data.token_files.format import Pairs, TokenFiles
 from trainer.data.token_files.made import described
-from trainer.data.token_files.reader import Pairs, TokenFiles
 from trainer.runtime.console import logger
 
 

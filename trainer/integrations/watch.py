@@ -7,24 +7,131 @@ layer that did not, although others did, either mixes no tokens or mixes them wh
 
 import inspect
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.distributed.sharding.exchange import all_reduce
+from trainer.distributed.sharding.tensors import version_of
 from trainer.integrations import inspection
 from trainer.integrations.calls import Call, outside_of_graphs
 from trainer.integrations.inspection import Allowed
-from trainer.integrations.positions import Positions, depends_on_length, lengthened, shortened
 from trainer.integrations.scans import bind
+
+_RESTARTED, _NOT_GLOBAL, _NOT_BY_DOCUMENT = 1, 2, 4
+
+
+class Positions:
+    """The positions that a model was seen to use on this rank.
+
+    A model without positions counts a rank's part of the sequence from 0. This is right if the part begins a sequence
+    or a document, and only if the other ranks count in the same way. So the ranks compare their `flags`.
+    """
+
+    def __init__(self, live: LivePlan) -> None:
+        tokens = live.layout.indices(live.mesh.get_local_rank())
+        self._global = torch.from_numpy(tokens)
+        starts = [tokens] if live.mask is None else list(_places_in_documents(live, tokens))
+        self._by_document = [torch.from_numpy(x) for x in starts]
+        self._last: tuple[weakref.ref, int] | None = None
+        self.flags = 0
+
+    def see(self, positions: object) -> bool:
+        """Check a value that may be positions: an integer tensor (..., tokens of this rank).
+
+        Return whether it may be, and was not checked just before. No shape decides this, so that ranks agree.
+        """
+        if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
+            return False
+        version = version_of(positions)
+        if self._last is not None and self._last[0]() is positions and self._last[1] == version:
+            return False
+        self._last = weakref.ref(positions), version
+        self._compare(positions)
+        return True
+
+    def _compare(self, positions: torch.Tensor) -> None:
+        if positions.ndim == 0 or positions.shape[-1] != len(self._global):
+            return
+        x = positions.detach().reshape(-1, positions.shape[-1]).to("cpu", torch.int64)
+        is_global = bool(_agree(x, self._global).all())
+        is_by_document = bool(torch.stack([_agree(x, places) for places in self._by_document]).any(0).all())
+        restarted = not is_global and bool(_agree(x, torch.arange(x.shape[1])).all())
+        if is_global or is_by_document or restarted:
+            self.flags |= _RESTARTED * restarted | _NOT_GLOBAL * (not is_global)
+            self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)
+
+    def refusal_of_ranks(self, flags: list[int]) -> str | None:
+        """Return why positions are wrong, by the flags of all ranks, or None if all count the sequence or documents."""
+        self.flags = 0
+        if reduce(or_, flags) != _RESTARTED | _NOT_GLOBAL | _NOT_BY_DOCUMENT:
+            return None
+        return (
+            f"the model counts positions from 0 on rank(s) {[rank for rank, x in enumerate(flags) if x & _RESTARTED]} "
+            "of the group, where its tokens are not the sequence's first; give it global `position_ids`, cut as a "
+            "buffer of `context_parallel`, or those of documents together with their mask"
+        )
+
+
+def _agree(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return for each row of x (rows, n) whether it is `places` (n,) plus an offset, which some tables have."""
+    offset = x - places
+    return (offset == offset[:, :1]).all(1) & (offset[:, 0] >= 0)
+
+
+def _places_in_documents(live: LivePlan, tokens: np.ndarray) -> list[np.ndarray]:
+    """Return, for each sequence of the mask, the places of tokens counted from the first key that each may see."""
+    places = []
+    for number in range(live.mask.sequences):
+        bands = live.mask.sequence(number).bands
+        starts = np.array([band.q_start for band in bands], dtype=np.int64)
+        band = np.searchsorted(starts, tokens, side="right") - 1
+        firsts = np.array([band.kv_start for band in bands], dtype=np.int64)
+        places.append(np.where(band >= 0, tokens - firsts[np.maximum(band, 0)], tokens) if len(bands) else tokens)
+    return places
+
+
+# ---- transformers' `dynamic` and `longrope`: frequencies depend on max(position_ids) + 1
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Return whether a module's table depends on the largest position, of which a rank has its part only."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def lengthened(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """Return a rotary module's arguments with the largest position of all ranks appended; a collective."""
+    positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+    if not isinstance(positions, torch.Tensor) or positions.ndim < 2:
+        raise ContextParallelError(
+            f"{type(module).__name__} has a rotary table that depends on the largest position, and was called "
+            "without `position_ids`; use another rope_type, such as 'linear', 'yarn' or 'llama3'"
+        )
+    largest = all_reduce(positions.max().reshape(1), mesh, "max")
+    longer = torch.cat([positions, largest.expand(*positions.shape[:-1], 1)], dim=-1)
+    if "position_ids" in kwargs:
+        return args, kwargs | {"position_ids": longer}
+    return (args[0], longer, *args[2:]), kwargs
+
+
+def shortened(module: nn.Module, args: tuple, kwargs: dict[str, Any], table: Any) -> Any:
+    """Return a rotary module's table, or tables, without the row of the position that `lengthened` appended."""
+    return table[..., :-1, :] if isinstance(table, torch.Tensor) else tuple(x[..., :-1, :] for x in table)
 
 
 class ModelWatch:

@@ -28,7 +28,7 @@ from trainer.job.training import (
     check_trackers,
 )
 from trainer.job.transforms import check_activation_checkpoint, resolve_compilation
-from trainer.stores.initial import check_initial_weights
+from trainer.stores.folder import check_initial_weights
 
 TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
 _OF_TOKENS: dict[str, TaskSpec] = {"preferences": Preferences()}

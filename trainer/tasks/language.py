@@ -11,10 +11,8 @@ import torch
 
 from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
-from trainer.data.balance import document_costs
-from trainer.data.contents import QUICK, contents_of, summary
 from trainer.data.loader import BatchLoader, Loader, TextBatch, batch_hash
-from trainer.data.mixture import open_training_data, positions_of
+from trainer.data.mixture import QUICK, contents_of, open_training_data, positions_of, summary
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.data.text_data import training_data
 from trainer.data.token_files.catalog import catalog_of
@@ -32,7 +30,7 @@ from trainer.models.model_spec import Decoder, model_spec
 from trainer.observer import Observer
 from trainer.runtime.agreement import once_a_node, raise_on_all_ranks
 from trainer.runtime.console import logger
-from trainer.tasks.balanced_batches import BalancedBatches, Step
+from trainer.tasks.balanced_batches import BalancedBatches, Step, document_costs
 from trainer.tasks.multi_token import FirstLosses, FurtherTokens
 from trainer.tasks.task import RankInputs
 from trainer.transforms.compile import compiled_loss

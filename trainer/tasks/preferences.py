@@ -30,9 +30,9 @@ from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Decoder
 from trainer.observer import Observer
 from trainer.runtime.console import logger
+from trainer.tasks.evaluation import reshard
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
-from trainer.tasks.validation import reshard
 from trainer.transforms.lora import without_adapters
 
 

@@ -19,9 +19,8 @@ from trainer.config.errors import ConfigError
 from trainer.data.sources.files import cache_folder, contents, number_of, reading, write_whole
 from trainer.data.sources.records import BadRecord
 from trainer.data.sources.registry import DataSettings, all_documents, check_source, check_streams, files_of, source_of
-from trainer.data.token_files.format import MANIFEST, UNFINISHED, Pair, checked_pair, open_pair
+from trainer.data.token_files.format import MANIFEST, UNFINISHED, Catalog, Pair, TokenFiles, checked_pair, open_pair
 from trainer.data.token_files.made import cached, made_by
-from trainer.data.token_files.reader import Catalog, TokenFiles
 from trainer.data.tokenizers.encoders import Encoded
 from trainer.data.tokenizers.tokenizer import tokenizer_hash, vocab_size_of
 
