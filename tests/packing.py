@@ -8,8 +8,7 @@ import numpy as np
 
 from tests.numbered import Ids
 from trainer.data.loader import BatchLoader
-from trainer.data.packing.sequence import PackedSequence
-from trainer.data.packing.streams import DocumentStream
+from trainer.data.packing import DocumentStream, PackedSequence
 
 
 class _InOrder(DocumentStream):

@@ -25,7 +25,7 @@ from trainer.data.tokenizers.chat_template import TEMPLATES
 from trainer.distributed.context_parallel.planning.methods import METHODS, Method
 from trainer.families.args import ModelArgs
 from trainer.families.registry import MODELS, Family
-from trainer.hugging_face.config_json import HFConfig
+from trainer.hugging_face.files import HFConfig
 from trainer.job.record import TaskSpec
 from trainer.job.resolution import TASKS
 from trainer.observer import OBSERVERS

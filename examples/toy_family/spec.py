@@ -8,7 +8,7 @@ from examples.toy_family.args import ToyArgs
 from examples.toy_family.model import ToyDecoder
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.hugging_face.tensors import HFTensor
+from trainer.hugging_face.files import HFTensor
 from trainer.models.model_spec import ModelSpec
 from trainer.models.parallelize import keep_stage, parallelize_decoder
 from trainer.observer import Observer

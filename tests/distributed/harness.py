@@ -25,7 +25,7 @@ from tests.hf_families import MODELS
 from trainer.config.data import CONVERSATIONS
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
@@ -143,8 +143,10 @@ class MadeRows(LanguageTask):
         super().__init__(job, dims)
         self.fault = fault
 
-    def open_loader(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Rows:
-        return Rows(partial(self.batches_of_rows, plan))
+    def open_loader(
+        self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None = None, exchange: Callable = iter
+    ) -> Rows:
+        return Rows(lambda: exchange(self.batches_of_rows(plan)))
 
     def batches_of_rows(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Iterator[Batch]:
         training = self.config.training

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tests.distributed.pool import WorkerPool
 from trainer.config.loader import parse_command_line
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.mask import documents
 from trainer.distributed.context_parallel.planning.options import ContextParallelError

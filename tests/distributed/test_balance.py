@@ -21,7 +21,7 @@ from tests.slow import slow
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.data.token_files.format import open_pair
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.degrees import resolve_degrees
@@ -114,9 +114,7 @@ def test_the_comparison_sees_a_wrong_assignment(pool: WorkerPool, fault: str) ->
 
 
 class Sequences:
-    """A loader of sequences of 64 tokens: rank r has documents of 4 + 4 r tokens; each token names its document."""
-
-    epoch = 0.5
+    """Batches of 64 tokens: rank r has documents of 4 + 4 r tokens; each token names its document."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -130,9 +128,6 @@ class Sequences:
             yield {"tokens": tokens[None], "labels": labels[None], "document_ids": ids[None]}
             number += 1
 
-    def state_dict(self) -> dict[int, dict[str, int]]:
-        return {self.rank: {"samples": 1}}
-
 
 def exchanged() -> list[dict[str, torch.Tensor]]:
     with process_group(Process.from_environment(), Comm()):
@@ -141,7 +136,8 @@ def exchanged() -> list[dict[str, torch.Tensor]]:
 
 def balanced_batches_of(group: dist.ProcessGroup) -> Iterator[dict[str, torch.Tensor]]:
     step = Step(micro_batches=3, multiple_of=8, least=8, most=80, costs=lambda n: n + n**2 / 8)
-    return iter(BalancedBatches(Sequences(group.rank()), step, group, plan=lambda arrays: arrays["tokens"].shape))
+    balanced = BalancedBatches(step, group, plan=lambda arrays: arrays["tokens"].shape)
+    return balanced(iter(Sequences(group.rank())))
 
 
 def cost_of(batch: dict[str, torch.Tensor]) -> float:

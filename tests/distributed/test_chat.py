@@ -17,7 +17,7 @@ from tests.slow import slow
 from trainer.components.loss import token_losses
 from trainer.components.metrics import ValidationResult
 from trainer.config.loader import parse_command_line
-from trainer.data.packing.sequence import IGNORE_INDEX, sample_of
+from trainer.data.packing import IGNORE_INDEX, sample_of
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer

@@ -19,7 +19,7 @@ from tests.distributed.harness import whole
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint import files as checkpoint_files
+from trainer.checkpoint import weights
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -156,7 +156,7 @@ def test_any_number_of_data_parallel_ranks_resumes_with_the_same_samples(pool: W
 def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, dict, list[int], list[int]]:
     """Train on while the writer is held up; what is saved must be the state of its own step."""
     trained = threading.Event()
-    write = checkpoint_files.Writer.write_data
+    write = weights.Writer.write_data
 
     def held_up(writer, *rest):
         assert trained.wait(60)
@@ -164,7 +164,7 @@ def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, 
 
     with trainer_in(folder, [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=1"]) as trainer:
         path = Path(folder) / "checkpoint"
-        with mock.patch.object(checkpoint_files.Writer, "write_data", held_up):
+        with mock.patch.object(weights.Writer, "write_data", held_up):
             trainer.train_step(1)
             wanted = whole_state(trainer)
             assert trainer.checkpoint.save(1, tokens_seen=0)
@@ -222,7 +222,7 @@ def test_the_memory_of_copies_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
 
 def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str, str, list[int]]:
     """Rank `rank` cannot write, with this error; where it arrives, and how it reads."""
-    target = (checkpoint_files.Writer, "write_data") if rank else (LocalStore, "publish")
+    target = (weights.Writer, "write_data") if rank else (LocalStore, "publish")
     broken = getattr(*target)
 
     def no_space(*_: object) -> None:

@@ -23,7 +23,7 @@ from trainer.commands.evaluate import checked, evaluate
 from trainer.commands.finished_run import loaded_model
 from trainer.config.schema import JobConfig, Training
 from trainer.data.evaluation import NeedlePrompt, long_documents, needle_prompts
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import documents_in_order
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer

@@ -12,7 +12,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_experts import COMPILED, DOCUMENTS, EXPERTS, FAMILY, ac, ep
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
-from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.models import moe
 from trainer.models.moe import Router

@@ -28,7 +28,7 @@ from tests.slow import slow
 from trainer.checkpoint.checkpointer import CheckpointError
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import RopeScaling
 from trainer.families.registry import hf_families

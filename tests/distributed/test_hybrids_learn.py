@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed import harness
 from tests.distributed.pool import WorkerPool
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import LayerKind

@@ -19,7 +19,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import merged, same, trainer_in, whole_state
 from tests.distributed.test_checkpoint_layouts import LAYOUTS
 from trainer.components.step_outcome import StepTotals, TrainingError
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.stores.store import LocalStore
 from trainer.tasks.language import SourceLosses
 from trainer.trainer import Trainer

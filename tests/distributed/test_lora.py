@@ -26,7 +26,7 @@ from trainer.commands.evaluate import checked
 from trainer.commands.finished_run import loaded_model, text_configuration
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group

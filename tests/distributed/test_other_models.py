@@ -29,7 +29,7 @@ from tests.distributed.other_models import (
 )
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations import interception

@@ -23,7 +23,7 @@ from tests.hf_decoders import in_float64
 from tests.hf_experts import hf_experts
 from tests.slow import slow
 from tests.unit.test_expert_hugging_face import QWEN
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.sharding.placement import summed
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.tasks import preferences

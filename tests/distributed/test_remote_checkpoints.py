@@ -19,7 +19,7 @@ from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
 from trainer.commands import convert, verify
 from trainer.families.registry import MODELS
 from trainer.runtime.process_group import Process
-from trainer.stores.remote import RemoteStore, store_of
+from trainer.stores.store import RemoteStore, store_of
 
 FSDP2, TP2 = LAYOUTS["fsdp2"][1], LAYOUTS["tp2"][1]
 Variables = dict[str, str]
@@ -71,7 +71,7 @@ def test_any_layout_resumes_from_what_another_saved(
 
 def killed_case(folder: str, arguments: list[str], rank: int) -> None:
     """Rank `rank` is killed in the second save: 0 before it publishes, another one before it has written."""
-    target = "trainer.stores.remote.RemoteStore.publish" if rank == 0 else "trainer.checkpoint.files.Writer.write_data"
+    target = "trainer.stores.store.RemoteStore.publish" if rank == 0 else "trainer.checkpoint.weights.Writer.write_data"
     with trainer_in(folder, arguments) as trainer:
         trainer.train_step(1)
         trainer.checkpoint.save(1, tokens_seen=0, due=True)

@@ -21,21 +21,21 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a sum of damaged bytes is not looked at",
-        "trainer/checkpoint/files.py",
+        "trainer/checkpoint/weights.py",
         "if archive.testzip() is not None:",
         "if archive.testzip() == 0:",
         "tests/unit/test_checkpoint_files.py",
     ),
     Mutant(
         "what is no tensor is unpickled",
-        "trainer/checkpoint/files.py",
+        "trainer/checkpoint/weights.py",
         'raise ValueError(f"{read_item.storage_index.fqn} is no tensor")',
         "super().load_bytes(read_item, value)",
         "tests/unit/test_checkpoint_files.py",
     ),
     Mutant(
         "a checkpoint in a store is half removed while it still looks whole",
-        "trainer/stores/remote.py",
+        "trainer/stores/store.py",
         """            self.remove_file(path / STATE_FILE)
         if ours""",
         """            pass
@@ -44,21 +44,21 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a save in a store does not say that it has begun",
-        "trainer/stores/remote.py",
+        "trainer/stores/store.py",
         "        self.write(self.step(step) / SAVING_FILE, claim.encode())\n",
         "",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "of two jobs that save to one name in a store both are published",
-        "trainer/stores/remote.py",
+        "trainer/stores/store.py",
         'raise OSError(errno.EBUSY, "another job saves there, too")',
         "pass",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "half an object appears in a store after an error",
-        "trainer/stores/remote.py",
+        "trainer/stores/store.py",
         "                stream.discard()",
         "                stream.close()",
         "tests/unit/test_remote_folder.py",
@@ -86,7 +86,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "the check sum of the metadata is not compared",
-        "trainer/checkpoint/files.py",
+        "trainer/checkpoint/weights.py",
         "if state.sums.get(METADATA) not in (None, zlib.crc32(content)):",
         "if state.sums is None:",
         "tests/unit/test_checkpoint_files.py",

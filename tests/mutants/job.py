@@ -130,14 +130,14 @@ DATA = (
     ),
     Mutant(
         "neighbours of an order stay neighbours",
-        "trainer/data/order/permutation.py",
+        "trainer/data/order/streams.py",
         "_ROUNDS = 4 ",
         "_ROUNDS = 1 ",
         "tests/unit/test_permutation.py",
     ),
     Mutant(
         "places behind the last item are items",
-        "trainer/data/order/permutation.py",
+        "trainer/data/order/streams.py",
         "            if place < self._n:\n",
         "            if True:\n",
         "tests/unit/test_permutation.py::test_every_item_has_one_place",
@@ -193,7 +193,7 @@ DATA = (
     ),
     Mutant(
         "each shard of the hub has all rows",
-        "trainer/data/sources/hub.py",
+        "trainer/data/sources/records.py",
         "self._rows.shard(self.shards, shard)",
         "self._rows",
         "tests/unit/test_hub.py",
@@ -207,14 +207,14 @@ DATA = (
     ),
     Mutant(
         "labels are not shifted",
-        "trainer/data/packing/sequence.py",
+        "trainer/data/packing.py",
         "labels[:-1] = ids[1:] if",
         "labels[:-1] = ids[:-1] if",
         "tests/unit/test_data_packing.py",
     ),
     Mutant(
         "a resumed stream begins its document again",
-        "trainer/data/packing/streams.py",
+        "trainer/data/packing.py",
         '"token": self._token, "samples"',
         '"token": 0, "samples"',
         "tests/unit/test_data_loader.py",
@@ -622,9 +622,9 @@ PROCESSES = (
     ),
     Mutant(
         "a mixture draws its sources from the next sample",
-        "trainer/data/mixture.py",
-        "source_of(self.samples * self._n + self._stream, self._ends)",
-        "source_of((self.samples + 1) * self._n + self._stream, self._ends)",
+        "trainer/data/text_data.py",
+        "source_of_sample(self.samples * self._n + self._stream, self._ends)",
+        "source_of_sample((self.samples + 1) * self._n + self._stream, self._ends)",
         "tests/unit/test_mixture.py::test_sample_i_of_the_run_is_of_source_i_of_the_sequence",
     ),
     Mutant(

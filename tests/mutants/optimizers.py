@@ -167,14 +167,14 @@ MUON = (
 FURTHER = (
     Mutant(
         "targets of further tokens cross the borders of documents",
-        "trainer/tasks/multi_token.py",
+        "trainer/tasks/language.py",
         ".masked_fill(~shifted, IGNORE_INDEX)",
         "",
         f"{_FURTHER}::test_targets_are_further_labels_of_the_same_document",
     ),
     Mutant(
         "layers for further tokens see the token again",
-        "trainer/tasks/multi_token.py",
+        "trainer/tasks/language.py",
         "_shifted(tokens, distance, 0)",
         "tokens",
         f"{_FURTHER}::test_targets_are_further_labels_of_the_same_document",
@@ -195,7 +195,7 @@ FURTHER = (
     ),
     Mutant(
         "further tokens count as much as the next ones",
-        "trainer/tasks/multi_token.py",
+        "trainer/tasks/language.py",
         "if set(ctx.factors) != {1.0}:",
         "if False:",
         _SUMS,

@@ -462,7 +462,7 @@ FAMILIES = (
     ),
     Mutant(
         "a tensor that is missing is not told",
-        "trainer/hugging_face/tensors.py",
+        "trainer/hugging_face/files.py",
         "if missing := [name for name in wanted if name not in found]:",
         "if missing := [name for name in wanted if name in ()]:",
         "tests/unit/test_hugging_face.py",
@@ -610,23 +610,23 @@ PREFERENCES = (
     ),
     Mutant(
         "the last token of a side has the first one of the other side as its label",
-        "trainer/data/packing/sequence.py",
+        "trainer/data/packing.py",
         "labels[np.cumsum(document.lengths, dtype=np.int64) - 1] = IGNORE_INDEX",
         "pass",
         f"{_PAIRS_OF}::test_the_last_token_of_a_side_has_no_label",
     ),
     Mutant(
         "a pair that is too long is cut",
-        "trainer/data/packing/streams.py",
+        "trainer/data/packing.py",
         "return [sample] if kept and all(part.any() for part in parts) else []",
         "return [Sample(tokens[:seq_len], labels[:seq_len], lengths)] if all(part.any() for part in parts) else []",
         f"{_PAIRS_OF}::test_a_pair_is_two_documents_of_one_sequence",
     ),
     Mutant(
         "rows of new tokens are the mean of spare rows, too",
-        "trainer/hugging_face/new_tokens.py",
-        "for block in tensor[:first].split(_BLOCK)",
-        "for block in tensor.split(_BLOCK)",
+        "trainer/hugging_face/writer.py",
+        "for block in tensor[:first].split(_ROWS)",
+        "for block in tensor.split(_ROWS)",
         "tests/unit/test_new_tokens.py::test_rows_are_the_mean_and_all_else_is_as_before",
     ),
     Mutant(

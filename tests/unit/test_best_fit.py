@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 import tests.numbered
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader
-from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
-from trainer.data.packing.streams import WINDOW, TooLong, WholeStream
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION, WINDOW, TooLong, WholeStream
 from trainer.data.text_data import TextData
-from trainer.data.tokenizers.encoders import Encoded
+from trainer.data.tokenizers.tokenizer import Encoded
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 

@@ -12,11 +12,10 @@ from transformers import AutoTokenizer
 from tests.chat_files import CALLS, CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations
 from trainer.config.data import Chat
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.data.packing.sequence import IGNORE_INDEX, Sample, sample_of
+from trainer.data.packing import IGNORE_INDEX, Sample, sample_of
 from trainer.data.sources.conversations import conversation
 from trainer.data.sources.records import BadRecord
-from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
-from trainer.data.tokenizers.encoders import ConversationEncoder
+from trainer.data.tokenizers.chat_template import ChatTemplate, ConversationEncoder, find_template
 from trainer.data.tokenizers.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer
 
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|eos|>"}

@@ -16,9 +16,8 @@ from tests.chat_files import chat_folder
 from tests.unit.test_chat import read, refusal
 from trainer.config.data import Chat
 from trainer.config.errors import ConfigError
-from trainer.data.packing.sequence import IGNORE_INDEX, sample_of
-from trainer.data.tokenizers.chat_template import ChatTemplate
-from trainer.data.tokenizers.encoders import ConversationEncoder
+from trainer.data.packing import IGNORE_INDEX, sample_of
+from trainer.data.tokenizers.chat_template import ChatTemplate, ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 FOLDER = Path(next(iter(find_spec("trl").submodule_search_locations))) / "chat_templates"

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scripts.benchmarks.chunked_loss import Passes
 from trainer.components.loss import row_losses, token_losses
 from trainer.config.loader import parse_command_line
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.job.transforms import resolve_compilation
 from trainer.models.chunked_loss import (
     ChunkFunctions,

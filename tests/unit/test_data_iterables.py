@@ -15,7 +15,7 @@ from trainer.config.loader import parse_command_line
 from trainer.data import DataSettings, open_text
 from trainer.data.loader import BatchLoader
 from trainer.data.sources.registry import DATASETS
-from trainer.data.tokenizers.encoders import Encoded
+from trainer.data.tokenizers.tokenizer import Encoded
 from trainer.extensions import register_iterable
 from trainer.job import resolve
 

@@ -16,8 +16,8 @@ from tests.packing import pack
 from trainer.config.errors import ConfigError
 from trainer.data import DataSettings, TextData, open_text
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.order.permutation import shuffled
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.order.streams import shuffled
+from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.planning.balance import balanced
 from trainer.distributed.context_parallel.planning.mask import causal, documents_of
 from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions

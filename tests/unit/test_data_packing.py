@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing import pack
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 
 # Every token of every document is another number, so that a wrong place cannot pass unseen.
 LENGTHS = st.lists(st.integers(0, 20), max_size=12)

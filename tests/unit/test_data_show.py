@@ -10,10 +10,8 @@ from trainer.commands.data import main, shortened
 from trainer.commands.main import main as lct
 from trainer.data import DataSettings, open_text, open_tokenizer
 from trainer.data.loader import BatchLoader
-from trainer.data.mixture import LENGTHS, Contents, contents_of, summary
-from trainer.data.packing.sequence import IGNORE_INDEX
-from trainer.data.packing.streams import TooLong
-from trainer.data.text_data import TextData
+from trainer.data.packing import IGNORE_INDEX, TooLong
+from trainer.data.text_data import LENGTHS, Contents, TextData, contents_of, summary
 
 LINES = conversations(40)
 SEQ_LEN = 96

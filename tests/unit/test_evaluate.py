@@ -12,9 +12,8 @@ from trainer.commands.evaluate import edges_of, tables, write
 from trainer.commands.main import main as lct
 from trainer.config.errors import ConfigError
 from trainer.data.evaluation import NeedlePrompt, long_documents, needle_prompts
-from trainer.data.packing.sequence import IGNORE_INDEX
-from trainer.data.tokenizers.encoders import Encoded
-from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from trainer.data.packing import IGNORE_INDEX
+from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer, open_tokenizer
 
 DEPTHS = (0.0, 50.0, 100.0)
 

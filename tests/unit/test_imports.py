@@ -131,7 +131,7 @@ def test_the_test_sees_an_arrow_that_climbs_and_a_circle() -> None:
     assert climbs(stores, job)
     assert not climbs(job, stores)
     assert not climbs(job, "trainer.job.degrees")
-    assert climbs("trainer.checkpoint.files", "trainer.tasks.task")
+    assert climbs("trainer.checkpoint.weights", "trainer.tasks.task")
     assert climbs(f"{_CP}.live", "trainer.distributed.parallel_dims")
     sharding, domain, context = (
         f"trainer.distributed.{x}" for x in ("sharding.a", "domain_parallel.b", "context_parallel.c")

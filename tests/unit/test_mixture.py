@@ -17,9 +17,8 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model, Training
 from trainer.data.loader import BatchLoader
-from trainer.data.mixture import Mixture, ends_of, positions_of, source_of
 from trainer.data.sources.registry import DataSettings
-from trainer.data.text_data import open_text
+from trainer.data.text_data import Mixture, ends_of, open_text, positions_of, source_of_sample
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.job import resolve
 from trainer.job.summary import summary
@@ -49,7 +48,7 @@ def rows(batches) -> list[tuple]:
 )
 def test_each_source_has_its_share_at_any_time_in_the_whole_and_in_each_stream(weights: tuple[float, ...]) -> None:
     ends, number, n = ends_of(weights), 100_000, 64
-    sources = np.array([source_of(sample, ends) for sample in range(number)])
+    sources = np.array([source_of_sample(sample, ends) for sample in range(number)])
     for source, weight in enumerate(weights):
         share = weight / sum(weights)
         surplus = np.cumsum(sources == source) - share * np.arange(1, number + 1)
@@ -70,7 +69,7 @@ def test_sample_i_of_the_run_is_of_source_i_of_the_sequence(n: int) -> None:
 
 def test_a_weight_of_zero_is_no_sample() -> None:
     for weights in ((0, 1, 0, 1, 0), (0, 1), (1, 0)):
-        found = Counter(source_of(sample, ends_of(weights)) for sample in range(10_000))
+        found = Counter(source_of_sample(sample, ends_of(weights)) for sample in range(10_000))
         assert set(found) == {source for source, weight in enumerate(weights) if weight}
 
 

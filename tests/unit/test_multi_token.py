@@ -17,7 +17,7 @@ from tests.unit.test_expert_hugging_face import read_here, whole_folder, write_h
 from trainer.components.loss import token_losses
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.registry import MODELS as FAMILIES
@@ -28,7 +28,7 @@ from trainer.models.chunked_loss import Chunks, chunked_token_losses
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import hf_model, model_spec
-from trainer.tasks.multi_token import FirstLosses, FurtherTokens
+from trainer.tasks.language import FirstLosses, FurtherTokens
 
 ARGS = TransformerArgs(
     dim=32, n_layers=2, mtp_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=40, max_seq_len=12
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_the_sum_and_the_loss_is_the_models(chunked: bool
     for mine, other in zip(found, gradients((wanted[0] + 0.25 * (wanted[1] + wanted[2])) / 7), strict=True):
         assert (mine - other).norm() <= 1e-12 * other.norm()
     add.end_step(torch.zeros(()))
-    with mock.patch("trainer.tasks.multi_token.all_reduce", side_effect=lambda x, _: x):
+    with mock.patch("trainer.tasks.language.all_reduce", side_effect=lambda x, _: x):
         told, again = add.record({}), add.record({})
     means = [loss.item() / int((y != IGNORE_INDEX).sum()) for loss, y in zip(wanted, labels, strict=True)]
     assert told == pytest.approx({"mtp_loss_1": means[1], "mtp_loss_2": means[2]})

@@ -16,8 +16,7 @@ from tests.packing import assert_exact_in_legs
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.loader import BatchLoader
-from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
-from trainer.data.packing.streams import DocumentStream, WholeStream
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION, DocumentStream, WholeStream
 from trainer.data.sources.registry import DataSettings
 from trainer.data.text_data import TextData, open_text
 from trainer.job import resolve

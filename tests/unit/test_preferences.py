@@ -13,13 +13,12 @@ from trainer.config.data import DPO
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.loader import BatchLoader
-from trainer.data.packing.sequence import IGNORE_INDEX, sample_of
+from trainer.data.packing import IGNORE_INDEX, sample_of
 from trainer.data.sources.registry import DataSettings
 from trainer.data.text_data import open_text
-from trainer.data.token_files.catalog import open_documents
-from trainer.data.token_files.format import Pairs
-from trainer.data.tokenizers.encoders import Encoded
-from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.data.token_files.catalog import catalog_of, open_documents
+from trainer.data.token_files.format import Catalog, TokenFiles
+from trainer.data.tokenizers.tokenizer import Encoded, open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.tasks.preferences import pair_losses, pairs_of, sums_of_documents
@@ -48,7 +47,7 @@ def settings_of(path: Path, folder: Path, **more: bool) -> DataSettings:
 def sides(path: Path, folder: Path) -> list[tuple[str, list[str]]]:
     """Text and learned tokens of each side."""
     tokenizer = open_tokenizer(str(folder))
-    documents = open_documents(settings_of(path, folder))
+    documents = TokenFiles(Catalog.read(catalog_of(settings_of(path, folder))))
     return [
         (tokenizer.decode(x.ids.tolist()), [tokenizer.decode([i]) for i in x.ids[x.answers].tolist()])
         for x in (documents[i] for i in range(len(documents)))
@@ -110,7 +109,7 @@ def test_the_last_token_of_a_side_has_no_label() -> None:
 def test_a_bad_side_leaves_out_the_pair(tmp_path: Path, folder: Path) -> None:
     lines = [BOTH[0], {"prompt": "a", "chosen": "b"}, {"prompt": "a", "chosen": "b", "rejected": " "}]
     path = write_lines(tmp_path / "a.jsonl", lines)
-    pairs = Pairs(open_documents(settings_of(path, folder, skips=True)))
+    pairs = open_documents(settings_of(path, folder, skips=True))
     assert [len(pairs[i].lengths) for i in range(3)] == [2, 0, 0]
 
 

@@ -24,8 +24,7 @@ from trainer.stores.folder import (
     state_text,
     step_to_load,
 )
-from trainer.stores.remote import SAVING_FILE, RemoteStore, store_of
-from trainer.stores.store import Place
+from trainer.stores.store import SAVING_FILE, Place, RemoteStore, store_of
 
 STREAM = {"epoch": 0, "document": 3, "token": 17, "samples": 5, "seed": 0, "data_streams": 64, "documents": 700}
 

@@ -23,9 +23,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import write_hf
-from trainer.checkpoint.files import WholeState, Writer
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
+from trainer.checkpoint.weights import (
+    WholeState,
+    Writer,
+    cause_of,
+    load_weights,
+    model_tensors,
+    names_of,
+    open_initial,
+    open_step,
+)
 from trainer.components.optimizer import ensure_state, restart_lr_scheduler
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.writable import full_disk, nearest_existing
@@ -49,8 +57,7 @@ from trainer.stores.folder import (
     step_to_load,
     unreadable,
 )
-from trainer.stores.remote import named_step
-from trainer.stores.store import Place, Store, reason_of
+from trainer.stores.store import Place, Store, named_step, reason_of
 
 
 class CheckpointError(RuntimeError):
@@ -171,10 +178,7 @@ class Checkpointer:
             ) from None
 
     def _resume(self, folder: Store, step: int, *, without: bool) -> int:
-        """Load a saved step of a folder of checkpoints, and return the tokens seen up to it.
-
-        without: what `checkpoint.exclude_from_loading` names is not loaded.
-        """
+        """Load a saved step, if asked `without` what is excluded from loading, and return the tokens seen up to it."""
         world, started = self._dims["world"], time.monotonic()
         state, reader = raise_on_all_ranks(
             lambda: open_step(self._config, self._model, step, folder, self._once), world
@@ -197,11 +201,7 @@ class Checkpointer:
         return state.tokens_seen
 
     def _step_to_load(self) -> int:
-        """Return the step to resume from, 0 for none. One process of each machine looks for it.
-
-        Raises:
-            SharedConfigError: machines find different steps.
-        """
+        """Return the step to resume from, 0 for none; one process of each machine looks for it, and all must agree."""
         world, looks = self._dims["world"], Process.from_environment().local_rank == 0
         step = raise_on_all_ranks(lambda: (step_to_load(self._config) or 0) if looks else None, world)
         found = [0, -(2**62)] if step is None else [step, -step]

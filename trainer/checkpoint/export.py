@@ -15,9 +15,7 @@ from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.data.tokenizers.tokenizer_json import read_settings
 from trainer.families.args import DecoderArgs
 from trainer.families.registry import hf_config
-from trainer.hugging_face.config_json import CONFIG_FILE, read_config
-from trainer.hugging_face.files import grouped
-from trainer.hugging_face.tensors import HFTensor, Shape
+from trainer.hugging_face.files import CONFIG_FILE, HFTensor, Shape, grouped, read_config
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
 from trainer.job.lora import adapter_names, adapter_shapes, whole_sizes
 from trainer.models.model_spec import hf_model, model_spec
@@ -110,12 +108,10 @@ def _whole_tensors(
 
 
 def _named(adapters: Mapping[str, tuple[Shape, Shape]]) -> dict[str, Shape]:
-    """Return name and shape of every tensor of these adapters."""
     return {name: x for module, ab in adapters.items() for name, x in zip(adapter_names(module), ab, strict=True)}
 
 
 def _read(config: JobConfig, shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, torch.Tensor]:
-    """Return whole tensors of ours, in the data type of the run."""
     dtype = getattr(torch, config.training.dtype)
     tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     load_tensors({f"model.{name}": x for name, x in tensors.items()}, *readers)
@@ -160,7 +156,6 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
 def _of_peft(
     adapters: Collection[str], pairs: Mapping[str, tuple[torch.Tensor, HFTensor]], ours: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
-    """Return peft's tensors of adapters, and the names of the modules and of the stacked weights that have one."""
     theirs, modules, stacked = {}, set(), set()
     for module in adapters:
         a, b = (ours[name] for name in adapter_names(module))

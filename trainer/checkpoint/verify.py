@@ -99,7 +99,6 @@ def cover_once(boxes: Sequence[Box], sizes: Sequence[int]) -> bool:
 
 
 def _difference(entries: Mapping[str, TensorStorageMetadata], expected: Mapping[str, torch.Size]) -> str:
-    """Return the first difference in words; empty if there is none."""
     for name, shape in expected.items():
         if name not in entries:
             return f"{name} is missing"

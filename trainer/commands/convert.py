@@ -49,11 +49,11 @@ def to_peft(given: argparse.Namespace) -> str:
 
 def add_tokens(given: argparse.Namespace) -> str:
     """Write a copy of a Hugging Face folder with more special tokens."""
-    from trainer.hugging_face import new_tokens
+    from trainer.hugging_face.writer import add_tokens
 
     output = given.output
     check_output(output)
-    ids, rows = new_tokens.add_tokens(given.folder, output, given.tokens)
+    ids, rows = add_tokens(given.folder, output, given.tokens)
     return f"{output} has the tokens {ids[0]:,} to {ids[-1]:,} and {rows:,} rows; name it in model.path to train them"
 
 

@@ -23,7 +23,7 @@ from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.data.mixture import contents_of, runs_of, table
+from trainer.data.text_data import contents_of, runs_of, table
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.families.registry import from_path
 from trainer.runtime.console import set_up_logging
@@ -113,7 +113,7 @@ def page(documents: list[Document], title: str) -> str:
 def show(config: JobConfig, args: argparse.Namespace) -> str:
     """Return the table of a job's data and one of its sequences, which is also written as a page if that is wanted."""
     from trainer.data.loader import BatchLoader
-    from trainer.data.mixture import open_training_data
+    from trainer.data.text_data import open_training_data
 
     if config.task != "tokens":
         raise ConfigError(f"training.dataset = {config.training.dataset!r} has no tokens; `lct data show` is for text")

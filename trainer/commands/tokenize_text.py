@@ -27,7 +27,7 @@ from trainer.commands.options import Parser
 from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.sources.hub import HubData
+from trainer.data.sources.records import HubData
 from trainer.data.sources.registry import DATASETS, DataSettings
 from trainer.data.text_data import all_data
 from trainer.data.token_files.catalog import catalog_of

@@ -18,8 +18,7 @@ from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
 from trainer.job.resolution import resolve_model
 from trainer.stores.folder import checkpoint_folder
-from trainer.stores.remote import named_step, saved_step, store_of
-from trainer.stores.store import Store, reason_of
+from trainer.stores.store import Store, named_step, reason_of, saved_step, store_of
 
 _RUN_FILE = "config.toml"
 

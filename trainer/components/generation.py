@@ -154,7 +154,6 @@ class GenerationCache:
         scale: float,
         **settings: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Do what the module does, from the states so far; shapes as there."""
         q, _, v, *_ = inputs
         dtype = torch.promote_types(v.dtype, torch.float32)
         state = self._states.get(module)
@@ -211,7 +210,6 @@ class GenerationCache:
     def _convolve(
         self, module: nn.Module, _: Callable, x: torch.Tensor, weight: torch.Tensor, **settings: Any
     ) -> torch.Tensor:
-        """Do what the module does, with the inputs before; shapes as there."""
         last = weight.shape[2] - 1
         before = self._inputs.get(module, x.new_zeros(x.shape[0], last, x.shape[2]))
         rows = torch.cat((before, x[:, : self._new]), 1)
@@ -312,10 +310,7 @@ def generate(
 def _logits(
     model: nn.Module, job: ResolvedJob, dims: ParallelDims, texts: list[list[int]], most: int
 ) -> Iterator[torch.Tensor]:
-    """Yield the logits (B, V) of the token after each of the texts, which grow by a token in between.
-
-    most: tokens that the longest of them may have.
-    """
+    """Yield the logits (B, V) of the token after each text. They grow by a token in between, up to `most` tokens."""
     longest, device = job.config.training.seq_len, torch.device(job.device_type)
     cp, tp = dims["cp"], dims["tp"]
     unit = tp.size() * (2 * cp.size() if cp.size() > 1 else 1)

@@ -251,7 +251,6 @@ class MetricsLogger:
             logger.info(f"training starts: step {step + 1} to {self.last_step}{compiling}")
 
     def log_end(self) -> None:
-        """Say what the run has done."""
         steps = self.last_step
         if self.start_step >= steps:
             logger.info(
@@ -362,6 +361,5 @@ class MetricsLogger:
         return all_reduce(numbers, self.dims["world"], operation).tolist()
 
     def close(self) -> None:
-        """Flush and close the files."""
         for sink in (*self._sinks, *self._validation):
             sink.close()

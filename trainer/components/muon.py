@@ -19,7 +19,7 @@ from trainer.components.rounding import Rounding, store
 from trainer.config.optimizer import Muon as Settings
 from trainer.distributed.ownership import Matrix, Owners
 from trainer.distributed.sharding.ranges import Range
-from trainer.distributed.sharding.tensors import local_part
+from trainer.distributed.sharding.tensors import local_part, wide
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Of a quintic whose repetition brings singular values near one, whatever they are (Jordan et al.)."""
@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
 
     def _advance(self, update: "_Update", share: torch.Tensor | None) -> None:
         """Bring a momentum forward. A gradient that is not finite must not reach it."""
-        moved, weight = _wide(update.momentum), 1 - self._settings.momentum
+        moved, weight = wide(update.momentum), 1 - self._settings.momentum
         if share is not None:
             update.gradient = torch.where(share > 0, update.gradient, 0)
             weight = (weight * share).to(moved.dtype)
@@ -122,18 +122,16 @@ class Muon(torch.optim.Optimizer):
         self._store(update, update.momentum, moved, first_row=0, bits_above=16)
 
     def _part(self, updates: Sequence["_Update"], number: int, rows: Range) -> torch.Tensor:
-        """Return rows of what is made orthogonal."""
-        gradient, momentum = (_wide(x[slice(*rows)]) for x in (updates[number].gradient, updates[number].momentum))
+        gradient, momentum = (wide(x[slice(*rows)]) for x in (updates[number].gradient, updates[number].momentum))
         return gradient.lerp(momentum, self._settings.momentum) if self._settings.nesterov else momentum
 
     def _change(self, updates: Sequence["_Update"], blocks: Iterable[Block], share: torch.Tensor | None) -> None:
-        """Change the weights by blocks of orthogonal matrices."""
         for matrix, rows, block in blocks:
             update = updates[matrix.parameter]
             weights, rate = update.weights[slice(*rows)], update.group["lr"]
             rate = rate if share is None else rate * share
             factor = rate_factor(matrix.rows, matrix.columns, self._settings.lr_rule)
-            changed = _wide(weights).mul_(1 - rate * update.group["weight_decay"])
+            changed = wide(weights).mul_(1 - rate * update.group["weight_decay"])
             changed.sub_(block.to(changed) * (rate * factor))
             self._store(update, weights, changed, first_row=rows[0], bits_above=0)
 
@@ -155,8 +153,3 @@ class _Update:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         shards = (local_part(x) for x in (parameter.detach(), gradient, state["momentum"]))
         self.weights, self.gradient, self.momentum = (x.view(x.shape[:-1].numel(), x.shape[-1]) for x in shards)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy in float32 of what has half precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -100,7 +100,6 @@ def build_optimizer(
 def _adam(
     groups: list[dict[str, Any]], config: JobConfig, rounding: Rounding, implementation: str
 ) -> torch.optim.Adam | None:
-    """Return Adam, or AdamW, over groups; None if there are none."""
     if not groups:
         return None
     settings, decoupled = config.optimizer, config.optimizer.name != "Adam"
@@ -116,7 +115,6 @@ def _adam(
 def _with_rules(
     groups: Sequence[dict[str, Any]], settings: Optimizer, names: Mapping[nn.Parameter, str]
 ) -> list[dict[str, Any]]:
-    """Return groups divided by the rules of `optimizer.groups`."""
     if not settings.groups:
         return list(groups)
     divided = []

@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "sources.registry": "DataSettings",
         "tokenizers.tokenizer": "Tokenizer open_tokenizer",
         "text_data": "TextData open_text",
-        "packing.sequence": "IGNORE_INDEX PackedSequence",
+        "packing": "IGNORE_INDEX PackedSequence",
         "loader": "BatchLoader",
     },
 )

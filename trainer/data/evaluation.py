@@ -18,9 +18,8 @@ from random import Random
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
-from trainer.data.tokenizers.encoders import Encoded
-from trainer.data.tokenizers.tokenizer import Tokenizer
+from trainer.data.packing import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
+from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer
 
 CITIES = (
     *("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Turin", "Porto", "Dakar", "Hanoi", "Perth", "Riga", "Seoul"),
@@ -82,11 +81,8 @@ def needle_prompts(
     Raises:
         ConfigError: the length has no room for needle and question.
     """
-    return [
-        prompt
-        for sample in range(samples)
-        for prompt in _of_one_text(tokenizer, length, depths, Random(f"needle {seed} {length} {sample}"))
-    ]
+    randoms = (Random(f"needle {seed} {length} {sample}") for sample in range(samples))
+    return [prompt for random in randoms for prompt in _of_one_text(tokenizer, length, depths, random)]
 
 
 def _of_one_text(tokenizer: Tokenizer, length: int, depths: Sequence[float], random: Random) -> Iterator[NeedlePrompt]:

@@ -20,12 +20,11 @@ from torchdata.stateful_dataloader.stateful import Stateful
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import AGAIN, StreamState, streams_of_rank
-from trainer.data.packing.streams import DocumentStream, WholeStream
+from trainer.data.packing import DocumentStream, WholeStream
 from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.token_files.made import made_by
-from trainer.data.tokenizers.encoders import NOTHING, Encoded
-from trainer.data.tokenizers.tokenizer import replace_surrogates, vocab_size_of
+from trainer.data.tokenizers.tokenizer import NOTHING, Encoded, replace_surrogates, vocab_size_of
 
 
 @runtime_checkable
@@ -236,7 +235,6 @@ class IterableData:
     def streams(
         self, items: int, seq_len: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int
     ) -> dict[int, IterableDocumentStream | IterableWholeStream]:
-        """Return the streams that a data-parallel rank reads, by number."""
         found = {}
         for s in streams_of_rank(data_streams, dp_rank, dp_degree):
             source, how = IterableDocuments(self.settings, s, data_streams), {"seq_len": seq_len, "seed": seed}
@@ -247,7 +245,6 @@ class IterableData:
         return found
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:
-        """Return what the meaning of a position depends on, besides seed and number of streams."""
         return made_by(self.settings) | ({} if self.packing == "concatenate" else {"seq_len": seq_len})
 
     def items_of(self, saved: Mapping[str, int]) -> int:

@@ -10,10 +10,9 @@ import torch
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Training
-from trainer.data.mixture import Mixture, MixtureStream
 from trainer.data.order.streams import StreamLoader
-from trainer.data.packing.sequence import PackedSequence
-from trainer.data.text_data import TextData, TextStream
+from trainer.data.packing import PackedSequence
+from trainer.data.text_data import Mixture, MixtureStream, TextData, TextStream
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.sharding.tensors import content_hash
 
@@ -64,7 +63,7 @@ class BatchLoader(StreamLoader):
     A batch is a `TextBatch` of (local_batch_size, seq_len). The ranks of one `dp_rank` get the same batches. All
     iterators share the position: a new one continues where the last one stopped.
 
-    plan: computes from the arrays of a batch what stands under "plan" in it.
+    plan: computes from the arrays of a batch what stands under "plan" in it; exchange: makes other batches of these.
 
     Raises:
         ConfigError: there is no document, or there are fewer than streams.
@@ -81,8 +80,10 @@ class BatchLoader(StreamLoader):
         dp_rank: int,
         dp_degree: int,
         plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
+        exchange: Callable[[Iterator[TextBatch]], Iterator[dict[str, Any]]] = iter,
     ) -> None:
         data.check(data_streams)
+        self._exchange = exchange
         self._data, self._batch_size, self._plan, self._seq_len = data, local_batch_size, plan, seq_len
         split = {"data_streams": data_streams, "seed": seed, "dp_rank": dp_rank, "dp_degree": dp_degree}
         super().__init__(data.items, **split)
@@ -97,6 +98,9 @@ class BatchLoader(StreamLoader):
         return self._data.items_of(saved)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._exchange(self._read())
+
+    def _read(self) -> Iterator[TextBatch]:
         while True:
             numbers, sequences = zip(*self._next_samples(self._batch_size), strict=True)
             arrays = arrays_of(sequences)
@@ -191,14 +195,11 @@ class BatchesAhead:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
         return self._made[0].epoch if self._made else self._loader.epoch
 
     def state_dict(self) -> dict[int, dict[str, int]]:
-        """Return the position of each data stream of this rank."""
         return self._made[0].state if self._made else self._loader.state_dict()
 
     def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None:
-        """Resume from the merged states of all ranks."""
         self._made.clear()
         self._loader.load_state_dict(states)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer.families.decoder_args import TransformerArgs
-from trainer.hugging_face.tensors import HFTensor
+from trainer.hugging_face.files import HFTensor
 
 if TYPE_CHECKING:
     import torch

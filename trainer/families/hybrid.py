@@ -25,8 +25,7 @@ from trainer.families.dense import SCALARS
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.rotary_entries import FULL
 from trainer.families.sparse import LATENT, LATENT_NAMES, NO_BIASES, SIGMOID_EXPERTS, SIGMOID_NAMES
-from trainer.hugging_face.config_json import Entries
-from trainer.hugging_face.tensors import HFTensor
+from trainer.hugging_face.files import Entries, HFTensor
 
 _LINEAR, _MAMBA = "linear_attention", ("mamba", "linear_attention")
 _NEEDS = "linear", "linear attention"

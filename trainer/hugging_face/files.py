@@ -1,4 +1,7 @@
-"""The safetensors format: files of tensors with a header in JSON, and the index of a folder of them. Torch-free.
+"""Files of a Hugging Face folder, and which of its tensors have the values of a model. Torch-free.
+
+The entries of `config.json` are checked; a family says what they mean to it. Tensors are in files of the format
+safetensors, of which a folder with several has an index:
 
     8 bytes            length of the header, little-endian
     header             {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [first, last + 1]}, ...}
@@ -11,12 +14,198 @@ safetensors writes whole files, and maps those that it reads: one that is cut me
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config.errors import ConfigError
-from trainer.hugging_face.tensors import Shape
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of one file, or of a table in it."""
+
+    file: Path
+    content: Mapping[str, Any]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number above 0; ConfigError if it is something else, or missing without a default."""
+        value = self.content.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{self.file}: {key} = {value!r} must be a number above 0")
+        return value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """Return a whole number above 0; otherwise as `number`."""
+        value = self.number(key, default)
+        if not isinstance(value, int):
+            raise ConfigError(f"{self.file}: {key} = {value!r} must be a whole number")
+        return value
+
+    def switch(self, key: str) -> bool:
+        """Return whether a switch is on; missing or null: off; ConfigError if it is no switch."""
+        value = self.content.get(key)
+        if value not in (None, False, True):
+            raise ConfigError(f"{self.file}: {key} = {value!r} must be true or false")
+        return bool(value)
+
+    def table(self, key: str) -> "Entries":
+        """Return a table within; missing or null: an empty one; ConfigError if it is no table."""
+        value = self.content.get(key) or {}
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.file}: {key} = {value!r} must be a table")
+        return Entries(self.file, value)
+
+    def only(self, key: str, *supported: Any) -> Any:
+        """Return a value, one of these, or the first one if it is missing or null; ConfigError for another value."""
+        value = self.content.get(key)
+        if value is None:
+            return supported[0]
+        if value not in supported:
+            words = " or ".join("null" if works is None else repr(works) for works in supported)
+            raise ConfigError(f"{self.file}: {key} = {value!r} is not supported; it must be {words}")
+        return value
+
+
+class HFConfig(Protocol):
+    """How a family reads `config.json` and writes it."""
+
+    model_type: str
+    """What `model_type` says of it."""
+
+    def read(self, config: Entries) -> Any:
+        """Return model arguments, `max_seq_len` being the longest sequence that the file is for.
+
+        Raises:
+            ConfigError: by key and value, what the family does not have.
+        """
+
+    def write(self, args: Any) -> dict[str, Any]:
+        """Return the entries of a model; ConfigError for what transformers does not have."""
+
+    def check_start(self, args: Any) -> None:
+        """Check that a model can start from weights of transformers, else raise a ConfigError."""
+
+
+def folder_hint(folder: Path) -> str:
+    """Return how to get a folder of that path."""
+    name = "/".join(folder.parts[-2:]) if len(folder.parts) == 2 and not folder.is_absolute() else "ORG/NAME"
+    there = f"./{folder.name}" if name != "ORG/NAME" else folder
+    return (
+        f"name a folder of a Hugging Face model, with its weights, such as {str(there)!r} after "
+        f"`hf download {name} --local-dir {there}`"
+    )
+
+
+def read_config(folder: Path) -> Entries:
+    """Return the entries of a folder's `config.json`; ConfigError if it is missing, or no table of JSON."""
+    file = folder / CONFIG_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); {folder_hint(folder)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is no JSON ({error}); copy it from the model again") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no table; copy it from the model again")
+    return Entries(file, content)
+
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[int, ...]
+
+
+def _unchanged(x: "torch.Tensor") -> "torch.Tensor":
+    return x
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """The tensor of a Hugging Face model that has the values of one of ours: its name, and the change of layout.
+
+    Or several tensors: `stacked` has the names for each row of ours (dim 0), whose equal parts (dim 1) they are. Then
+    no layout changes.
+    """
+
+    name: str = ""
+    to_hf: "Callable[[torch.Tensor], torch.Tensor]" = _unchanged
+    """Whole tensor -> whole tensor, also on meta."""
+    from_hf: "Callable[[torch.Tensor], torch.Tensor]" = _unchanged
+    moves_rows: bool = False
+    """Whether both change nothing but the order of the rows (dim 0), also of a 1-D tensor, and move no row far: a rank
+    then reads what is near its own rows, in place of the whole tensor."""
+    keeps_rows: bool = False
+    """Whether both change each row (dim 0) by itself: a rank then reads its own rows, in place of the whole tensor."""
+    stacked: tuple[tuple[str, ...], ...] = ()
+    first_row: int = 0
+    """Of ours in the tensor there, if it has the rows of several tensors of ours, one after another."""
+    all_rows: int = 0
+    """Of the tensor there; 0: as many as ours."""
+
+    @property
+    def same_layout(self) -> bool:
+        return self.from_hf is _unchanged
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names there."""
+        return sum(self.stacked, ()) or (self.name,)
+
+    def tensors(self, x: "torch.Tensor") -> "dict[str, torch.Tensor]":
+        """Return the tensors there, or our rows of one, by name, possibly as views. x: whole, also on meta."""
+        if not self.stacked:
+            return {self.name: self.to_hf(x)}
+        rows = zip(self.stacked, x, strict=True)
+        return {name: part for names, row in rows for name, part in zip(names, row.chunk(len(names)), strict=True)}
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """The tensors of a model that Hugging Face's has, too."""
+
+    pairs: "Mapping[str, tuple[torch.Tensor, HFTensor]]"
+    """Our name -> our tensor on meta, and its tensor there. A shared parameter comes once, by its first name. Parts of
+    one tensor there come one after another."""
+    second_names: Mapping[str, str]
+    """Names of shared parameters there, which files need not have -> the first names."""
+    unread: tuple[str, ...] = ()
+    """Beginnings of the names of tensors there that the model does not have, and files may."""
+    further: frozenset[str] = frozenset()
+    """Our names of tensors for further tokens, which files may lack, all of them."""
+    has_further: bool = False
+    """Whether the model has layers for further tokens, which need not have a name there."""
+
+    def without_further(self) -> "HFModel":
+        """Return the model without its tensors for further tokens."""
+        pairs = {name: pair for name, pair in self.pairs.items() if name not in self.further}
+        return replace(self, pairs=pairs, further=frozenset())
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shapes of the tensors there, by name, in our order."""
+        return {
+            there: (hf.all_rows or y.shape[0], *y.shape[1:])
+            for x, hf in self.pairs.values()
+            for there, y in hf.tensors(x).items()
+        }
+
+
+def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Raise a ConfigError if a tensor of the model is not found, or found with another shape, or unknown."""
+    for name, shape in found.items():
+        if name not in wanted:
+            raise ConfigError(f"{name} is no tensor of this model")
+        if shape != wanted[name]:
+            raise ConfigError(f"{name} has the shape {shape}, and this model's has {wanted[name]}")
+    if missing := [name for name in wanted if name not in found]:
+        more = f" and {len(missing) - 1} more" * (len(missing) > 1)
+        raise ConfigError(f"there is no {missing[0]}{more}, which this model has")
+
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 1}

@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from trainer.config.errors import ConfigError
-from trainer.hugging_face.files import BYTES, FLOAT8, FLOAT8_BLOCK, Stored, read_folder
-from trainer.hugging_face.tensors import HFModel, Shape, check_shapes
+from trainer.hugging_face.files import BYTES, FLOAT8, FLOAT8_BLOCK, HFModel, Shape, Stored, check_shapes, read_folder
 
 BLOCKS, SCALES = "_blocks", "_scales"
 FLOAT8_SCALES = "_scale_inv"
@@ -197,7 +196,6 @@ class HFReader(FileSystemReader):
         return dequantise(*(read_part(x, [first, *[0] * len(x.shape[1:])], [rows, *x.shape[1:]]) for x in parts))
 
     def _check_equal(self, name: str, first: str) -> None:
-        """Raise a ConfigError if two tensors of the files, which are one in the model, differ."""
         a, b = self._stored[name], self._stored[first]
         same = (a.shape, a.dtype) == (b.shape, b.dtype)
         for start in range(0, a.shape[0], _ROWS) if same else ():

@@ -247,7 +247,6 @@ def moves_tokens(name: str, x: object, result: torch.Tensor, args: tuple, kwargs
 
 
 def _dims_of_call(name: str, args: tuple, kwargs: dict[str, Any]) -> list[int]:
-    """Return the dimensions that a call of roll, cumsum, flip or mean names."""
     for key in ("dim", "dims", "axis"):
         if kwargs.get(key) is not None:
             args = (kwargs[key],)

@@ -157,30 +157,25 @@ class Interception(TorchFunctionMode):
         return scanned(name, function, given, self._handle, self._live)
 
     def _agree(self, refusal: str | None) -> None:
+        """Raise this rank's refusal, or that of other ranks or of all; a collective if there is news to compare."""
         if self._watch.has_news:
-            refusal = self._raise_together(refusal)
+            mesh, positions = self._live.mesh, self._watch.positions
+            mine = torch.tensor([refusal is not None, positions.flags], dtype=torch.int64, device=mesh.device_type)
+            ranks = all_gather(mine, mesh).tolist()
+            refusing = [rank for rank, (refused, _) in enumerate(ranks) if refused]
+            if refusing and refusal is None:
+                raise ContextParallelError(
+                    f"rank(s) {refusing} of the group cannot do this attention call context parallel; their message "
+                    "says why"
+                )
+            self._watch.has_news = False
+            refusal = refusal or positions.refusal_of_ranks([flags for _, flags in ranks])
         if refusal:
             raise ContextParallelError(refusal)
-
-    def _raise_together(self, refusal: str | None) -> str | None:
-        """Return why this rank must raise: its own refusal, or that of other ranks or of all. A collective."""
-        mesh = self._live.mesh
-        positions = self._watch.positions
-        mine = torch.tensor([refusal is not None, positions.flags], dtype=torch.int64, device=mesh.device_type)
-        ranks = all_gather(mine, mesh).tolist()
-        refusing = [rank for rank, (refused, _) in enumerate(ranks) if refused]
-        if refusing and refusal is None:
-            return (
-                f"rank(s) {refusing} of the group cannot do this attention call context parallel; their message says "
-                "why"
-            )
-        self._watch.has_news = False
-        return refusal or positions.refusal_of_ranks([flags for _, flags in ranks])
 
 
 @lru_cache(maxsize=4096)
 def _is_kernel(func: Callable) -> bool:
-    """Return whether a torch function is an attention kernel."""
     kinds = OpOverload | OpOverloadPacket | HigherOrderOperator | BuiltinFunctionType
     return isinstance(func, kinds) and bool(_KERNELS.search(func.__name__))
 
@@ -195,7 +190,6 @@ def _sdpa_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Call:
-    """Return a `Call` from the parameters of F.scaled_dot_product_attention."""
     refusal = refusal_of_call(query, key, value, attn_mask, dropout_p)
     if refusal is None and query.shape[1] != key.shape[1] and not enable_gqa:
         refusal = f"{query.shape[1]} query heads and {key.shape[1]} key/value heads need enable_gqa=True"

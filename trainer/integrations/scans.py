@@ -22,6 +22,7 @@ from trainer.distributed.context_parallel.linear_attention import linear_attenti
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.distributed.sharding.tensors import wide
 from trainer.integrations.calls import is_intercepted
 from trainer.integrations.inspection import SCAN_PARAMETERS
 
@@ -85,7 +86,6 @@ def positions_of(live: LivePlan, device: torch.device) -> torch.Tensor | None:
 
 
 def _starts(mask: Mask, number: int) -> np.ndarray:
-    """Return the first tokens of the documents of a sequence."""
     bands = mask.sequence(number).bands
     found = sorted({band.kv_start for band in bands})
     ends = [*found[1:], mask.q_len]
@@ -116,19 +116,19 @@ def _delta_rule(where: Where, given: dict[str, Any]) -> tuple[torch.Tensor, None
     """query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V)."""
     q, k, v, g, beta = (given[key] for key in _DELTA)
     if given.get("use_qk_l2norm_in_kernel"):
-        q, k = (_wide(x) * torch.rsqrt(_wide(x).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     settings = where.handle, _repeated(where.positions, v), k.shape[-1] ** -0.5
-    return linear_attention(q, k, _wide(v), g, beta, *settings)[0].to(v.dtype), None
+    return linear_attention(q, k, wide(v), g, beta, *settings)[0].to(v.dtype), None
 
 
 def _mamba2(where: Where, given: dict[str, Any]) -> torch.Tensor:
     """hidden_states: (B, S, H, P); dt: (B, S, H); A: (H,); B, C: (B, S, groups, N); D: (H,) -> (B, S, H, P)."""
     x, step, rate, k, q = (given[key] for key in _KNOWN["mamba2_chunk_scan"].parameters[:5])
     step = step if given["dt_bias"] is None else step + given["dt_bias"].to(step.dtype)
-    step = _wide((F.softplus(step) if given["dt_softplus"] else step).clamp(*given["dt_limit"]))
-    positions, x = _repeated(where.positions, x), _wide(x)
+    step = wide((F.softplus(step) if given["dt_softplus"] else step).clamp(*given["dt_limit"]))
+    positions, x = _repeated(where.positions, x), wide(x)
     scan = q, k, x * step.unsqueeze(-1), rate * step, None
-    out = linear_attention(*map(_wide, scan[:4]), None, where.handle, positions, 1.0)[0]
+    out = linear_attention(*map(wide, scan[:4]), None, where.handle, positions, 1.0)[0]
     return out if given["D"] is None else out + given["D"].unsqueeze(-1) * x
 
 
@@ -136,10 +136,10 @@ def _mamba1(where: Where, given: dict[str, Any]) -> torch.Tensor:
     """hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S). A channel is a head."""
     x, step, rate, k, q = (given[key] for key in _KNOWN["mamba_selective_scan"].parameters[:5])
     step = step if given["delta_bias"] is None else step + given["delta_bias"].to(step.dtype).unsqueeze(-1)
-    step = _wide(F.softplus(step) if given["delta_softplus"] else step).transpose(1, 2)
-    v, positions = _wide(x).transpose(1, 2) * step, _repeated(where.positions, x)
-    q, k = (_wide(part).transpose(1, 2).unsqueeze(2) for part in (q, k))
-    log_decay = _wide(rate) * step.unsqueeze(-1)
+    step = wide(F.softplus(step) if given["delta_softplus"] else step).transpose(1, 2)
+    v, positions = wide(x).transpose(1, 2) * step, _repeated(where.positions, x)
+    q, k = (wide(part).transpose(1, 2).unsqueeze(2) for part in (q, k))
+    log_decay = wide(rate) * step.unsqueeze(-1)
     out = linear_attention(q, k, v.unsqueeze(-1), log_decay, None, where.handle, positions, 1.0)[0]
     out = out.squeeze(-1).transpose(1, 2)
     out = out if given["D"] is None else out + x * given["D"].unsqueeze(-1)
@@ -148,10 +148,6 @@ def _mamba1(where: Where, given: dict[str, Any]) -> torch.Tensor:
 
 def _not_fused(where: Where, given: dict[str, Any]) -> None:
     """Return what transformers takes for: there is no such kernel, run the parts."""
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _repeated(positions: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -189,13 +185,10 @@ def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
     for module in modules:
         calls = _bound(type(module))
         scans = any(_KNOWN[name].is_scan for name in calls)
-        if scans or ("causal_conv1d_fn" in calls and not _has_state(module)):
+        has_state = any(name.rpartition(".")[2] in SCAN_PARAMETERS for name, _ in module.named_parameters())
+        if scans or ("causal_conv1d_fn" in calls and not has_state):
             found.update(module.modules())
     return found
-
-
-def _has_state(module: nn.Module) -> bool:
-    return any(name.rpartition(".")[2] in SCAN_PARAMETERS for name, _ in module.named_parameters())
 
 
 @lru_cache(maxsize=1024)

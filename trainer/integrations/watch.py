@@ -218,7 +218,6 @@ class ModelWatch:
 
     @outside_of_graphs
     def _on_call(self, module: nn.Module, args: tuple) -> None:
-        """Adopt a called module that belongs to no known model."""
         if module not in self._known and threading.get_ident() == self._thread:
             self._adopt(module)
             self._begin(module)
@@ -267,8 +266,6 @@ class ModelWatch:
             self._after(module, shortened)
 
     def _count(self, module: nn.Module, what: str) -> None:
-        """Count the calls of a module that run."""
-
         def add(number: int, *_: object) -> None:
             self._inside[what] += number
 
@@ -317,14 +314,12 @@ class ModelWatch:
             self._attended[name] = self._attended.get(name, True) and self._live.calls > self._calls_before[module]
 
     def _begin(self, root: nn.Module) -> None:
-        """Start counting a forward of the whole model."""
         self.has_news = True
         if self._root in (None, root):
             self._root, self._attended = root, {}
             self._calls_before[root] = self._live.calls  # a model found by its call gets hooks too late for it
 
     def _end(self, root: nn.Module) -> str | None:
-        """Return why a part of the forward escaped the context, or None."""
         if root is not self._root:
             return None
         attended, self._attended, self._root = self._attended, {}, None
@@ -347,7 +342,6 @@ class ModelWatch:
 
 
 def _check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
-    """Raise if a model has no logits for each token, but for example for the last token of a rank's part."""
     length = live.layout.local_length(live.mesh.get_local_rank())
     if isinstance(logits, torch.Tensor) and (logits.ndim < 3 or logits.shape[-2] != length):
         raise ContextParallelError(
@@ -357,7 +351,6 @@ def _check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
 
 
 def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise if a model of transformers was called in a way that is wrong for a part of a sequence."""
     given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     given |= given.get("kwargs", {})
     name = type(model).__name__

@@ -10,8 +10,7 @@ from trainer.config.schema import JobConfig
 from trainer.data.sources.registry import DATASETS, all_documents, source_of
 from trainer.data.text_data import training_data, validation_data
 from trainer.data.token_files.catalog import check_data
-from trainer.data.tokenizers.chat_template import find_template
-from trainer.data.tokenizers.encoders import plain_text
+from trainer.data.tokenizers.chat_template import find_template, plain_text
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch
 

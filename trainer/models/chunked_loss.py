@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.distributed.sharding.forward import replace_forward
 from trainer.job.transforms import CompileOptions

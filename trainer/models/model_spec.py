@@ -12,7 +12,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import is_further, mtp_layers_of
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.registry import MODELS
-from trainer.hugging_face.tensors import HFModel, HFTensor
+from trainer.hugging_face.files import HFModel, HFTensor
 from trainer.job.record import ResolvedJob
 from trainer.observer import Observer
 

@@ -8,7 +8,7 @@
       best.json            the step with the lowest validation loss, and that loss, if it is kept
       step-1000.tmp/       being written, or left by a run that was killed while saving: never read, removed later
 
-A folder in a remote store has the same files, but for step-N.tmp: see `remote.py`.
+A folder in a remote store has the same files, but for step-N.tmp: see `store.py`.
 Other names, and folders step-N without a state.json, belong to somebody else: never read, never removed.
 """
 
@@ -24,11 +24,9 @@ from trainer.config.schema import JobConfig, LoRA
 from trainer.config.writable import is_address
 from trainer.families.args import ModelArgs
 from trainer.families.registry import hf_config, is_folder
-from trainer.hugging_face.config_json import CONFIG_FILE, read_config
-from trainer.hugging_face.files import read_folder
+from trainer.hugging_face.files import CONFIG_FILE, read_config, read_folder
 from trainer.runtime.console import logger
-from trainer.stores.remote import named_step, saved_step, store_of
-from trainer.stores.store import STATE_FILE, Place, Store, reason_of
+from trainer.stores.store import STATE_FILE, Place, Store, named_step, reason_of, saved_step, store_of
 
 BEST_FILE = "best.json"
 FORMAT = 1
@@ -318,7 +316,6 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
 
 
 def _check_branch(config: JobConfig, given: str, step: int | None) -> None:
-    """Check that a run can continue another one: from a folder step-N, without adapters."""
     key = "checkpoint.initial_load_model_only = false"
     if step is None:
         raise ConfigError(

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainer.data.loader import Loader, tensors_of
-from trainer.data.packing.sequence import IGNORE_INDEX, positions_of
+from trainer.data.loader import TextBatch, tensors_of
+from trainer.data.packing import IGNORE_INDEX, positions_of
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger
@@ -147,7 +147,7 @@ class Step:
 
 
 class BalancedBatches:
-    """The batches of a loader, whose documents are exchanged by the ranks of `group` for equal work in each step.
+    """Makes batches of those that a loader reads: the ranks of `group` exchange documents for equal work in each step.
 
     A micro-batch is one row (1, S) of whole documents and padding, with another S in each. It has the arrays of a
     packed batch, and of a mixture the source of each token. Parts of a document in two sequences are two documents, as
@@ -159,16 +159,14 @@ class BalancedBatches:
 
     def __init__(
         self,
-        loader: Loader,
         step: Step,
         group: dist.ProcessGroup,
         plan: Callable[[Mapping[str, np.ndarray]], object] | None,
     ) -> None:
-        self._loader, self._step, self._group, self._plan = loader, step, group, plan
+        self._step, self._group, self._plan = step, group, plan
         self._reported = False
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        batches = iter(self._loader)
+    def __call__(self, batches: Iterator[TextBatch]) -> Iterator[dict[str, Any]]:
         while True:
             read = raise_on_all_ranks(lambda: [next(batches) for _ in range(self._step.micro_batches)], self._group)
             for documents in self._exchanged([documents_of_batch(batch) for batch in read]):
@@ -176,19 +174,6 @@ class BalancedBatches:
                 batch = tensors_of(arrays)
                 batch["padding"] = arrays["tokens"].size - sum(map(len, documents))
                 yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self._loader.epoch
-
-    def state_dict(self) -> dict[int, dict[str, int]]:
-        """Return the position of each data stream of this rank, between two steps."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None:
-        """Resume from the merged states of all ranks."""
-        self._loader.load_state_dict(states)
 
     def _exchanged(self, read: Sequence[list[np.ndarray]]) -> Iterator[list[np.ndarray]]:
         """Yield the documents of each micro-batch of this rank. read: those that it has read, for each."""

@@ -22,7 +22,7 @@ from trainer.components.metrics import ValidationResult, perplexity
 from trainer.config.errors import ConfigError
 from trainer.data.evaluation import NeedlePrompt
 from trainer.data.loader import TextBatch, arrays_of, tensors_of
-from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence
+from trainer.data.packing import IGNORE_INDEX, PackedSequence
 from trainer.data.text_data import open_text, validation_data
 from trainer.data.token_files.catalog import catalog_of
 from trainer.distributed.parallel_dims import ParallelDims

@@ -1,20 +1,32 @@
-"""Tokens: the next one of each is the target. Context-parallel ranks share a sequence."""
+"""Tokens: the next one of each is the target. Context-parallel ranks share a sequence.
+
+Multi-token prediction (DeepSeek-V3, arXiv 2412.19437) has layers with targets and losses of further tokens:
+
+tokens       t0 t1 t2 t3 | u0 u1 u2        two documents
+labels       t1 t2 t3  - | u1 u2  -
+next tokens  t1 t2 t3  . | u1 u2  .        of the first such layer; .: counts for nothing
+its labels   t2 t3  -  - | u2  -  -
+
+They are made of whole sequences, before these are cut over ranks, so that targets cross the borders of ranks and
+chunks, and never those of documents.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from math import gcd
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
 from trainer.data.loader import BatchLoader, Loader, TextBatch, batch_hash
-from trainer.data.mixture import QUICK, contents_of, open_training_data, positions_of, summary
-from trainer.data.packing.sequence import IGNORE_INDEX
-from trainer.data.text_data import training_data
+from trainer.data.packing import IGNORE_INDEX
+from trainer.data.text_data import QUICK, contents_of, open_training_data, positions_of, summary, training_data
 from trainer.data.token_files.catalog import catalog_of
 from trainer.distributed.context_parallel.context import context_parallel, sequence_chunks
 from trainer.distributed.context_parallel.execution.chunks import KeptTensor, OnDevice
@@ -31,10 +43,80 @@ from trainer.observer import Observer
 from trainer.runtime.agreement import once_a_node, raise_on_all_ranks
 from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step, document_costs
-from trainer.tasks.multi_token import FirstLosses, FurtherTokens
 from trainer.tasks.task import RankInputs
 from trainer.transforms.compile import compiled_loss
 from trainer.transforms.offload import CopyStream, HostInputs
+
+
+class _Totals(Observer):
+    """Adds up losses and labels, in some columns, on the device, from one logged step to the next."""
+
+    def __init__(self, columns: int, dims: ParallelDims) -> None:
+        self._dims = dims
+        self._totals = torch.zeros(2, columns, dtype=torch.float64, device=dims["world"].device_type)
+        self._of_step = torch.zeros_like(self._totals)
+
+    def end_step(self, left_out: torch.Tensor) -> None:
+        self._totals += torch.where(left_out.bool(), 0, self._of_step)
+        self._of_step.zero_()
+
+
+class FurtherTokens(_Totals):
+    """Targets and losses of `layers` further tokens, whose mean counts `weight` times in the gradients."""
+
+    def __init__(self, layers: int, weight: float, dims: ParallelDims) -> None:
+        super().__init__(layers, dims)
+        self._layers = layers
+        self.factors = (1.0, *[weight / layers] * layers)
+        """Of the gradients of the losses of tokens, and of those of each layer."""
+
+    def add_targets(self, batch: TextBatch) -> None:
+        """Add `next_tokens` and `next_labels`, (B, S, layers), to a batch of whole sequences."""
+        tokens, labels, documents = batch["tokens"], batch["labels"], batch["document_ids"].to(batch["tokens"].device)
+        next_tokens, next_labels = [], []
+        for distance in range(1, self._layers + 1):
+            shifted = _shifted(documents, distance, -1) == documents
+            next_tokens.append(_shifted(tokens, distance, 0))
+            next_labels.append(_shifted(labels, distance, IGNORE_INDEX).masked_fill(~shifted, IGNORE_INDEX))
+        batch["next_tokens"], batch["next_labels"] = torch.stack(next_tokens, -1), torch.stack(next_labels, -1)
+
+    def count(self, losses: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add up the losses of further tokens, and what they are of: (1 + K, B, S), those of the model first."""
+        number = (labels[1:] != IGNORE_INDEX).flatten(1).sum(1).double()
+        self._of_step += torch.stack([losses[1:].detach().flatten(1).sum(1).double(), number])
+
+    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+        """Return the mean loss of each layer since the last call, as `mtp_loss_1`. A collective over all ranks."""
+        dims, totals = self._dims, self._totals.clone()
+        for name in ("pp", "cp", "dp"):
+            totals = all_reduce(totals, dims[name])
+        self._totals.zero_()
+        found = enumerate(totals.T.tolist(), 1)
+        return {f"mtp_loss_{number}": loss / labels for number, (loss, labels) in found if labels}
+
+
+def _shifted(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:
+    """Return of each position of (B, S) what is so many positions behind it, or `fill`."""
+    return F.pad(x[:, distance:], (0, min(distance, x.shape[1])), value=fill)
+
+
+class FirstLosses(torch.autograd.Function):
+    """((1 + K, B, S), factors) -> the first ones (B, S), whose gradient times its factor each of the others has, too.
+
+    A gradient that is one number in memory stays one, by which the loss in chunks knows that losses are summed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+        ctx.factors = factors
+        return x[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        all_of_them = gradient.expand(len(ctx.factors), *gradient.shape)
+        if set(ctx.factors) != {1.0}:
+            all_of_them = all_of_them * gradient.new_tensor(ctx.factors)[:, None, None]
+        return all_of_them, None
 
 
 class LanguageTask:
@@ -63,15 +145,14 @@ class LanguageTask:
             self.keep_rows = partial(inputs.keep, is_first=True, to_host=True)
 
     def build_loader(self) -> Loader:
-        planner = None if self.job.balances else self.batch_planner
-        loader = raise_on_all_ranks(lambda: self.open_loader(planner), self.dims["world"])
-        if not self.job.balances:
-            return loader
-        group = self.dims.host_group("dp", timedelta(seconds=self.config.comm.init_timeout_seconds))
-        return BalancedBatches(loader, self._balanced_step(), group, self.batch_planner)
+        how: dict[str, Callable | None] = {"plan": self.batch_planner}
+        if self.job.balances:
+            group = self.dims.host_group("dp", timedelta(seconds=self.config.comm.init_timeout_seconds))
+            how = {"exchange": BalancedBatches(self._balanced_step(), group, self.batch_planner)}
+        return raise_on_all_ranks(lambda: self.open_loader(**how), self.dims["world"])
 
-    def open_loader(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Loader:
-        """Return the batches that this rank reads, each with what `plan` makes of its arrays."""
+    def open_loader(self, **how: Callable | None) -> Loader:
+        """Return the batches that this rank reads. how: `plan` and `exchange` of `BatchLoader`."""
         training, dims = self.config.training, self.dims
         catalogs = [once_a_node(partial(catalog_of, one), dims["world"]) for one in training_data(self.config)]
         data = raise_on_all_ranks(lambda: open_training_data(self.config, catalogs), dims["world"])
@@ -86,7 +167,7 @@ class LanguageTask:
             seed=training.seed,
             dp_rank=dims.rank("dp"),
             dp_degree=dims.size("dp"),
-            plan=plan,
+            **how,
         )
 
     def _balanced_step(self) -> Step:
@@ -221,10 +302,7 @@ class LanguageTask:
             yield cp.attention_plan
 
     def _positions(self, batch: TextBatch) -> torch.Tensor | None:
-        """Return positions (B, S) within each document for packed documents; None: the model counts from 0.
-
-        A batch can ask for its positions to be used (`uses_positions`).
-        """
+        """Return positions (B, S) in packed documents, or if the batch asks for them; None: the model counts from 0."""
         used = self.config.masks_documents or batch.get("uses_positions")
         return batch["positions"] if used else None
 
@@ -259,14 +337,12 @@ class Padding(Observer):
         return {"padding_fraction": all_reduce(padding, self._dims["dp"]).item() / self._tokens}
 
 
-class SourceLosses(Observer):
-    """Adds up losses and labels of each source, on the device, from one logged step to the next."""
+class SourceLosses(_Totals):
+    """The losses and labels of each source."""
 
     def __init__(self, names: Sequence[str], seq_len: int, dims: ParallelDims) -> None:
-        self._names, self._seq_len, self._dims = names, seq_len, dims
-        device = dims["world"].device_type
-        self._totals = torch.zeros(2, len(names), dtype=torch.float64, device=device)  # losses, labels
-        self._of_step = torch.zeros_like(self._totals)
+        super().__init__(len(names), dims)
+        self._names, self._seq_len = names, seq_len
 
     def losses(self, batch: TextBatch, losses: torch.Tensor) -> None:
         """Add a micro-batch, whose `sources` are numbers of sequences (B,), or of this rank's tokens (B, S)."""
@@ -274,10 +350,6 @@ class SourceLosses(Observer):
         sums = torch.stack([losses.double(), labels.double()])
         sums = sums.sum(-1) if sources.ndim == 1 else sums.flatten(1)
         self._of_step.index_add_(1, sources.flatten(), sums)
-
-    def end_step(self, left_out: torch.Tensor) -> None:
-        self._totals += torch.where(left_out.bool(), 0, self._of_step)
-        self._of_step.zero_()
 
     def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
         """Return the metrics since the last call. A collective over all ranks.

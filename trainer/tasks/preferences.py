@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from trainer.config.data import DPO
 from trainer.data.loader import TextBatch
-from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.distributed.sharding.placement import added_up

@@ -72,7 +72,6 @@ def _keeping_inputs(forward: F) -> F:
 
 
 def _budget(share: float) -> dict[str, object]:
-    """Return the settings with which graphs keep this share of their activations."""
     settings: dict[str, object] = {"activation_memory_budget": share}
     # Process groups are arguments of graphs with tensor parallelism; they hold no tensors.
     if hasattr(torch._functorch.config, unsized := "unsafe_treat_script_objects_as_zero_size"):

@@ -113,7 +113,6 @@ def _tools(given: object) -> list[dict[str, Any]]:
 
 
 def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a message with its content as one string, without entries that are null."""
     role, content = given.get("role"), given.get("content")
     if role not in ROLES:
         raise ConfigError(f'message {number}: "role" = {role!r} must be one of {", ".join(map(repr, ROLES))}')
@@ -149,26 +148,18 @@ def preference(content: bytes, where: Where) -> Iterator[dict[str, Any] | BadRec
     """
     try:
         line = json.loads(content)
-        sides = list(_sides(line)) if isinstance(line, dict) else []
+        sides = list(_sides(line))
+        if line["chosen"] == line["rejected"]:
+            raise ConfigError("chosen and rejected are the same; leave the line out")
+        found: list[Any] = [_checked(json.dumps(side).encode()) | {"where": where} for side in sides]
     except ConfigError as error:
-        yield from (BadRecord(f"{where()}: {error}"), "")
-        return
+        found = [BadRecord(f"{where()}: {error}"), ""]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        sides = []
-    if sides and line["chosen"] == line["rejected"]:
-        found: list[Any] = [BadRecord(f"{where()}: chosen and rejected are the same; leave the line out")]
-    elif not sides:
-        found = [BadRecord(f'{where()}: it has no "chosen" and "rejected" of one kind; write {_PAIR}')]
-    else:
-        found = [conversation(json.dumps(side).encode(), where) for side in sides]
-    if (bad := next((side for side in found if isinstance(side, BadRecord)), None)) is not None:
-        yield from (bad, "")
-        return
+        found = [BadRecord(f'{where()}: it has no "chosen" and "rejected" of one kind; write {_PAIR}'), ""]
     yield from found
 
 
 def _sides(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the two sides of a line as lines of conversations."""
     prompt, answers = line.get("prompt"), (line["chosen"], line["rejected"])
     if all(isinstance(answer, str) for answer in answers):
         yield from ({"prompt": prompt, "answer": answer} for answer in answers)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.writable import sync
 from trainer.runtime.console import logger
 
 BLOCK = 1 << 24  # bytes that are read at once
@@ -122,7 +123,6 @@ def _files_below(path: str, folder: str, keys: DataKeys) -> Iterator[str]:
 
 
 def _check_can_be_read(path: str, folder: str, keys: DataKeys) -> None:
-    """Refuse a folder that this user may not read: nothing would be found there."""
     if not os.access(folder, os.R_OK | os.X_OK):
         raise ConfigError(
             f"{keys.path} = {path!r}: the folder {folder} cannot be read (permission denied); "
@@ -161,8 +161,7 @@ def write_whole(file: Path, *parts: bytes) -> None:
     try:
         with unfinished.open("wb") as stream:
             stream.writelines(parts)
-            stream.flush()
-            os.fsync(stream.fileno())
+        sync(unfinished)
         unfinished.replace(file)
     finally:
         with suppress(OSError):
@@ -181,7 +180,6 @@ def _size_and_time(file: str) -> tuple[int, int]:
 
 
 def _hashed(files: Sequence[str]) -> Iterator[int]:
-    """Yield a hash of all bytes of each file; log how far it is."""
     logged = time.monotonic()
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         for number, content in enumerate(threads.map(_hash_of, files), 1):

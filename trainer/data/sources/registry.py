@@ -14,19 +14,19 @@ from trainer.config.registry import Registry
 from trainer.config.schema import Chat, Model, Training
 from trainer.data.sources.conversations import conversation, preference
 from trainer.data.sources.files import DataKeys, find_files, stdlib_files
-from trainer.data.sources.hub import HubData
 from trainer.data.sources.records import (
     COMPRESSED,
     STREAMED,
     BadRecord,
+    HubData,
     Tally,
     lines_of,
     rows_of,
     text_of_file,
     text_of_line,
 )
-from trainer.data.tokenizers.encoders import NOTHING, ConversationEncoder, Encoded
-from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.data.tokenizers.chat_template import ConversationEncoder
+from trainer.data.tokenizers.tokenizer import NOTHING, Encoded, open_tokenizer
 from trainer.hugging_face.files import grouped
 
 _MODEL, _TRAINING, _CHAT = Model(), Training(), Chat()
@@ -214,13 +214,11 @@ def check_streams(where: str, items: int, data_streams: int | None, *, item: str
 
 
 def _groups_of_files(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
-    """Return parts of whole files, one after another."""
     sizes = {file: os.path.getsize(file) for file in files}
     return [Part(tuple(group), sum(map(sizes.__getitem__, group))) for group in grouped(sizes, size)]
 
 
 def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
-    """Return parts of a file each. A file that can only be read from its start is one part."""
     found = []
     for file in files:
         whole = os.path.getsize(file)

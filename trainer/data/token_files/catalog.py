@@ -19,10 +19,18 @@ from trainer.config.errors import ConfigError
 from trainer.data.sources.files import cache_folder, contents, number_of, reading, write_whole
 from trainer.data.sources.records import BadRecord
 from trainer.data.sources.registry import DataSettings, all_documents, check_source, check_streams, files_of, source_of
-from trainer.data.token_files.format import MANIFEST, UNFINISHED, Catalog, Pair, TokenFiles, checked_pair, open_pair
+from trainer.data.token_files.format import (
+    MANIFEST,
+    UNFINISHED,
+    Catalog,
+    Pair,
+    Pairs,
+    TokenFiles,
+    checked_pair,
+    open_pair,
+)
 from trainer.data.token_files.made import cached, made_by
-from trainer.data.tokenizers.encoders import Encoded
-from trainer.data.tokenizers.tokenizer import tokenizer_hash, vocab_size_of
+from trainer.data.tokenizers.tokenizer import Encoded, tokenizer_hash, vocab_size_of
 
 _REMEDY = "copy the file again; or remove its .idx, and the same `lct tokenize` makes the shard again"
 
@@ -50,7 +58,8 @@ def catalog_of(settings: DataSettings) -> str:
 
 def open_documents(settings: DataSettings, catalog: str | None = None) -> TokenFiles:
     """Return the documents of a data set. catalog: its file; None: this process makes it, see `catalog_of`."""
-    return TokenFiles(Catalog.read(catalog or catalog_of(settings)), skips=settings.skips)
+    kind = Pairs if settings.dataset == "preferences" else TokenFiles
+    return kind(Catalog.read(catalog or catalog_of(settings)), skips=settings.skips)
 
 
 def documents_in_order(settings: DataSettings) -> Iterator[Encoded]:
@@ -81,7 +90,6 @@ def check_data(settings: DataSettings, data_streams: int | None = None) -> None:
 
 
 def _of_cache(settings: DataSettings) -> Catalog:
-    """Return the catalog of token files in the cache."""
     folder = cached(settings)
     shards, manifest = _shards(folder, settings), json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     if not settings.skips and (bad := next((entry for entry in shards.values() if "first" in entry), None)):
@@ -93,7 +101,6 @@ def _of_cache(settings: DataSettings) -> Catalog:
 
 
 def _of_token_files(settings: DataSettings) -> Catalog:
-    """Return the catalog of files of token ids, each of which has a content of its own."""
     found = list(_pairs(settings))
     others = [pair for pair, content in found if content is None]
     both = zip(contents([pair.ids for pair in others]), contents([pair.idx for pair in others]), strict=True)
@@ -126,7 +133,6 @@ def _pairs(settings: DataSettings) -> Iterator[tuple[Pair, tuple[int, int, int] 
 
 
 def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:
-    """Return a pair of this program, whose index has the check sums of the manifest."""
     pair, marks = open_pair(idx), Path(idx).with_suffix(".answers")
     for ending in ("idx", "crc"):
         file = Path(idx).with_suffix(f".{ending}")

@@ -28,7 +28,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.data.sources.files import reading
 from trainer.data.sources.records import BadRecord, Tally
-from trainer.data.tokenizers.encoders import NOTHING, Encoded
+from trainer.data.tokenizers.tokenizer import NOTHING, Encoded
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -60,7 +60,6 @@ class Pair(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an id."""
         return np.dtype(self.dtype).itemsize
 
     @property
@@ -260,18 +259,15 @@ class TokenFiles:
         return start, last + length * pair.itemsize
 
 
-class Pairs:
-    """Token files whose documents 2 i and 2 i + 1 are the sides of pair i; it is used as `TokenFiles` is."""
-
-    def __init__(self, documents: TokenFiles) -> None:
-        self._documents, self.made_by = documents, documents.made_by
+class Pairs(TokenFiles):
+    """Token files whose documents 2 i and 2 i + 1 are the sides of pair i."""
 
     def __len__(self) -> int:
-        return len(self._documents) // 2
+        return super().__len__() // 2
 
     def __getitem__(self, i: int) -> Encoded:
         """Return the sides one after the other; nothing if one of them is a bad record. It raises as `TokenFiles`."""
-        sides = [self._documents[2 * i + side] for side in range(2)]
+        sides = [TokenFiles.__getitem__(self, 2 * i + side) for side in range(2)]
         if not all(len(side.ids) for side in sides):
             return NOTHING
         ids, answers = (np.concatenate(column) for column in list(zip(*sides, strict=True))[:2])
@@ -279,13 +275,9 @@ class Pairs:
 
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each pair, (n,) int64."""
-        lengths = self._documents.lengths()
+        lengths = super().lengths()
         return lengths[::2] + lengths[1::2]
-
-    def answers(self) -> int | None:
-        """Return the number of tokens that are learned in both sides."""
-        return self._documents.answers()
 
     def fingerprint(self, pairs: int) -> int:
         """Return a 63-bit hash of the content of the first pairs; 0: they end within a file."""
-        return self._documents.fingerprint(2 * pairs)
+        return super().fingerprint(2 * pairs)

@@ -28,12 +28,11 @@ from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.config.loader import IMPORTED, import_packages
 from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
-from trainer.data.sources.hub import HubData
-from trainer.data.sources.records import Tally, text_of_file
+from trainer.data.sources.records import HubData, Tally, text_of_file
 from trainer.data.sources.registry import DataSettings, Part, documents_of, files_of, source_of
 from trainer.data.token_files.format import CODES, MANIFEST, UNFINISHED, index_bytes, open_pair
-from trainer.data.tokenizers.encoders import NOTHING, ConversationEncoder
-from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
+from trainer.data.tokenizers.chat_template import ConversationEncoder
+from trainer.data.tokenizers.tokenizer import NOTHING, open_tokenizer, tokenizer_hash, vocab_size_of
 from trainer.runtime.console import logger
 from trainer.runtime.dump_folder import wait_for_lock
 from trainer.runtime.launcher_watch import end_with
@@ -241,7 +240,6 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
 
 @contextmanager
 def _held(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Hold the folder inside; log every now and then that another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("wb") as file:
         while wait_for_lock(file, _LOG_SECONDS) is False:
@@ -275,7 +273,6 @@ def _write(
     log: Callable[[str], None],
     every: float,
 ) -> None:
-    """Write the shards `left`, and log how far they are."""
     started = logged = time.monotonic()
     done, total = 0, sum(parts[i].size for i in left)
     work = {i: (settings, parts[i], stems[i]) for i in left}
@@ -361,7 +358,6 @@ def entry_of(stem: Path) -> dict[str, Any]:
 
 
 def _begin_process(parent: int, packages: Sequence[str]) -> None:
-    """Begin a process that tokenizes: it ends with its parent, and knows the sources of the same packages."""
     end_with(parent)
     import_packages(packages)
 

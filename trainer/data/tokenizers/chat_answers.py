@@ -57,7 +57,7 @@ class Answers:
         stop = self._stop(number, start)
         if not self._text[start:stop].endswith(self._tokens):  # the next message's first token ends the answer
             stop += len(next((token for token in self._tokens if self._text.startswith(token, stop)), ""))
-        if not is_in(self._messages[number]["content"], self._text[start:stop]):
+        if _end_of(_without_reasoning(self._messages[number]["content"]), self._text[start:stop], 0) < 0:
             raise ConfigError(_NOT_WRITTEN.format(number + 1))
         return start, stop
 
@@ -213,11 +213,6 @@ def other_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return None if changed == list(messages) else changed
 
 
-def is_in(content: str, text: str) -> bool:
-    """Return whether a text has a content as it is, or as a string of JSON."""
-    return _end_of(_without_reasoning(content), text, 0) >= 0
-
-
 def _without_reasoning(content: str) -> str:
     """Return a content without the reasoning before it, which many templates take out of earlier answers."""
     return content.rpartition("</think>")[2].strip()
@@ -236,7 +231,6 @@ def _quoted(text: str) -> str:
 
 
 def _values(arguments: object) -> Iterator[str]:
-    """Yield the texts and numbers in the arguments of a call."""
     if isinstance(arguments, str):
         try:
             yield from _values(json.loads(arguments))

@@ -2,6 +2,9 @@
 
 Texts equal those of transformers' `apply_chat_template`, with one exception: the clock of a template (`strftime_now`)
 is the date chat.date, because data must not depend on the day. Without it templates write a date of their own.
+
+rendered   <|user|>\n2 + 2?<|end|>\n<|assistant|>\n4<|end|>\n     the template writes all but the contents
+answers                                           ------          with the token that ends them
 """
 
 import json
@@ -15,11 +18,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.registry import Registry
 from trainer.config.schema import Chat
 from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages, left_out, other_arguments
-from trainer.data.tokenizers.tokenizer import Tokenizer, special_names
+from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer, open_tokenizer, special_names
 from trainer.data.tokenizers.tokenizer_json import read_settings
 
 if TYPE_CHECKING:
@@ -69,7 +74,8 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses it, leaves out a message, or hides where an answer is.
         """
-        messages, how = messages_of(found), _brought(found)
+        roles, how = {"user": found.get("prompt"), "assistant": found.get("answer")}, _brought(found)
+        messages = found.get("messages") or [{"role": role, "content": text} for role, text in roles.items()]
         try:
             return self._rendered(messages, how)
         except ConfigError as error:
@@ -138,7 +144,6 @@ class ChatTemplate:
 
 
 def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
-    """Return the answers that the template itself marks."""
     parts = re.split("|".join(_MARKS), marked)
     if "".join(parts) != text or any(mark in text for mark in _MARKS):
         raise ConfigError("changes text after {% generation %} has marked it; keep the block where the text is written")
@@ -151,14 +156,6 @@ def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
 def _brought(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a conversation gives to the template beside its messages."""
     return {"tools": found.get("tools"), "values": found.get("values", {})}
-
-
-def messages_of(found: Mapping[str, Any]) -> Messages:
-    """Return the messages of a conversation; a prompt and its answer are two."""
-    if "messages" in found:
-        return found["messages"]
-    roles = {"user": found["prompt"], "assistant": found["answer"]}
-    return [{"role": role, "content": text} for role, text in roles.items()]
 
 
 def find_template(
@@ -182,7 +179,9 @@ def find_template(
         folders.append(folders[0].parent)
     settings = [(folder, read_settings(folder / "tokenizer_config.json")) for folder in folders]
     special = next((_special_tokens(found) for _, found in settings if found), ends or {})
-    made = partial(ChatTemplate, special=special, chat=chat, tokens=_special_names(tokenizer_path))
+    made = partial(ChatTemplate, special=special, chat=chat)
+    with suppress(ConfigError):  # reported when the tokenizer is opened
+        made = partial(made, tokens=special_names(tokenizer_path))
     if chat_template in TEMPLATES:
         return made(TEMPLATES[chat_template], chat_template)
     if chat_template is not None:
@@ -218,15 +217,7 @@ def end_ids(tokenizer: Tokenizer, folders: Iterable[Path | None], template: Chat
     return {end for end in ends if type(end) is int and 0 <= end < tokenizer.vocab_size}
 
 
-def _special_names(tokenizer_path: str) -> Sequence[str]:
-    try:
-        return special_names(tokenizer_path)
-    except ConfigError:  # reported when the tokenizer is opened
-        return ()
-
-
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of named special tokens, which older files write as objects."""
     entries = {name: settings.get(name) for name in _SPECIAL}
     texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in entries.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -269,3 +260,62 @@ def _environment(marks: tuple[str, str], today: str | None) -> "jinja2.Environme
     if today is not None:
         environment.globals["strftime_now"] = date.fromisoformat(today).strftime
     return environment
+
+
+# ---- conversations to token ids
+
+
+class ConversationEncoder:
+    """Renders conversations. template: None for prompts and answers that are plain text."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+
+    @classmethod
+    def of(cls, tokenizer_path: str, chat_template: str | None, chat: Chat) -> "ConversationEncoder":
+        """Return the encoder for a tokenizer and a template; it raises as `open_tokenizer` and `find_template`."""
+        tokenizer = open_tokenizer(tokenizer_path)
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
+        return cls(tokenizer, find_template(tokenizer_path, chat_template, chat, ends))
+
+    @property
+    def identity(self) -> str | None:
+        """What the texts depend on, beside the conversations."""
+        return self._template and self._template.identity
+
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        """Return the tokens of a conversation, and which lie in an answer; ConfigError if the template refuses it."""
+        if self._template is None:
+            return self._plain(**plain_text(document))
+        rendered, answers = self._template.render(document)
+        return _marked(*self._tokenizer.encode_with_places(rendered, special=True), answers)
+
+    def _plain(self, prompt: str, answer: str) -> Encoded:
+        ids, places = self._tokenizer.encode_with_places(prompt + answer, special=False)
+        end = len(prompt) + len(answer)
+        tokenizer = self._tokenizer
+        if tokenizer.bos_id is not None:
+            ids, places = np.append(tokenizer.bos_id, ids), np.concatenate([[[-1, 0]], places])
+        if tokenizer.eos_id is not None:
+            ids, places = np.append(ids, tokenizer.eos_id), np.concatenate([places, [[end, end + 1]]])
+        return _marked(ids, places, [(len(prompt), end + 1)])
+
+
+def plain_text(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return prompt and answer of a conversation that needs no template; ConfigError if it has messages."""
+    if "messages" in found:
+        raise ConfigError(
+            f'{found["where"]()} has "messages", which need a chat template, and the tokenizer has none; name its '
+            "Jinja file in model.chat_template, or the folder of an instruction-tuned model in model.tokenizer_path"
+        )
+    return {"prompt": found["prompt"], "answer": found["answer"]}
+
+
+def _marked(ids: np.ndarray, places: np.ndarray, answers: Sequence[tuple[int, int]]) -> Encoded:
+    """Return tokens (n,), and which lie in an answer with all characters, [start, stop) of each in places (n, 2)."""
+    starts, stops = places.T
+    learned = np.zeros(len(ids), dtype=bool)
+    for start, stop in answers:
+        learned |= (start <= starts) & (starts < stop) & (stops <= stop)
+    return Encoded(ids, learned)

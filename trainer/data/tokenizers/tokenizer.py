@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,21 @@ HINT = (
     "; get Llama 3's with `python scripts/download_tokenizer.py`, train one with `python scripts/train_tokenizer.py`,"
     " or leave model.tokenizer_path out for the shipped one"
 )
+
+
+class Encoded(NamedTuple):
+    """A document. ids: (n,) integers; answers: (n,) bool, whether a token is learned; None: all are.
+
+    lengths: of its parts, which do not see each other but are packed together; empty: it is one part.
+    """
+
+    ids: np.ndarray
+    answers: np.ndarray | None = None
+    lengths: tuple[int, ...] = ()
+
+
+NOTHING = Encoded(np.empty(0, dtype=np.int64))
+"""A document without text."""
 
 
 class Tokenizer(ABC):

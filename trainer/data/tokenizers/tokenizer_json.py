@@ -55,7 +55,6 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _added_before_text(self, given: str) -> int | None:
-        """Return the token that the post-processor puts before a text, or None if it puts none there."""
         text, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         begin = whole[: next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)]
         if len(begin) > 1:

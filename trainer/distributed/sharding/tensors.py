@@ -79,6 +79,11 @@ def added_rows(
     return total.to(rows.dtype)
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy in float32 of what has half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """Return FSDP's groups of parameters of a module that `fully_shard` has wrapped."""
     state = module._get_fsdp_state()  # no public name as of torch 2.13

@@ -1,7 +1,15 @@
-"""Whole documents or conversations in sequences of `seq_len` tokens, by best fit or one a sequence. Torch-free.
+"""Documents back to back in sequences of `seq_len` tokens, with labels, positions and document ids. Torch-free.
 
-A sequence begins with the oldest document that waits. Then it takes the longest one that still fits, until none does.
-The rest is padding: a document of its own, without labels.
+documents   [B a b E] [B c E]            B, E: begin and end of text; seq_len = 4
+tokens       B a b E | B c E ...
+labels       a b E - | c E - ...         shifted by one within the document; -: IGNORE_INDEX
+positions    0 1 2 3 | 0 1 2 ...         from 0 in each document, and where a sequence continues one
+document_ids 0 0 0 0 | 0 0 0 1 ...       numbered within the sequence
+
+`DocumentStream` puts documents one after another; one that does not fit continues in the next sequence. `WholeStream`
+has whole documents or conversations, by best fit or one a sequence. Its sequence begins with the oldest document that
+waits. Then it takes the longest one that still fits, until none does. The rest is padding: a document of its own,
+without labels.
 
 waiting   5 2 7 3 4 | ...     seq_len = 10; the order in which they were read
 sequence  5 4 + 1 padding  |  2 7 + 1  |  3 ...
@@ -10,18 +18,89 @@ A document of more than `seq_len` tokens is cut into pieces of `seq_len`, which 
 piece waits as a document does. Each label is made before the cut, so that none is lost.
 
 Those that wait are of one epoch, at most WINDOW places of its order, and about TOKENS sequences long. The state says
-which ones wait, so that a resumed run continues with the same sequences."""
+which ones wait, so that a resumed run continues with the same sequences.
+"""
 
 from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, StreamState
-from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
 from trainer.data.sources.records import Tally
 from trainer.data.token_files.format import Pairs, TokenFiles
+from trainer.data.tokenizers.tokenizer import Encoded
+
+IGNORE_INDEX = -100  # a label that no loss counts
+NO_POSITION = -1  # of padding, which has a row of the rotary table like any token, and which no router counts
+
+
+class Sample(NamedTuple):
+    """tokens (n,) and labels (n,) int32 of a document or a part of it; a label is the next token, or IGNORE_INDEX.
+
+    lengths: as of `Encoded`.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    lengths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """Four arrays (seq_len,) int64, each with memory of its own.
+
+    padding: tokens at the end that are of no document, at NO_POSITION; source: number of the data set in a mixture.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    document_ids: np.ndarray
+    padding: int = 0
+    source: int = 0
+
+
+def positions_of(lengths: np.ndarray | list[int], *, padding: int) -> np.ndarray:
+    """Return positions (n,) int64, from 0 in each document of these lengths; the last `padding` tokens have none."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    positions[len(positions) - padding :] = NO_POSITION
+    return positions
+
+
+def sample_of(document: Encoded) -> Sample:
+    """Return the tokens of a document, and their labels: the next token, if that is learned."""
+    ids = document.ids.astype(np.int32)
+    labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
+    labels[:-1] = ids[1:] if document.answers is None else np.where(document.answers[1:], ids[1:], IGNORE_INDEX)
+    labels[np.cumsum(document.lengths, dtype=np.int64) - 1] = IGNORE_INDEX
+    return Sample(ids, labels, document.lengths)
+
+
+def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
+    """Return samples in one sequence, and padding behind them: token 0 without a label, a document of its own."""
+    lengths = [length for sample in samples for length in sample.lengths or (len(sample.tokens),)]
+    padding = seq_len - sum(lengths)
+    lengths.append(padding)
+    sequence = PackedSequence(
+        tokens=np.zeros(seq_len, dtype=np.int64),
+        labels=np.full(seq_len, IGNORE_INDEX, dtype=np.int64),
+        positions=positions_of(lengths, padding=padding),
+        document_ids=np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
+        padding=padding,
+    )
+    sequence.tokens[: seq_len - padding] = np.concatenate([sample.tokens for sample in samples])
+    sequence.labels[: seq_len - padding] = np.concatenate([sample.labels for sample in samples])
+    return sequence
+
+
+WINDOW = 1024
+TOKENS = 8
+_NO_TEXT = "none of the {} documents of data stream {} holds text; leave out documents without text"
 
 
 class DocumentStream(ItemStream):
@@ -44,7 +123,6 @@ class DocumentStream(ItemStream):
         return {"epoch": self._epoch, "document": self._place, "token": self._token, "samples": self.samples}
 
     def restart(self, state: Mapping[str, int]) -> None:
-        """Resume from `state`, or from the beginning if it is empty."""
         super().restart(state)
         self._token = int(state.get("token", 0))
         self._sample: Sample | None = None  # the current document, read when it is needed
@@ -62,10 +140,7 @@ class DocumentStream(ItemStream):
             self._token, missing = self._token + taken, missing - taken
             barren = 0 if taken else barren + 1
             if barren == 2 * len(self.items):  # an epoch may end, and the next begin, with all the empty ones
-                raise ConfigError(
-                    f"none of the {len(self.items)} documents of data stream {self._stream} holds text; leave out "
-                    "documents without text"
-                )
+                raise ConfigError(_NO_TEXT.format(len(self.items), self._stream))
             if not taken:
                 parts.pop()
             if self._token >= len(tokens):
@@ -77,10 +152,6 @@ class DocumentStream(ItemStream):
         """Go to the first token of the next document."""
         self._sample, self._token = None, 0
         super().advance()
-
-
-WINDOW = 1024
-TOKENS = 8
 
 
 class TooLong:
@@ -153,7 +224,6 @@ class WholeStream(ItemStream):
         return self._epoch + (self._place - len(self._waiting)) / len(self.items)
 
     def restart(self, state: Mapping[str, int]) -> None:
-        """Resume from `state`, or from the beginning if it is empty."""
         super().restart(state)
         self._whole_left, bits = divmod(int(state.get("waiting", 0)), 1 << WINDOW)
         places = (self._place - 1 - bit for bit in reversed(range(bits.bit_length())) if bits >> bit & 1)
@@ -177,7 +247,6 @@ class WholeStream(ItemStream):
         return together(chosen, self._seq_len)
 
     def _chosen(self) -> list[Sample]:
-        """Return the samples of the next sequence; some wait."""
         if self._whole_left:
             self._whole_left -= 1
             return [self._whole[-1 - self._whole_left]]
@@ -206,7 +275,6 @@ class WholeStream(ItemStream):
         return bool(self._waiting or self._whole_left)
 
     def _pieces(self, place: int) -> list[Sample]:
-        """Return the pieces of the document at a place in the epoch's order; a bad record has no text, and none."""
         sample = sample_of(self._source[self._item_at(place)])
         tokens, labels, _ = sample
         seq_len = self._seq_len
@@ -220,9 +288,7 @@ class WholeStream(ItemStream):
         """Return the message for a stream whose documents have no piece."""
         number, stream = len(self.items), self._stream
         if self._conversations is None:
-            return (
-                f"none of the {number} documents of data stream {stream} holds text; leave out documents without text"
-            )
+            return _NO_TEXT.format(number, stream)
         return (
             f"the {number} conversations of data stream {stream} have no answer within {self._seq_len} tokens that may "
             "be used (chat.too_long); raise the sequence length or give more data"
