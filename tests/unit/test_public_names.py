@@ -14,7 +14,6 @@ PACKAGES = (
     "trainer.distributed.context_parallel",
     "trainer.distributed.domain_parallel",
     "trainer.models",
-    "trainer.runtime",
 )
 
 
