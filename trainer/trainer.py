@@ -13,16 +13,10 @@ from torch.profiler import record_function as region
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.early_update import EarlyUpdates
+from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
 from trainer.components.metrics import MetricsLogger, StepRecord
 from trainer.components.norms import UpdateNorms, clip_gradients, settle_gradients, squared_norm
-from trainer.components.optimizer import (
-    build_lr_scheduler,
-    build_optimizer,
-    can_mask_update,
-    check_groups,
-    check_restart,
-    mask_update,
-)
+from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling
 from trainer.components.qk_clip import QKClip
 from trainer.components.step_outcome import StepGuard, StepTotals, TrainingError

@@ -358,7 +358,7 @@ GRADIENTS = (
     ),
     Mutant(
         "the first step of the warm-up learns nothing",
-        "trainer/components/optimizer.py",
+        "trainer/components/lr_scheduler.py",
         "return (step + 1) / (config.warmup_steps + 1)",
         "return step / (config.warmup_steps + 1)",
         "tests/unit/test_components.py",

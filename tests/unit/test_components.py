@@ -11,9 +11,10 @@ from torch import nn
 
 from tests.unit.test_model import ARGS, build
 from trainer.components.loss import count_valid, token_losses
+from trainer.components.lr_scheduler import build_lr_scheduler, lr_factor
 from trainer.components.metrics import StepMetrics, console_line, duration, peak_flops, peak_memory_gib
 from trainer.components.norms import clip_gradients
-from trainer.components.optimizer import build_lr_scheduler, build_optimizer, lr_factor
+from trainer.components.optimizer import build_optimizer
 from trainer.components.sinks import JsonLines, WeightsAndBiases
 from trainer.config.schema import Job, JobConfig, LRScheduler, Optimizer
 

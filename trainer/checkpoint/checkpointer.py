@@ -34,7 +34,8 @@ from trainer.checkpoint.weights import (
     open_initial,
     open_step,
 )
-from trainer.components.optimizer import ensure_state, restart_lr_scheduler
+from trainer.components.lr_scheduler import restart_lr_scheduler
+from trainer.components.optimizer import ensure_state
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.writable import full_disk, nearest_existing
 from trainer.data.loader import BatchLoader

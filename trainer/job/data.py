@@ -64,7 +64,7 @@ def has_files(dataset: str) -> bool:
 
 
 def check_chat(config: JobConfig) -> None:
-    """Check the chat template with the first conversation of each data set, and that no packing cuts conversations."""
+    """Raise a ConfigError unless the template fits the first conversation of each data set, and no packing cuts one."""
     settings, training = config.validation, config.training
     if training.dataset in CONVERSATIONS and training.packing == "concatenate":
         raise ConfigError(
@@ -98,7 +98,7 @@ def check_chat(config: JobConfig) -> None:
 
 
 def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
-    """Check that sequences are no longer than in training, and can be divided among the ranks; return notes."""
+    """Return notes; ConfigError for sequences longer than in training, or that ranks cannot divide."""
     settings, training = config.validation, config.training
     if not settings.enable:
         return []

@@ -1,0 +1,56 @@
+"""The learning rate: warm-up, stable, decay (WSD, arXiv 2404.06395)."""
+
+import math
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.config.errors import SharedConfigError
+from trainer.config.optimizer import LRScheduler
+
+
+def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
+    """Return the share of the peak learning rate for a step of a schedule of `total_steps`, both from its start on.
+
+    It rises linearly over `warmup_steps` (and is above 0 in the first step), stays at 1, and falls to `min_lr_factor`
+    over the last `decay_ratio` of the run, by default from the end of the warm-up on.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    decay_steps = config.decay_steps(total_steps)
+    into_decay = step - (total_steps - decay_steps)
+    if into_decay <= 0:
+        return 1.0
+    left = {
+        "linear": lambda x: 1.0 - x,
+        "sqrt": lambda x: 1.0 - math.sqrt(x),
+        "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
+    }[config.decay_type](min(into_decay / decay_steps, 1.0))
+    return config.min_lr_factor + (1.0 - config.min_lr_factor) * left
+
+
+def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: LRScheduler, steps: int) -> LambdaLR:
+    """Return the schedule of `optimizer` over `total_steps`, by default the `steps` of the run.
+
+    It starts after `restart_step`; steps before that have the rate of its first one.
+    """
+    total_steps, start = config.length(steps), config.restart_step
+    return LambdaLR(optimizer, lambda step: lr_factor(max(step - start, 0), config, total_steps))
+
+
+def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
+    """Set `scheduler` and the learning rates of its optimizer to their values after `steps` steps of this schedule."""
+    lrs = [lr * factor(steps) for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, lr in zip(scheduler.optimizer.param_groups, lrs, strict=True):
+        group["lr"] = lr
+    place = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": lrs}
+    scheduler.load_state_dict(scheduler.state_dict() | place)
+
+
+def check_restart(config: LRScheduler, step: int) -> None:
+    """Check that a run that continues after `step` is in the schedule; SharedConfigError if it starts later."""
+    if step < config.restart_step:
+        raise SharedConfigError(
+            f"lr_scheduler.restart_step = {config.restart_step} is after step {step}, where this run continues; use "
+            f"at most {step}, the last step of the schedule before"
+        )
