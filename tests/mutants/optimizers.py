@@ -157,7 +157,7 @@ MUON = (
     ),
     Mutant(
         "a schedule that starts again counts from the first step",
-        "trainer/components/optimizer.py",
+        "trainer/components/lr_scheduler.py",
         "max(step - start, 0)",
         "step",
         f"{_MUON}::test_a_finished_run_goes_on_in_a_new_schedule",
