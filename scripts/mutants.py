@@ -3,80 +3,113 @@
     python scripts/mutants.py [--only WORD ...] [--jobs N]
 
 Prints a line a mutant, survivors last; exit code 1 if there are any. First the tests run on a copy without a mistake:
-a test that fails anyway shows nothing.
+a test that fails anyway shows nothing. Each job has one copy and one warm process (scripts/warm_pytest.py); it plants a
+mistake, runs its tests until one fails, and takes the mistake out again.
 """
 
 import argparse
+import contextlib
+import os
+import queue
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone
 
+from scripts.warm_pytest import WarmPytest
 from tests.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_SECONDS = 900
 _FAILED = 1  # pytest's exit code for tests that failed; others mean that they did not run
-_IGNORED = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".pytest_cache", ".ruff_cache")
+_IGNORED = (".git", ".venv", "outputs", "site", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")
+_QUICK = ["-q", "-m", "not slow and not wide", "-p", "no:cacheprovider", "--disable-warnings"]
 
 
-def copy_tree(folder: Path) -> Path:
-    """Copy what tests need into `folder`."""
-    tree = folder / "tree"
-    shutil.copytree(ROOT, tree, ignore=_IGNORED, symlinks=True)
-    return tree
+class Bench:
+    """A copy of the tree and the warm process that runs tests there."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="mutants_")
+        self.tree = Path(self._folder.name) / "tree"
+        shutil.copytree(ROOT, self.tree, ignore=shutil.ignore_patterns(*_IGNORED), symlinks=True)
+        self._pytest = WarmPytest(self.tree)
+        self._planted = 0
+
+    def run_tests(self, tests: list[str], *more: str, seconds: int = _TIMEOUT_SECONDS) -> tuple[int | None, str]:
+        """Run the quick ones of some tests: pytest's exit code, None if they did not end in time, and its output."""
+        try:
+            return self._pytest.run([*_QUICK, *more, *tests], seconds)
+        finally:
+            # A later mistake must be found anew, not by an example that an earlier one has left.
+            shutil.rmtree(self.tree / ".hypothesis", ignore_errors=True)
+
+    @contextlib.contextmanager
+    def planted(self, mutant: Mutant) -> Iterator[None]:
+        """Make the mistake in the copy, and take it out at the end.
+
+        Raises:
+            ValueError: the line is not there, or more than once.
+        """
+        path = self.tree / mutant.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(mutant.old) != 1:
+            raise ValueError(f"{mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in {mutant.file}")
+        times = path.stat()
+        # Python compares the size and the second of a file with its bytecode: each mistake has a second of its own.
+        self._planted += 1
+        second = times.st_mtime_ns + self._planted * 10**9
+        try:
+            path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+            os.utime(path, ns=(second, second))
+            yield
+        finally:
+            path.write_text(text, encoding="utf-8")
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    def close(self) -> None:
+        """End the warm process and remove the copy."""
+        self._pytest.close()
+        self._folder.cleanup()
 
 
-def plant(mutant: Mutant, tree: Path) -> None:
-    """Make the mistake in a copy.
-
-    Raises:
-        ValueError: the line is not there, or more than once.
-    """
-    path = tree / mutant.file
-    text = path.read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in {mutant.file}")
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-
-
-def run_tests(
-    tree: Path, tests: list[str], *more: str, seconds: int = _TIMEOUT_SECONDS
-) -> subprocess.CompletedProcess | None:
-    """The quick ones of some tests in a copy; None: they did not end in time."""
-    quick = ["-m", "not slow and not wide", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-B", "-m", "pytest", "-q", *quick, *more, *tests]
-    try:
-        return subprocess.run(
-            command,
-            cwd=tree,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def outcome(mutant: Mutant) -> str:
-    """`killed by TEST`, or why not."""
-    with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
-        tree = copy_tree(Path(folder))
-        plant(mutant, tree)
-        result = run_tests(tree, mutant.tests.split(), "-x")
-    if result is None:
+def outcome(mutant: Mutant, bench: Bench) -> str:
+    """Return `killed by TEST`, or why not."""
+    unit_first = sorted(mutant.tests.split(), key=lambda test: not test.startswith("tests/unit/"))
+    with bench.planted(mutant):
+        code, printed = bench.run_tests(unit_first, "-x")
+    if code is None:
         return "SURVIVED: its tests did not end in time"
-    if result.returncode != _FAILED:
-        last = (result.stdout.strip() or result.stderr.strip() or "nothing").splitlines()[-1]
-        return f"SURVIVED: exit code {result.returncode}, {last}"
-    failed = [line.split()[1] for line in result.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if code != _FAILED:
+        return f"SURVIVED: exit code {code}, {(printed.strip() or 'nothing').splitlines()[-1]}"
+    failed = [line.split()[1] for line in printed.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return f"killed by {failed[0] if failed else '?'}"
+
+
+def run_table(mutants: list[Mutant], benches: list[Bench]) -> list[str]:
+    """Try each mutant at the bench that is free next, print how it ends, and return the survivors' names."""
+    free: queue.SimpleQueue[Bench] = queue.SimpleQueue()
+    for bench in benches:
+        free.put(bench)
+
+    def attempt(mutant: Mutant) -> tuple[str, float]:
+        bench, started = free.get(), time.monotonic()
+        try:
+            return outcome(mutant, bench), time.monotonic() - started
+        finally:
+            free.put(bench)
+
+    survivors = []
+    with ThreadPoolExecutor(len(benches)) as workers:
+        for mutant, (how, seconds) in zip(mutants, workers.map(attempt, mutants), strict=True):
+            print(f"{mutant.name}: {how} ({seconds:.1f} s)", flush=True)
+            survivors += [mutant.name] if how.startswith("SURVIVED") else []
+    return survivors
 
 
 def main() -> int:
@@ -87,19 +120,19 @@ def main() -> int:
     arguments = parser.parse_args()
     chosen = [m for m in MUTANTS if any(word in f"{m.name} {m.file} {m.tests}" for word in arguments.only)]
     started = time.monotonic()
-    if not arguments.no_baseline:
-        with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
+    benches = [Bench() for _ in range(arguments.jobs)]
+    try:
+        if not arguments.no_baseline:
             tests = sorted({test for mutant in chosen for test in mutant.tests.split()})
-            result = run_tests(copy_tree(Path(folder)), tests, "-n", "2", "--dist", "loadfile", seconds=3600)
-        if result is None or result.returncode:
-            print(result.stdout[-3000:] if result else "no end within an hour")
-            print("error: the tests fail without any mistake", file=sys.stderr)
-            return 2
-    survivors = []
-    with ThreadPoolExecutor(arguments.jobs) as workers:
-        for mutant, how in zip(chosen, workers.map(outcome, chosen), strict=True):
-            print(f"{mutant.name}: {how}", flush=True)
-            survivors += [mutant.name] if how.startswith("SURVIVED") else []
+            code, printed = benches[0].run_tests(tests, "-n", "2", "--dist", "loadfile", seconds=3600)
+            if code != 0:
+                print(printed[-3000:] if code else "no end within an hour")
+                print("error: the tests fail without any mistake", file=sys.stderr)
+                return 2
+        survivors = run_table(chosen, benches)
+    finally:
+        for bench in benches:
+            bench.close()
     minutes = (time.monotonic() - started) / 60
     print(f"{len(chosen)} mutants, {len(survivors)} survived, {minutes:.1f} minutes: {survivors or 'none'}")
     return 1 if survivors else 0
