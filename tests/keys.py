@@ -1,4 +1,4 @@
-"""How the effect of each key of the configuration is seen: one entry a key.
+"""Table of how the effect of each key of the configuration is seen: one entry a key.
 
 An entry is the name of a test that shows it, or `Seen`: two runs of the program that differ in the key, and what must
 differ in the observations. `tests/distributed/test_keys.py` runs them and looks for keys that are missing here.
@@ -268,7 +268,7 @@ EFFECTS: dict[str, str | Seen] = {
         "--training.dataset=text --training.dataset_path={data}/lines",
     ),
     "training.dataset_path": Seen("--training.dataset_path={data}/lines", _other("inputs")),
-    "training.dataset_text_field": "tests/unit/test_data_datasets.py::test_the_text_may_have_another_name",
+    "training.dataset_text_field": "tests/unit/test_data_jsonl.py::test_the_text_may_have_another_name",
     "training.on_bad_record": "tests/distributed/test_bad_data.py::test_a_damaged_document_stops_or_is_left_out",
     "training.local_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs[0]), len(on.inputs[0])) == (2, 4)),
     "training.global_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs), len(on.inputs)) == (1, 3)),
@@ -435,10 +435,14 @@ EFFECTS: dict[str, str | Seen] = {
         lambda off, on: _gathers_of_the_backward(off) >= 2 and _gathers_of_the_backward(on) == 0,
         ranks=2,
     ),
-    "parallelism.fsdp_forward_prefetch": "tests/distributed/test_loop.py::test_prefetching_gathers_layers_ahead",
-    "parallelism.fsdp_backward_prefetch": "tests/distributed/test_loop.py::test_prefetching_gathers_layers_ahead",
+    "parallelism.fsdp_forward_prefetch": (
+        "tests/distributed/test_collectives.py::test_prefetching_gathers_layers_ahead"
+    ),
+    "parallelism.fsdp_backward_prefetch": (
+        "tests/distributed/test_collectives.py::test_prefetching_gathers_layers_ahead"
+    ),
     "parallelism.fsdp_zero_copy": (
-        "tests/distributed/test_loop.py::test_buffers_lie_in_the_memory_of_a_group_that_has_some"
+        "tests/distributed/test_collectives.py::test_buffers_lie_in_the_memory_of_a_group_that_has_some"
     ),
     "parallelism.enable_async_tensor_parallel": (
         "tests/distributed/test_compile.py::test_the_compiler_is_told_of_overlap_split_backwards_and_budgets"

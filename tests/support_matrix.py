@@ -1,4 +1,4 @@
-"""What works with what: the cells of docs/support_matrix.md, the record of those that ran, and the page made of it.
+"""Table of what works with what: the cells of docs/support_matrix.md, the record of those that ran, and its page.
 
 A cell is a layout of ranks and a feature. `tests/distributed/test_support_matrix.py` runs them; the record keeps for
 each what came out and a digest of its arguments, so that a cell that changed counts as not tested.

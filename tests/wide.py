@@ -58,7 +58,7 @@ WIDE: dict[str, tuple[str, ...]] = {
     "tests/unit/test_hub.py::test_a_wrong_name_is_one_sentence[more3": (),
     "tests/unit/test_linear_kernels.py::test_kernels_are_the_recurrence[wide": (),
     "tests/unit/test_planner.py::test_a_deep_model_is_a_straight_line_over_shallow_ones": ("arguments0", "arguments4"),
-    "tests/unit/test_planner.py::test_other_answers_as_json_print_json_alone": (),
+    "tests/unit/test_planner_command.py::test_other_answers_as_json_print_json_alone": (),
     "tests/unit/test_planner.py::test_what_muon_sends_is_a_straight_line_where_ranks_own_alike": (),
 }
 """The beginnings of names of cases -> the beginnings of their parameters that `make test` keeps."""

@@ -1,4 +1,4 @@
-"""Random cases of a `DomainTensor`: the same function of torch on a sharded tensor and on the whole one."""
+"""Table of random cases of a `DomainTensor`: the same function of torch on a sharded tensor and on the whole one."""
 
 import contextlib
 import random

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.distributed.checkpoint_cases import main_case, trainer_in
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import main_case, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.commands import tokenize_text

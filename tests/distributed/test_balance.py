@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.checkpoint_cases import trainer_in
 from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import trainer_in
 from tests.distributed.test_parity import LAYOUTS, degrees, reference
 from tests.slow import slow
 from trainer.commands import tokenize_text

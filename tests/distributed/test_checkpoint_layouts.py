@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.distributed.checkpoint_cases import SETTINGS, merged, same, trainer_in, whole_state
 from tests.distributed.pool import RankFailedError, WorkerPool
-from tests.distributed.test_checkpoint import SETTINGS, merged, same, trainer_in, whole_state
 from tests.distributed.test_parity import degrees
 from tests.slow import slow
 from trainer.checkpoint import checkpointer

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.distributed.checkpoint_cases import load_step_save, main_case, merged, same, trainer_in
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, main_case, merged, same, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.checkpoint.verify import verify_step

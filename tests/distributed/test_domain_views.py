@@ -16,6 +16,8 @@ from tests.slow import slow
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
 
+pytestmark = pytest.mark.about("trainer/distributed/domain_parallel/whole.py")
+
 ALIASES: dict[str, Callable[[Any], Any]] = {
     "contiguous": lambda x: x.contiguous(),
     "contiguous slice of rows": lambda x: x[:, :, :6].contiguous(),

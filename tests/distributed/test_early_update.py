@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.checkpoint_cases import merged, same, trainer_in, whole_state
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import merged, same, trainer_in, whole_state
 from tests.distributed.test_late_read import lines_of
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow

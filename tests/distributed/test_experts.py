@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import profile
 
+from tests.distributed.checkpoint_cases import load_step_save, merged, same
 from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, merged, same
 from tests.distributed.test_host_reads import TOTALS
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow

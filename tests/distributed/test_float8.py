@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import harness
+from tests.distributed.checkpoint_cases import load_step_save, merged, same
 from tests.distributed.harness import STEPS, Record, RecordingTrainer, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, merged, same
 from tests.distributed.test_parity import LAYOUTS as OTHER_LAYOUTS
 from trainer.trainer import Trainer
 

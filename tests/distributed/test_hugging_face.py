@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.distributed import harness
+from tests.distributed.checkpoint_cases import load_step_save, merged
 from tests.distributed.harness import BASE, Record, RecordingTrainer, make_row, resolved
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, merged
 from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model, in_float64
 from tests.hf_tensors import to_hf

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import test_bad_data
+from tests.distributed.checkpoint_cases import merged, same, trainer_in, whole_state
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import merged, same, trainer_in, whole_state
 from tests.distributed.test_checkpoint_layouts import LAYOUTS
 from trainer.components.step_outcome import StepTotals, TrainingError
 from trainer.data.packing import IGNORE_INDEX

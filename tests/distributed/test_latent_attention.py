@@ -16,6 +16,8 @@ from trainer.distributed.context_parallel.execution import latent
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
+pytestmark = pytest.mark.about("trainer/models/latent_attention.py")
+
 SIZES = 10, 4, 6
 """R, P and V, with keys of 8: three sizes that differ."""
 HEADS = 24, 1

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from tests.distributed import harness
+from tests.distributed.checkpoint_cases import load_step_save, merged, trainer_in
 from tests.distributed.harness import Record, RecordingTrainer, resolved
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, merged, trainer_in
 from tests.distributed.test_hugging_face import LLAMA, SETTINGS, STEPS, error, initial, logits_of, precise, rows
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.distributed.checkpoint_cases import trainer_in
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.components.loss import count_valid

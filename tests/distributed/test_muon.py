@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import test_late_read, test_skipped_steps
+from tests.distributed.checkpoint_cases import load_step_save, merged, same, trainer_in
 from tests.distributed.harness import trainer_of
 from tests.distributed.pool import RankFailedError, WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, merged, same, trainer_in
 from tests.distributed.test_checkpoint_layouts import LAYOUTS as SAVED
 from tests.distributed.test_checkpoint_layouts import MODEL, MORE, PAIRS, state_and_losses
 from tests.distributed.test_parity import LAYOUTS, degrees

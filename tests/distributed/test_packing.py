@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.distributed.checkpoint_cases import trainer_in
 from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
+from tests.distributed.checkpoint_cases import load_step_save, main_case, merged, same, trainer_in
 from tests.distributed.harness import TINY
 from tests.distributed.pool import RankFailedError, WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, main_case, merged, same, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.s3_server import ADDRESS, reached_by, s3_server
 from tests.slow import slow

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.distributed.checkpoint_cases import same
 from tests.distributed.harness import trainer_of, whole
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import same
 from tests.distributed.test_checkpoint_layouts import LAYOUTS, MODEL
 from trainer.checkpoint.checkpointer import tensors_of
 from trainer.components.step_outcome import SPIKE_LEAST, StepGuard, TrainingError

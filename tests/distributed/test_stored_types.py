@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.distributed import test_late_read, test_skipped_steps
+from tests.distributed.checkpoint_cases import load_step_save, merged, same, whole_state
 from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, merged, same, whole_state
 from tests.distributed.test_parity import LAYOUTS, degrees, reference
 from tests.slow import slow
 from trainer.components.optimizer import ensure_state

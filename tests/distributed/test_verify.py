@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.distributed.checkpoint_cases import damaged, load_step_save, trainer_in
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import damaged, load_step_save, trainer_in
 from tests.distributed.test_checkpoint_layouts import LAYOUTS, planted_case
 from tests.slow import slow
 from trainer.checkpoint import checkpointer

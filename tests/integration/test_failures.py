@@ -21,6 +21,8 @@ from tests.integration.test_launcher_killed import ranks_in
 from tests.slow import slow
 from trainer.stores.store import LocalStore
 
+pytestmark = pytest.mark.about("trainer/runtime/reports.py")
+
 START_TIMEOUT_SECONDS, STEP_TIMEOUT_SECONDS, SAVING_TIMEOUT_SECONDS = 8, 4, 5
 # What comes on top: reports of the other ranks, the launcher's patience, the end of processes on a busy machine.
 KILLED = "SIGKILL, mostly for lack of host memory"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.checkpoint_cases import main_case
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import main_case
 from tests.distributed.test_parity import LAYOUTS
 from trainer.checkpoint.verify import verify_step
 from trainer.stores.store import LocalStore

@@ -1,4 +1,4 @@
-"""Mistakes in plans, in context-parallel attention, and in checks on models of others."""
+"""Table of mistakes in plans, in context-parallel attention, and in checks on models of others."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in conversations, packing and mixtures."""
+"""Table of mistakes in conversations, packing and mixtures."""
 
 from tests.mutants.mutant import Mutant
 
@@ -27,7 +27,7 @@ CHAT = (
         "trainer/data/tokenizers/chat_template.py",
         "(start <= starts) & (starts < stop)",
         "(start < stops) & (starts < stop)",
-        f"{_CHAT}::test_a_token_across_the_border_has_no_label",
+        "tests/unit/test_chat_text.py::test_a_token_across_the_border_has_no_label",
     ),
     Mutant(
         "the white space after an end token is learnt",
@@ -83,14 +83,14 @@ CHAT = (
         "trainer/data/tokenizers/chat_answers.py",
         'for call in message.get("tool_calls") or ():\n            function, arguments',
         "for call in ():\n            function, arguments",
-        "tests/unit/test_chat.py::test_a_message_that_the_template_leaves_out_is_refused",
+        "tests/unit/test_chat_refusals.py::test_a_message_that_the_template_leaves_out_is_refused",
     ),
     Mutant(
         "a short answer is found in an earlier message",
         "trainer/data/tokenizers/chat_answers.py",
         "text.find(form, start)",
         "text.find(form)",
-        "tests/unit/test_chat.py::test_a_message_that_the_template_leaves_out_is_refused",
+        "tests/unit/test_chat_refusals.py::test_a_message_that_the_template_leaves_out_is_refused",
     ),
     Mutant(
         "a text begins with a token that the tokenizer does not put there",
@@ -104,7 +104,7 @@ CHAT = (
         "trainer/data/tokenizers/chat_template.py",
         "ends |= set(named) if isinstance(named, list) else {named}",
         "pass",
-        "tests/unit/test_hugging_face.py::test_every_end_that_a_model_names_ends_a_text",
+        "tests/unit/test_hugging_face_runs.py::test_every_end_that_a_model_names_ends_a_text",
     ),
     Mutant(
         "a conversation is packed that is one token too long",

@@ -1,4 +1,4 @@
-"""Mistakes of saving and loading."""
+"""Table of mistakes of saving and loading."""
 
 from tests.mutants.mutant import Mutant
 
@@ -75,7 +75,7 @@ CHECKPOINTS = (
         "trainer/checkpoint/weights.py",
         "    check_fits(state, config, model)\n    return",
         "    return",
-        f"{_CHECKPOINT}::test_what_appears_after_the_check_is_checked_again",
+        "tests/distributed/test_checkpoint_errors.py::test_what_appears_after_the_check_is_checked_again",
     ),
     Mutant(
         "the check sum of the state is not compared",

@@ -1,4 +1,4 @@
-"""Mistakes in operators over sharded axes."""
+"""Table of mistakes in operators over sharded axes."""
 
 from tests.mutants.mutant import Mutant
 
@@ -191,7 +191,7 @@ DOMAIN = (
         f"{_DOMAIN}/attention.py",
         "travels = attn_mask is None and of_keys is not None and of_keys.group not in others",
         "travels = False",
-        f"{_TENSOR_FILE}::test_no_rank_has_all_keys_and_values",
+        "tests/distributed/test_domain_rows.py::test_no_rank_has_all_keys_and_values",
     ),
     Mutant(
         "a mask is taken from its first row on every rank",
@@ -219,21 +219,21 @@ DOMAIN = (
         f"{_DOMAIN}/views.py",
         "behind = [[(start + length, stop + length) for",
         "behind = [[(start, stop) for",
-        f"{_TENSOR_FILE}::test_rows_stay_at_their_owners",
+        "tests/distributed/test_domain_rows.py::test_rows_stay_at_their_owners",
     ),
     Mutant(
         "a row by its number is the first of its rank",
         f"{_DOMAIN}/views.py",
         "i = slice(i % axis.layout.length, i % axis.layout.length + 1)",
         "i = slice(0, 1)",
-        f"{_TENSOR_FILE}::test_rows_stay_at_their_owners",
+        "tests/distributed/test_domain_rows.py::test_rows_stay_at_their_owners",
     ),
     Mutant(
         "every n-th row is counted from the first of a rank",
         f"{_DOMAIN}/views.py",
         "rows += [before + start + place * step - part[0] for place in range(*places(part))]",
         "rows += [before + index * step for index, place in enumerate(range(*places(part)))]",
-        f"{_TENSOR_FILE}::test_rows_stay_at_their_owners",
+        "tests/distributed/test_domain_rows.py::test_rows_stay_at_their_owners",
     ),
     Mutant(
         "a model is prepared with its data",
@@ -275,7 +275,7 @@ DOMAIN = (
         f"{_DOMAIN}/dispatch.py",
         "if not (is_simple or is_parallel):",
         "if not (is_simple or is_parallel) and tensors[0].local.numel():",
-        f"{_TENSORS}::test_what_torch_refuses_is_refused_on_every_rank_and_nothing_is_sent",
+        "tests/distributed/test_domain_refusals.py::test_what_torch_refuses_is_refused_on_every_rank_and_nothing_is_sent",
     ),
     Mutant(
         "sums are cast to float16 before the division",
@@ -541,14 +541,14 @@ DOMAIN = (
         f"{_DOMAIN}/indexing.py",
         "if is_sharded(index) and any(index.domain.axes[0].group is group for group in taken):",
         "if False:",
-        f"{_TENSORS}::test_rows_stay_at_their_owners",
+        "tests/distributed/test_domain_rows.py::test_rows_stay_at_their_owners",
     ),
     Mutant(
         "samples and rows of a field are sharded over the same ranks",
         f"{_DOMAIN}/indexing.py",
         "if of_rows is not None and any(axis.group is of_rows.group for axis in beside.values()):",
         "if False:",
-        f"{_TENSORS}::test_rows_stay_at_their_owners",
+        "tests/distributed/test_domain_rows.py::test_rows_stay_at_their_owners",
     ),
     Mutant(
         "a changed shard keeps its halo",
@@ -611,7 +611,7 @@ DOMAIN = (
         f"{_DOMAIN}/indexing.py",
         "ranges = sorted((start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own)",
         "ranges = [(start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own]",
-        f"{_TENSORS}::test_rows_by_a_mask_are_in_their_order",
+        "tests/distributed/test_domain_rows.py::test_rows_by_a_mask_are_in_their_order",
     ),
     Mutant(
         "a norm forgets other layouts",

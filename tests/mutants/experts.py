@@ -1,4 +1,4 @@
-"""Planted mistakes in mixtures of experts and expert parallelism."""
+"""Table of mistakes in mixtures of experts and expert parallelism."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Planted mistakes in the kinds of layers and in the parts that some families have."""
+"""Table of mistakes in the kinds of layers and in the parts that some families have."""
 
 from tests.mutants.mutant import Mutant
 
@@ -47,7 +47,7 @@ FAMILIES = (
         "trainer/models/rotary.py",
         "if longest > scaling.original_max_seq_len else scaling.short_factors",
         "if longest < 0 else scaling.short_factors",
-        "tests/unit/test_model.py::test_longrope_is_that_of_transformers",
+        "tests/unit/test_rotary.py::test_longrope_is_that_of_transformers",
     ),
     Mutant(
         "a part of a matrix in float8 has the scales of the first blocks",

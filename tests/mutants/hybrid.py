@@ -1,4 +1,4 @@
-"""Planted mistakes in linear attention, latent attention and the families that have them."""
+"""Table of mistakes in linear attention, latent attention and the families that have them."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes around the steps: data, settings, caches and processes."""
+"""Table of mistakes around the steps: data, settings, caches and processes."""
 
 from tests.mutants.mutant import Mutant
 
@@ -63,21 +63,21 @@ DATA = (
         "trainer/data/token_files/made.py",
         "                    digest.update(f",
         "                    str(f",
-        "tests/unit/test_data_datasets.py tests/unit/test_data_loader.py",
+        "tests/unit/test_data_checks.py tests/unit/test_data_loader.py",
     ),
     Mutant(
         "a cached hash belongs to the time of a file that its owner may set",
         "trainer/data/sources/files.py",
         "max(status.st_mtime_ns, status.st_ctime_ns)",
         "status.st_mtime_ns",
-        "tests/unit/test_data_datasets.py",
+        "tests/unit/test_data_checks.py",
     ),
     Mutant(
         "the hash of a file is that of a part of it",
         "trainer/data/sources/files.py",
         "            digest.update(block)",
         "            digest.update(block[:999])",
-        "tests/unit/test_data_datasets.py tests/unit/test_token_files.py",
+        "tests/unit/test_data_checks.py tests/unit/test_token_files.py",
     ),
     Mutant(
         "another tokenizer of the same size is not recognised",
@@ -175,7 +175,7 @@ DATA = (
         "trainer/data/token_files/catalog.py",
         "if not settings.skips and (bad",
         "if False and (bad",
-        "tests/unit/test_data_datasets.py",
+        "tests/unit/test_data_checks.py",
     ),
     Mutant(
         "every rank of a node looks at all files",
@@ -534,7 +534,7 @@ PROCESSES = (
         "trainer/trainer.py",
         "            self.pipeline.set_timeout(seconds)\n",
         "            pass\n",
-        "tests/distributed/test_loop.py::test_stages_wait_for_each_other_as_long_as_for_a_step",
+        "tests/distributed/test_timeouts.py::test_stages_wait_for_each_other_as_long_as_for_a_step",
     ),
     Mutant(
         "the preset of long context shares a sequence over half of the GPUs",
@@ -646,7 +646,7 @@ PROCESSES = (
         "trainer/models/rotary.py",
         "min(last, head_dim - 1)",
         "last",
-        "tests/unit/test_model.py::test_scaled_frequencies_are_those_of_transformers",
+        "tests/unit/test_rotary.py::test_scaled_frequencies_are_those_of_transformers",
     ),
     Mutant(
         "a GPU that is not there is missed before PyTorch is imported",

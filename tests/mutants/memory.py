@@ -1,4 +1,4 @@
-"""Mistakes in what saves memory: offloaded inputs, feed-forward networks in parts, sequences in chunks."""
+"""Table of mistakes in what saves memory: offloaded inputs, feed-forward networks in parts, sequences in chunks."""
 
 from tests.mutants.mutant import Mutant
 
@@ -115,14 +115,14 @@ ROTARY = (
         "trainer/models/rotary.py",
         "positions.unsqueeze(-1) * frequencies",
         "positions.unsqueeze(-1) * frequencies.float()",
-        f"{_MODEL}::test_rows_at_positions_are_bit_for_bit_those_of_the_whole_table",
+        "tests/unit/test_rotary.py::test_rows_at_positions_are_bit_for_bit_those_of_the_whole_table",
     ),
     Mutant(
         "a product of all cosines exists beside them",
         "trainer/models/rotary.py",
         "cosines, rotated = angles.cos(),",
         "cosines, rotated = angles.cos() * 1.0,",
-        f"{_MODEL}::test_rows_take_two_tensors_of_angles_beside_them",
+        "tests/unit/test_rotary.py::test_rows_take_two_tensors_of_angles_beside_them",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Mistakes in checks on models of others."""
+"""Table of mistakes in checks on models of others."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in Muon, in who owns a matrix, and in rates by name."""
+"""Table of mistakes in Muon, in who owns a matrix, and in rates by name."""
 
 from tests.mutants.mutant import Mutant
 
@@ -356,7 +356,7 @@ EARLY_UPDATES = (
         "trainer/planner/timing.py",
         'if early and part == "optimizer" else 0.0',
         "if False else 0.0",
-        "tests/unit/test_planner.py::test_an_update_during_the_backward_counts_where_it_takes_longer",
+        "tests/unit/test_planner_times.py::test_an_update_during_the_backward_counts_where_it_takes_longer",
     ),
     Mutant(
         "gradients may be clipped after the update has begun",

@@ -1,4 +1,4 @@
-"""Mistakes planted in the planner."""
+"""Table of mistakes in the planner."""
 
 from tests.mutants.mutant import Mutant
 
@@ -87,35 +87,35 @@ PLANNER = (
         "trainer/planner/timing.py",
         'if mesh == "fsdp" or collective == "send":',
         "if mesh:",
-        f"{_UNIT}::test_messages_of_fsdp_hide_and_exchanges_of_heads_wait",
+        "tests/unit/test_planner_times.py::test_messages_of_fsdp_hide_and_exchanges_of_heads_wait",
     ),
     Mutant(
         "a CPU computes while it launches kernels",
         "trainer/planner/timing.py",
         'launches if on.type == "cpu" else max(launches - kernels, 0.0)',
         "max(launches - kernels, 0.0)",
-        f"{_UNIT}::test_a_part_takes_as_long_as_its_kernels_or_its_launches",
+        "tests/unit/test_planner_times.py::test_a_part_takes_as_long_as_its_kernels_or_its_launches",
     ),
     Mutant(
         "messages over nodes are as fast as inside one",
         "trainer/planner/timing.py",
         'inside = message["span"] <= on.node',
         "inside = True",
-        f"{_UNIT}::test_messages_of_fsdp_hide_and_exchanges_of_heads_wait",
+        "tests/unit/test_planner_times.py::test_messages_of_fsdp_hide_and_exchanges_of_heads_wait",
     ),
     Mutant(
         "the search for the longest sequence leaps to what no machine holds",
         "trainer/planner/search.py",
         "min(failing, 2 * fitting)",
         "failing",
-        f"{_UNIT}::test_the_longest_sequence_fits_and_a_longer_one_does_not",
+        "tests/unit/test_planner_times.py::test_the_longest_sequence_fits_and_a_longer_one_does_not",
     ),
     Mutant(
         "suggestions take host memory that is not there",
         "trainer/planner/search.py",
         'if answer.fits and answer.profile.totals["host"] <= host_memory:',
         "if answer.fits:",
-        f"{_UNIT}::test_suggestions_are_what_fits_the_fastest_first",
+        "tests/unit/test_planner_times.py::test_suggestions_are_what_fits_the_fastest_first",
     ),
     Mutant(
         "a check does not trace",

@@ -1,4 +1,4 @@
-"""Mistakes in a step: loss, gradients, metrics, model families and layouts."""
+"""Table of mistakes in a step: loss, gradients, metrics, model families and layouts."""
 
 from tests.mutants.mutant import Mutant
 
@@ -263,21 +263,21 @@ GRADIENTS = (
         "trainer/distributed/data_parallel.py",
         "group=self._group, **settings)",
         "group=group, **settings)",
-        f"{_LOOP}::test_gradients_are_reduced_over_a_communicator_of_their_own",
+        "tests/distributed/test_collectives.py::test_gradients_are_reduced_over_a_communicator_of_their_own",
     ),
     Mutant(
         "one rank casts its weights twice",
         "trainer/distributed/data_parallel.py",
         "options.reshard_after_forward and (options.cpu_offload or mesh.size(mesh.ndim - 1) > 1)",
         "options.reshard_after_forward",
-        f"{_LOOP}::test_one_rank_casts_each_weight_once_in_a_micro_batch",
+        "tests/distributed/test_collectives.py::test_one_rank_casts_each_weight_once_in_a_micro_batch",
     ),
     Mutant(
         "weights of the host stay on the device of one rank",
         "trainer/distributed/data_parallel.py",
         "(options.cpu_offload or mesh.size",
         "(mesh.size",
-        f"{_LOOP}::test_one_rank_casts_each_weight_once_in_a_micro_batch",
+        "tests/distributed/test_collectives.py::test_one_rank_casts_each_weight_once_in_a_micro_batch",
     ),
     Mutant(
         "a group of one rank has a communicator",
@@ -312,7 +312,7 @@ GRADIENTS = (
         "trainer/distributed/data_parallel.py",
         "last_is_apart=last is not None",
         "last_is_apart=False",
-        "tests/distributed/test_loop.py::test_the_output_projection_is_gathered_while_the_last_layer_computes",
+        "tests/distributed/test_collectives.py::test_the_output_projection_is_gathered_while_the_last_layer_computes",
     ),
     Mutant(
         "gradients are not zeroed between steps",

@@ -1,45 +1,18 @@
-"""Laws of conversations: texts and tokens are those of transformers, labels are on answers, bad lines are told."""
+"""Laws of conversations: texts and tokens are those of transformers, labels are on answers."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.chat_files import CALLS, CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations
+from tests.chat_files import CHATML, TEMPLATES, chat_folder, conversations
+from tests.unit.chat_encoding import CALL, CALLING, SPECIAL, TURNS, learnt, read, refusal, sampled
 from trainer.config.data import Chat
-from trainer.config.errors import ConfigError, MissingFile
-from trainer.data.packing import IGNORE_INDEX, Sample, sample_of
+from trainer.data.packing import IGNORE_INDEX
 from trainer.data.sources.conversations import conversation
-from trainer.data.sources.records import BadRecord
 from trainer.data.tokenizers.chat_template import ChatTemplate, ConversationEncoder, find_template
-from trainer.data.tokenizers.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer
-
-SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|eos|>"}
-TURNS = [
-    {"role": "user", "content": "two and three?"},
-    {"role": "assistant", "content": "five"},
-    {"role": "user", "content": "sure?"},
-    {"role": "assistant", "content": "yes, the quick fox\n"},
-]
-
-
-def read(line: object, where: str = "a.jsonl, line 1") -> dict:
-    content = line if isinstance(line, bytes) else json.dumps(line).encode()
-    found = conversation(content, lambda: where)
-    if isinstance(found, BadRecord):
-        raise found
-    return found
-
-
-def refusal(call, *args) -> str:
-    with pytest.raises(ConfigError) as error:
-        call(*args)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +23,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def encoder(folder: Path) -> ConversationEncoder:
     return ConversationEncoder(open_tokenizer(str(folder)), find_template(str(folder), None))
-
-
-def sampled(ours: ConversationEncoder, found: dict) -> Sample:
-    return sample_of(ours.encode(found))
-
-
-def learnt(sample, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(sample.labels[sample.labels != IGNORE_INDEX].tolist())
 
 
 # --- equal to transformers
@@ -142,72 +107,9 @@ def test_parts_of_text_are_joined(folders):
     )
 
 
-# --- plain text, and borders
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
-
-
-@given(TEXT, TEXT.filter(str.strip))
-def test_plain_text_is_begin_prompt_answer_end(prompt, answer):
-    tokenizer = open_tokenizer()
-    sample = sampled(ConversationEncoder(tokenizer, None), (read({"prompt": prompt, "completion": answer})))
-    assert sample.tokens.tolist() == tokenizer.encode(prompt + answer, bos=True, eos=True)
-    first = int(np.argmax(sample.labels != IGNORE_INDEX))
-    assert (sample.labels[first:-1] == sample.tokens[first + 1 :]).all()
-    # Tokens before the first label have all bytes of the prompt, and the last of them has one.
-    before = [len(token) for token in tokenizer._encoding.decode_tokens_bytes(sample.tokens[1 : first + 1].tolist())]
-    assert sum(before) >= len(prompt.encode())
-    assert not before or sum(before[:-1]) < len(prompt.encode())
-
-
-@pytest.mark.parametrize("name", ["tiktoken", "json"])
-def test_a_token_across_the_border_has_no_label(name, folders):
-    """` the` is one token: with the blank in the prompt, it is a part of the prompt."""
-    tokenizer = open_tokenizer(default_tokenizer_path() if name == "tiktoken" else str(folders["llama3"]))
-    assert len(tokenizer.encode(" the")) == 1
-    ours = ConversationEncoder(tokenizer, None)
-    for prompt, answer, wanted in (("and ", "the fox", " fox"), ("and", " the fox", " the fox")):
-        sample = sampled(ours, (read({"prompt": prompt, "answer": answer})))
-        assert learnt(sample, tokenizer) == wanted + tokenizer.decode([tokenizer.eos_id])
-
-
-def test_names_of_special_tokens_are_text_in_plain_text_and_tokens_in_rendered_text(folders):
-    json_folder = str(folders["llama3"])
-    for tokenizer, name in ((open_tokenizer(), "<|eot_id|>"), (open_tokenizer(json_folder), "<|end|>")):
-        text = f"naïve 漢字 😀{name} x"
-        ids, places = tokenizer.encode_with_places(text, special=False)
-        assert ids.tolist() == tokenizer.encode(text)
-        special, places = tokenizer.encode_with_places(text, special=True)
-        assert len(special) < len(ids)
-        (at,) = [i for i, (a, b) in enumerate(places.tolist()) if text[a:b] == name]
-        assert tokenizer.decode([special[at]]) == name
-        assert tokenizer.decode(special.tolist()) == text
-        assert (places[1:, 0] >= places[:-1, 0]).all()
-        assert places[0, 0] == 0
-        assert places[-1, 1] == len(text)
-
-
-def test_llama_3_in_both_formats(tmp_path):
-    """A file of ranks has no settings beside it: begin and end are those of the format."""
-    (tmp_path / "t.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}")
-    tokenizer = open_tokenizer()
-    ends = {"bos_token": "<|begin_of_text|>"}
-    template = find_template(default_tokenizer_path(), str(tmp_path / "t.jinja"), ends=ends)
-    sample = sampled(ConversationEncoder(tokenizer, template), (read({"messages": TURNS[:2]})))
-    assert tokenizer.decode(sample.tokens.tolist()) == "<|begin_of_text|>two and three?<|eot_id|>five<|eot_id|>"
-    assert learnt(sample, tokenizer) == "five<|eot_id|>"
-
-
 # --- tools
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}}
-CALL = {"id": "1", "function": {"name": "add", "arguments": {"a": 2, "to": "thrée", "more": [True, None]}}}
-CALLING = [
-    TURNS[0],
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": '{"sum": 5}'},
-    {"role": "assistant", "content": "five"},
-]
 
 
 def test_calls_are_learnt_as_transformers_writes_them(folders):
@@ -242,136 +144,7 @@ def test_tools_may_be_a_string_of_json(folders):
     assert "tools" not in read({"messages": TURNS, "tools": "[]"})
 
 
-SHORT = {"role": "assistant", "content": "a"}
-
-
-def without(condition: str) -> str:
-    """The template, without the messages for which the condition holds."""
-    first, last = CALLS.index("{{- "), CALLS.index("{% endfor %}\n")
-    one = "{% if not (" + condition + ") %}" + CALLS[first:last] + "{% endif %}"
-    return CALLS[:first] + one + CALLS[last:]
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "missing"),
-    [
-        (CHATML, CALLING, "the call of 'add' in message 2"),
-        (CALLS.replace("call.function.arguments | tojson", "'{}'"), CALLING, "the call of 'add' in message 2"),
-        (without("message.role == 'tool'"), CALLING, "the content of message 3 (tool)"),
-        # A short content is not found in the place of an earlier message.
-        (
-            without("loop.last"),
-            [*TURNS[:3], {"role": "assistant", "content": "a"}],
-            "the answer of message 4 (assistant)",
-        ),
-    ],
-)
-def test_a_message_that_the_template_leaves_out_is_refused(template, messages, missing):
-    found = read({"messages": messages}, "b.jsonl, line 7")
-    assert refusal(ChatTemplate(template, "my.jinja", SPECIAL).render, found) == (
-        f"b.jsonl, line 7: the chat template my.jinja does not write {missing}; use the template of a model that has "
-        "it, or leave the line out"
-    )
-
-
-# --- where a template is found
-
-
-def test_a_file_goes_before_the_configuration_and_a_key_before_both(tmp_path):
-    folder = chat_folder(tmp_path / "model", CHATML)
-    texts = []
-    found = read({"messages": TURNS[:2]})
-    texts.append(find_template(str(folder), None).render(found)[0])
-    (folder / "chat_template.jinja").write_text(INSTRUCT)
-    texts.append(find_template(str(folder / "tokenizer.json"), None).render(found)[0])
-    (tmp_path / "mine.jinja").write_text(LLAMA3)
-    texts.append(find_template(str(folder), str(tmp_path / "mine.jinja")).render(found)[0])
-    assert [text[:9] for text in texts] == ["<|head|>u", "<|begin|>", "<|begin|>"]
-    assert texts[1] != texts[2]
-    assert find_template(str(folder), "none") is None
-    assert find_template(str(chat_folder(tmp_path / "bare", None)), None) is None
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
-    config = json.dumps({"chat_template": several, "bos_token": {"content": "<|begin|>"}})
-    (tmp_path / "bare" / "tokenizer_config.json").write_text(config)
-    assert find_template(str(tmp_path / "bare"), None).render(found)[0] == texts[0]
-
-
-def test_a_template_that_is_not_there_or_no_template_is_refused(tmp_path):
-    folder = chat_folder(tmp_path, None)
-    with pytest.raises(MissingFile, match=r"model.chat_template = 'no.jinja' cannot be read"):
-        find_template(str(folder), "no.jinja")
-    assert "is no Jinja template" in refusal(ChatTemplate, "{% if %}", "x.jinja", {})
-
-
-# --- refused
-
-REWRITES = CHATML.replace("message['content'] + ", "message['content'] + ('' if loop.last else ' (old)') + ")
 HEADERS = CHATML[: CHATML.index("{% if add_generation")]
-CHANGES = (
-    "{% for m in messages %}{{ m.content }} {% endfor %}"
-    "{% set x %}{% generation %} a{% endgeneration %}{% endset %}{{ x | trim | length }}"
-)
-CLOCK = "{{ strftime_now('%Y') }}" + CHATML
-
-
-@pytest.mark.parametrize(
-    ("template", "part"),
-    [
-        (REWRITES, "writes message 2 otherwise when others follow"),
-        (CLOCK, "refuses it ('strftime_now' is undefined)"),
-        ("{{ raise_exception('no!') }}", "refuses it (no!)"),
-        ("{{ messages.__class__ }}{{ messages.__class__.mro() }}", "refuses it (access to attribute"),
-        (MARKED.replace("message.role == 'assistant'", "false"), "marks no answer"),
-        (CHANGES, "changes text after"),
-    ],
-)
-def test_a_template_that_cannot_be_right_is_refused_with_line_and_name(template, part):
-    made = ChatTemplate(template, "my.jinja", SPECIAL)
-    message = refusal(made.render, read({"messages": TURNS}, "b.jsonl, line 7"))
-    assert message.startswith("b.jsonl, line 7: the chat template my.jinja ")
-    assert part in message
-
-
-BAD = [
-    (b'{"prompt": ', "must be a JSON object"),
-    (b"\xff", "must be a JSON object"),
-    (b"[1]", "must be a JSON object"),
-    ({"text": "a"}, 'has neither "messages" nor "prompt"'),
-    ({"prompt": "a"}, 'has neither "messages" nor "prompt"'),
-    ({"prompt": ["a"], "answer": "b"}, '"prompt" must be a string'),
-    ({"prompt": "a", "response": 3}, '"response" must be a string'),
-    ({"prompt": "a", "answer": " \n"}, '"answer" is empty'),
-    ({"messages": []}, '"messages" must be a list'),
-    ({"messages": ["a"]}, '"messages" must be a list'),
-    ({"messages": TURNS[:1]}, "no message is of the role 'assistant' with"),
-    ({"messages": [*TURNS, {"role": "bot", "content": "a"}]}, "message 5: \"role\" = 'bot' must be one of 'system'"),
-    ({"messages": [{"content": "a"}]}, 'message 1: "role" = None must be'),
-    ({"messages": [{"role": "user", "content": None}]}, 'message 1: "content" must be a string'),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images, cannot be trained on"),
-    ({"messages": [TURNS[0], {"role": "assistant", "content": ""}]}, "message 2: the answer is empty"),
-    ({"messages": [TURNS[0], {"role": "assistant", "content": None}]}, 'message 2: "content" must be a string'),
-    ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": ["add"]}]}, 'message 2: "tool_calls" must be a list'),
-    ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]}, '"tool_calls" must be a list'),
-]
-
-
-@pytest.mark.parametrize(("line", "part"), BAD)
-def test_a_bad_line_is_told_in_one_sentence(line, part):
-    message = refusal(read, line, "c.jsonl, line 3")
-    assert message.startswith("c.jsonl, line 3")
-    assert part in message
-
-
-def test_messages_without_a_template_say_what_to_do(folders):
-    ours = ConversationEncoder(open_tokenizer(), None)
-    message = refusal(ours.encode, read({"messages": TURNS}))
-    assert "need a chat template" in message
-    assert "model.chat_template" in message
-
-
-def test_a_lone_surrogate_in_a_conversation_becomes_the_replacement_character() -> None:
-    found = read(b'{"prompt": "a\\ud800b", "answer": "\\uD83D\\uDE00"}')
-    assert (found["prompt"], found["answer"]) == ("a\ufffdb", "\U0001f600")
 
 
 # --- other formats, and which answers are learnt

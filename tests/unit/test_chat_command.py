@@ -15,6 +15,8 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 
+pytestmark = pytest.mark.about("trainer/__main__.py", "trainer/commands/chat.py", "trainer/commands/ranks.py")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -14,6 +14,8 @@ from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 
+pytestmark = pytest.mark.about("trainer/job/data.py", "trainer/job/language.py")
+
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:

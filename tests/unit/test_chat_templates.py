@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.chat_files import chat_folder
-from tests.unit.test_chat import read, refusal
+from tests.unit.chat_encoding import read, refusal
 from trainer.config.data import Chat
 from trainer.config.errors import ConfigError
 from trainer.data.packing import IGNORE_INDEX, sample_of

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.unit.test_model import ARGS, build
+from tests.unit.small_decoder import ARGS, build
 from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler, lr_factor
 from trainer.components.metrics import StepMetrics, console_line, duration, peak_flops, peak_memory_gib

@@ -14,6 +14,10 @@ from trainer.config.keys import AT_LEAST_ONE, Condition, key, keys_of, needs, ne
 from trainer.config.schema import JobConfig, Metrics
 from trainer.job import resolve
 
+pytestmark = pytest.mark.about(
+    "trainer/config/checkpoint.py", "trainer/config/optimizer.py", "trainer/config/parallelism.py"
+)
+
 
 @dataclass(frozen=True)
 class Extra:

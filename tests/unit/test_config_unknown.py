@@ -12,6 +12,8 @@ from trainer.config.schema import JobConfig
 from trainer.config.torchtitan import accepted_keys
 from trainer.config.unknown import ADVICE, ELSEWHERE
 
+pytestmark = pytest.mark.about("trainer/config/command_line.py")
+
 KEYS = keys_of(JobConfig)
 TYPOS = {
     "training.stpes": "training.steps",

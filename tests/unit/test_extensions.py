@@ -12,6 +12,8 @@ from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.registry import Registry
 from trainer.job import resolve
 
+pytestmark = pytest.mark.about("trainer/observer.py")
+
 PACKAGE = """
 from dataclasses import dataclass, replace
 from trainer.config.keys import AT_LEAST_ONE, key

@@ -30,6 +30,13 @@ from trainer.job.summary import summary
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.folder import RunState, check_initial_weights, check_same_model, model_description
 
+pytestmark = pytest.mark.about(
+    "trainer/families/config_parts.py",
+    "trainer/families/dense.py",
+    "trainer/families/hybrid.py",
+    "trainer/families/sparse.py",
+)
+
 _OLD = {"rope_theta", "rope_scaling", "num_experts", "partial_rotary_factor"}
 """Names of before transformers 5."""
 

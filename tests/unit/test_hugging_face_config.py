@@ -14,6 +14,8 @@ from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.registry import hf_config, hf_families
 from trainer.hugging_face.files import Entries, read_config
 
+pytestmark = pytest.mark.about("trainer/families/config_parts.py", "trainer/families/rotary_entries.py")
+
 # Entries of config.json that files may lack.
 _ASSUMED = (
     *("rope_parameters", "rms_norm_eps", "num_key_value_heads", "head_dim", "sliding_window", "use_sliding_window"),

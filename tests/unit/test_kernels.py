@@ -1,22 +1,16 @@
 """Every kernel that runs on a CPU, against softmax written out: one tile alone, and tiles as parts of a whole."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.distributed.context_parallel.execution.kernels import choose
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel, repeated, summed
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
 from trainer.distributed.context_parallel.planning.capabilities import (
-    FLASH_PACKAGES,
     Capabilities,
-    auto_kernel,
-    kernel_words,
 )
 from trainer.distributed.context_parallel.planning.lowering import split
 from trainer.distributed.context_parallel.planning.mask import Relation
@@ -246,157 +240,3 @@ def test_a_tile_is_cut_into_what_the_kernel_can_do(relation, q_start, kv_start, 
 def test_what_can_do_bands_is_left_whole(kernel: Kernel):
     tile = Tile((0, 300), (0, 700), BI_CAUSAL)
     assert ([*split(tile, kernel.capabilities)] == [tile]) == kernel.capabilities.bands
-
-
-# ---- the choice
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "name"),
-    [
-        ("cpu", torch.float64, 64, "cpu_flash"),
-        ("cpu", torch.bfloat16, 7, "cpu_flash"),
-        ("cpu", torch.float16, 64, "cpu_flash"),
-        ("cuda", torch.bfloat16, 128, "cuda_flash"),
-        ("cuda", torch.float16, 20, "cuda_flash"),
-        ("cuda", torch.bfloat16, 320, "efficient"),
-        ("cuda", torch.float32, 128, "efficient"),
-        ("cuda", torch.float64, 128, "math"),
-        ("mps", torch.float32, 64, "math"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("bands", [False, True], ids=["causal", "bands"])
-def test_the_choice(device: str, dtype: torch.dtype, head_dim: int, name: str, bands: bool):
-    assert choose_kernel(device, dtype, head_dim, bands=bands).name == name
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "calls", "name"),
-    [
-        ("cuda", torch.bfloat16, 4, "cuda_flash"),
-        ("cuda", torch.bfloat16, 5, "varlen"),
-        ("cuda", torch.float32, 500, "efficient"),
-        ("cpu", torch.float32, 500, "cpu_flash"),
-    ],
-)
-def test_auto_takes_one_launch_for_many_calls_where_a_kernel_has_it(
-    device: str, dtype: torch.dtype, calls: int, name: str
-) -> None:
-    assert choose_kernel(device, dtype, 64, calls=calls).name == name
-
-
-_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "math"]
-
-
-@pytest.mark.parametrize(
-    ("able", "calls", "machine", "name"),
-    [
-        # 1: many tiles, whatever the GPU
-        (_CUDA_HALVES, 5, {"capability": (9, 0), "fixed": True}, "varlen"),
-        (_CUDA_HALVES, 5, {"capability": (9, 0), "fixed": False, "newer_flash": True}, "varlen"),
-        (["efficient", "math"], 5, {"capability": (9, 0), "fixed": True}, "efficient"),
-        # 2: cuDNN for fixed masks on Hopper and later
-        (_CUDA_HALVES, 4, {"capability": (9, 0), "fixed": True}, "cudnn"),
-        (_CUDA_HALVES, 1, {"capability": (10, 0), "fixed": True}, "cudnn"),
-        (_CUDA_HALVES, 1, {"capability": (12, 1), "fixed": True}, "cudnn"),
-        (_CUDA_HALVES, 1, {"capability": (8, 9), "fixed": True}, "cuda_flash"),
-        (_CUDA_HALVES, 1, {"capability": (9, 0), "fixed": False}, "cuda_flash"),
-        (_CUDA_HALVES, 1, {"capability": (9, 0), "fixed": True, "newer_flash": True}, "cuda_flash"),
-        (["cuda_flash", "math"], 1, {"capability": (9, 0), "fixed": True}, "cuda_flash"),
-        # 3: nothing known of the GPU, or a CPU
-        (_CUDA_HALVES, 1, {"fixed": True}, "cuda_flash"),
-        (["cpu_flash", "math"], 500, {"fixed": True}, "cpu_flash"),
-        (["math"], 500, {}, "math"),
-    ],
-)
-def test_the_rule_of_auto(able: list[str], calls: int, machine: dict, name: str) -> None:
-    assert auto_kernel(able, calls, **machine) == name
-
-
-@pytest.mark.parametrize(
-    ("capability", "package", "fixed", "name"),
-    [
-        (None, None, True, "cuda_flash"),
-        ((9, 0), None, True, "cudnn"),
-        ((9, 0), None, False, "cuda_flash"),
-        ((9, 0), FLASH_PACKAGES[0], True, "cuda_flash"),
-    ],
-)
-def test_auto_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch, capability, package, fixed: bool, name: str):
-    monkeypatch.setattr(choose, "gpu_capability", lambda: capability)
-    monkeypatch.setattr(choose, "newer_flash", lambda _: package)
-    assert choose_kernel("cuda", torch.bfloat16, 64, fixed=fixed).name == name
-    assert choose_kernel("cpu", torch.bfloat16, 64, fixed=fixed).name == "cpu_flash"
-    assert choose_kernel("cuda", torch.bfloat16, 320, fixed=fixed).name == "efficient"
-
-
-@pytest.mark.parametrize(
-    ("name", "capability", "package", "deterministic", "words"),
-    [
-        (
-            "varlen",
-            (9, 0),
-            None,
-            False,
-            ["is varlen", "computed by FlashAttention-2; ", "FlashAttention-3 (build"],
-        ),
-        ("varlen", (10, 0), None, False, ["faster here would be FlashAttention-4 (pip install flash-attn-4)"]),
-        ("cuda_flash", (9, 0), FLASH_PACKAGES[0], False, ["9.0, computed by FlashAttention-3"]),
-        ("varlen", (9, 0), None, True, ["computed by FlashAttention-2"]),
-        ("varlen", (8, 0), None, False, ["computed by FlashAttention-2"]),
-        ("cudnn", (9, 0), None, False, ["kernel is cudnn, on compute capability 9.0"]),
-    ],
-)
-def test_a_choice_on_a_gpu_in_words(name: str, capability, package, deterministic: bool, words: list[str]) -> None:
-    text = kernel_words(name, capability, package, deterministic=deterministic)
-    assert all(part in text for part in words), text
-    assert ("faster" in text) == (capability >= (9, 0) and name != "cudnn" and not package and not deterministic)
-
-
-def test_a_choice_on_a_gpu_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(choose, "gpu_capability", lambda: (9, 0))
-    choose._log_once.cache_clear()
-    with caplog.at_level("INFO", "trainer"):
-        for calls in (5, 6, 7):
-            choose_kernel("cuda", torch.bfloat16, 64, calls=calls)
-    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["attention's kernel is varlen"]
-
-
-def test_deterministic_runs_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch):
-    """Its backward is not deterministic, and PyTorch's own choice excludes it then."""
-    monkeypatch.setattr(choose, "gpu_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert choose_kernel("cuda", torch.bfloat16, 64, fixed=True).name == "cuda_flash"
-    with pytest.raises(OptionError, match=r"'cudnn' cannot do training.deterministic; kernels that can: 'cuda_flash'"):
-        choose_kernel("cuda", torch.bfloat16, 64, "cudnn")
-
-
-def test_names_are_unique_and_found():
-    kernels = [CpuFlash(), *CUDA_KERNELS, Math()]
-    assert len({kernel.name for kernel in kernels}) == len(kernels)
-    for kernel, dtype in itertools.product(kernels, (torch.bfloat16, torch.float32)):
-        if str(dtype).removeprefix("torch.") in kernel.capabilities.dtypes:
-            device = kernel.capabilities.device or "cpu"
-            assert choose_kernel(device, dtype, 64, kernel.name).name == kernel.name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "bands", "says"),
-    [
-        (("cpu", torch.float32, 64, "cuda_flash"), False, ["tensors on cpu", "float32", "'cpu_flash', 'math'"]),
-        (("cuda", torch.bfloat16, 64, "cpu_flash"), False, ["tensors on cuda", "'cuda_flash'"]),
-        (("cuda", torch.float32, 64, "cuda_flash"), False, ["cannot do float32;", "'efficient', 'math'"]),
-        (("cuda", torch.bfloat16, 320, "cuda_flash"), False, ["heads of size 320", "'efficient', 'math'"]),
-        (("cuda", torch.bfloat16, 20, "cudnn"), False, ["heads of size 20", "'cuda_flash'"]),
-        (("cuda", torch.bfloat16, 64, "cudnn"), True, ["a sliding window", "'cuda_flash'"]),
-        (("cuda", torch.float64, 64, "efficient"), False, ["cannot do float64;", "can: 'math'"]),
-        (("cuda", torch.float32, 64, "flex"), False, ["'flex' is none of 'auto', 'cpu_flash'"]),
-        (("cpu", torch.float32, 64, "flash5"), False, ["'flash5' is none of 'auto', 'cpu_flash', 'cuda_flash'"]),
-    ],
-)
-def test_a_kernel_that_cannot_is_refused_with_those_that_can(arguments: tuple, bands: bool, says: list[str]):
-    with pytest.raises(OptionError, match=r"^kernel = ") as refusal:
-        choose_kernel(*arguments, bands=bands)
-    for words in says:
-        assert words in str(refusal.value)

@@ -11,6 +11,8 @@ from tests.interpreted.process import ENVIRONMENT, ROOT, needs_triton
 from trainer.distributed.context_parallel.execution import merging
 from trainer.distributed.context_parallel.execution.stages import Merged
 
+pytestmark = pytest.mark.about("trainer/distributed/context_parallel/execution/merge_kernel.py")
+
 B, H, S, D = 2, 4, 6, 8
 HEADS, ALL = slice(0, H), slice(0, S)
 

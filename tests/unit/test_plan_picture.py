@@ -18,6 +18,8 @@ from trainer.commands.plan_picture import areas_of, draw, picture, rank_color
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.methods import METHODS
 
+pytestmark = pytest.mark.about("trainer/commands/plan_case.py")
+
 MASKS = [["--mask", m] for m in ("causal", "full", "window:7")] + [["--mask", "document", "--documents", "20,1,27"]]
 
 

@@ -23,6 +23,8 @@ from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.tasks.preferences import pair_losses, pairs_of, sums_of_documents
 
+pytestmark = pytest.mark.about("trainer/job/preferences.py")
+
 
 def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}

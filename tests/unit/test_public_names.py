@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.about("trainer/lazy.py")
+
 PACKAGES = (
     "trainer.config",
     "trainer.data",

@@ -1,0 +1,121 @@
+"""What `lct estimate` prints, what it refuses, and the memory that a run compares with it."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer.commands import estimate as command
+from trainer.commands import train
+from trainer.commands.main import main as lct
+from trainer.commands.start import parse
+from trainer.components import metrics
+from trainer.config.loader import parse_command_line
+from trainer.runtime.devices import Machine
+
+pytestmark = pytest.mark.about("trainer/planner/estimate.py", "trainer/planner/calibrate.py", "trainer/planner/shim.py")
+
+# ---- the command
+
+
+def cpu_record(tmp_path: Path, memory: float = 1e10) -> str:
+    path = tmp_path / "cpu.toml"
+    peaks = f"flops = 1e11\nbandwidth = 1e10\nlink = 1e9\nnetwork = 1e9\nmemory = {memory}\n"
+    path.write_text(f'[cpu]\nname = "a CPU"\ntype = "cpu"\n{peaks}')
+    return str(path)
+
+
+def test_the_command_prints_memory_traffic_and_time(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch) -> None:
+    arguments = ["debug_model", "--gpu", cpu_record(tmp_path), "--world-size", "2"]
+    assert command.main([*arguments, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["fits"]
+    assert found["ranks"] == 2
+    assert found["total"] >= found["reserved"] >= found["allocated"]
+    assert math.isclose(sum(found["memory"].values()), found["allocated"], rel_tol=1e-9)
+    assert any("fsdp" in name for name in found["messages"])
+    assert command.main([*arguments, "--training.local_batch_size", "1", "--picture", str(tmp_path / "step.svg")]) == 0
+    printed = capfd.readouterr().out
+    for word in ("memory", "it fits", "traffic", "fsdp", "time", "tokens a second"):
+        assert word in printed
+    assert (tmp_path / "step.svg").stat().st_size > 1000
+
+
+def test_other_answers_as_json_print_json_alone(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    job = [
+        "debug_model",
+        "--gpu",
+        cpu_record(tmp_path, memory=2e8),
+        "--world-size",
+        "1",
+        "--training.local_batch_size=1",
+    ]
+    assert command.main([*job, "--training.global_batch_size=-1", "--max-seq-len", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["fits"]
+    assert "longest" in err
+    assert "beyond" in err
+
+
+def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
+    for arguments, words in (
+        (["debug_model", "--gpu", "h10"], "is none of h100"),
+        (["debug_model", "--gpu", "missing.toml"], "--gpu 'missing.toml' is none of h100"),
+        (["debug_model", "--world-size", "x"], "--world-size"),
+        (["debug_model", "--gpu", cpu_record(tmp_path), "--training.seq_len", "0"], "training.seq_len"),
+        (
+            ["debug_model", "--gpu", cpu_record(tmp_path), "--parallelism.tensor_parallel_degree", "3"],
+            "tensor_parallel_degree = 3",
+        ),
+    ):
+        assert lct(["estimate", *arguments]) == 2
+        error = capfd.readouterr().err
+        assert error.startswith("error: ")
+        assert words in error
+
+
+def test_the_times_of_a_gpu_are_not_measured_as_those_of_a_cpu(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "this_machine", lambda: Machine(1, 80 << 30, 1 << 34))
+    measured: list[int] = []
+    monkeypatch.setattr(command, "calibrate", lambda *_a, memory, **_k: measured.append(memory) or "")
+    assert lct(["estimate", "debug_model", "--calibrate", str(tmp_path / "gpu.toml")]) == 2
+    assert "--calibrate measures a CPU" in capfd.readouterr().err
+    assert command.main(["debug_model", "--calibrate", str(tmp_path / "cpu.toml"), "--job.device", "cpu"]) == 0
+    assert measured == [1 << 34]
+
+
+# ---- a run beside its estimate
+
+
+def test_a_run_on_gpus_starts_an_estimate_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(train.subprocess, "Popen", lambda arguments, **_: started.append(arguments))
+    monkeypatch.delenv("NNODES", raising=False)
+    for machine, expected in ((Machine(0, None, 1 << 34), 0), (Machine(8, 80 << 30, 1 << 34), 1)):
+        monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
+        start = parse(["debug_model", "--job.dump_folder", str(tmp_path / "run")])
+        train._start_estimate(start, parse_command_line(start.arguments).config)
+        assert len(started) == expected
+    assert started[0][3:] == ["estimate", *start.arguments, "--world-size", "8", "--json"]
+    options, arguments = command._options(started[0][4:])
+    assert options.world_size == "8"
+    assert parse_command_line(arguments).config.job.dump_folder == str(tmp_path / "run")
+
+
+def test_metrics_have_the_measured_and_the_predicted_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(metrics.logger, "info", said.append)
+    run = SimpleNamespace(_predicted=None, _estimate=tmp_path / "estimate.json", device=torch.device("cuda"))
+    beside = metrics.MetricsLogger._beside_estimate
+    assert beside(run, 3.0) == {}
+    run._estimate.write_text('{"alloc')  # it is being written
+    assert beside(run, 3.0) == {}
+    run._estimate.write_text(json.dumps({"allocated": 2.5 * 2**30}))
+    assert beside(run, 3.0) == {"memory_predicted_gib": 2.5}
+    assert beside(run, 3.1) == {"memory_predicted_gib": 2.5}
+    assert said == ["memory: 3.0 GiB allocated at the peak, 2.5 GiB predicted"]

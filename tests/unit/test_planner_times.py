@@ -1,0 +1,142 @@
+"""Laws of the planner's times: kernels, messages and stages, and the records of devices."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.planner_profile import profile_of
+from trainer.config.errors import ConfigError
+from trainer.planner.search import longest_sequence, suggestions
+from trainer.planner.timing import RECORDS, Device, device, step_time
+
+# ---- time
+
+_DEVICE = Device("one", 1e12, 1e11, 1e10, 1e9, 80e9, launch=1e-6, efficiency={"products": 0.5})
+
+
+def test_a_part_takes_as_long_as_its_kernels_or_its_launches() -> None:
+    assert step_time(profile_of(products=1e12), _DEVICE).seconds == 2.0
+    assert step_time(profile_of(products=1e12, moved=1e11), _DEVICE).seconds == 3.0
+    assert step_time(profile_of(products=1e6, launches=1e6), _DEVICE).seconds == pytest.approx(1.0)
+    cpu = replace(_DEVICE, type="cpu")
+    assert step_time(profile_of(products=5e11, launches=1e6), cpu).seconds == pytest.approx(2.0)
+    assert step_time(profile_of(copied=25e9 * 3, products=1e12), _DEVICE).seconds == 3.0
+
+
+def test_messages_of_fsdp_hide_and_exchanges_of_heads_wait() -> None:
+    message = {"calls": 0.0, "bytes": 3e10, "ranks": 8, "span": 8}
+    for name, seconds in (("fsdp _allgather_base_", 3.0), ("cp send", 3.0), ("cp alltoall_base_", 5.0)):
+        profile = replace(profile_of(products=1e12), messages={f"forward {name}": message})
+        assert step_time(profile, _DEVICE).seconds == seconds, name
+    over_nodes = replace(profile_of(products=1e12), messages={"forward fsdp _allgather_base_": message | {"span": 16}})
+    assert step_time(over_nodes, _DEVICE).seconds == 30.0
+    assert "messages" in step_time(over_nodes, _DEVICE).bottleneck
+
+
+def test_an_update_during_the_backward_counts_where_it_takes_longer() -> None:
+    for seconds, rest in ((3.0, 1.0), (1.0, 0.0)):
+        work = {"backward": {"products": 1e12}, "optimizer": {"host": 40e9 * seconds}}
+        profile = replace(profile_of(), work=work)
+        assert step_time(profile, _DEVICE).seconds == 2.0 + seconds
+        assert step_time(profile, _DEVICE, early=True).seconds == 2.0 + rest
+
+
+def test_stages_of_a_pipeline_wait() -> None:
+    assert step_time(profile_of(products=1e12), _DEVICE, bubble=0.5).seconds == 3.0
+
+
+def test_records_are_whole_and_wrong_ones_are_one_sentence(tmp_path: Path) -> None:
+    for name in ("h100", "h200", "b200", "a100"):
+        assert device(name).efficiency.keys() >= {"products", "memory", "link", "network"}
+    with pytest.raises(ConfigError, match=r"--gpu 'h10' is none of h100.*did you mean 'h100'"):
+        device("h10")
+    path = tmp_path / "mine.toml"
+    path.write_text('[mine]\nname = "x"\nflops = 1e12\nfloops = 1\n')
+    with pytest.raises(ConfigError, match="'floops' is no key of a record"):
+        device(str(path))
+    path.write_text('[mine]\nname = "x"\nflops = 1e12\n')
+    with pytest.raises(ConfigError, match="bandwidth"):
+        device(str(path))
+    assert RECORDS.is_file()
+
+
+# ---- search
+
+
+def fake(total, speed: float = 1.0, host: float = 0.0):
+    """An estimate of so many bytes."""
+    return SimpleNamespace(
+        total=total,
+        fits=total <= 80e9,
+        device=SimpleNamespace(memory=80e9),
+        tokens_per_second=speed,
+        profile=SimpleNamespace(totals={"host": host}),
+    )
+
+
+SIZES = (
+    lambda n: 20e9 + 60e3 * n,
+    lambda n: 10e9 + 40e3 * n + n**2 / 1e2,
+    lambda n: 79e9 + 1e6 * n,
+    lambda n: 90e9,
+    lambda n: 20e9 + 1.2e6 * n,  # a unit is more than the search resolves
+    lambda n: max(40e9, 30e3 * n) + 1e9 * (n > 32768),
+    lambda n: 40e9 if n <= 2048 else 90e9,
+)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(size) -> None:
+    calls: list[int] = []
+
+    def estimate(arguments: Sequence[str]):
+        length = int(arguments[-1].rpartition("=")[2])
+        calls.append(length)
+        found = fake(size(length))
+        found.job = SimpleNamespace(positions=length)
+        return found
+
+    longest, beyond = longest_sequence(estimate, [], 8192, 1024)
+    most = max((n for n in range(1024, 1 << 22, 1024) if size(n) <= 80e9), default=0)
+    if most == 0:
+        assert longest is None
+    else:
+        assert 0.97 * most <= longest.job.positions <= most
+        assert longest.fits
+    assert not beyond.fits
+    assert len(calls) <= 14
+    assert max(calls) <= 16 * max(most, 8192)
+
+
+def degrees_of(arguments: Sequence[str]) -> tuple[int, int, str]:
+    keys = dict(text[2:].split("=", 1) for text in arguments)
+    cp, tp = (int(keys[f"parallelism.{name}_parallel_degree"]) for name in ("context", "tensor"))
+    return cp, tp, keys.get("parallelism.context_parallel_method", "")
+
+
+def test_suggestions_are_what_fits_the_fastest_first() -> None:
+    asked: list[tuple[int, int, str]] = []
+
+    def estimate(arguments: Sequence[str]):
+        cp, tp, method = degrees_of(arguments)
+        asked.append((cp, tp, method))
+        assert 8 % (cp * tp) == 0
+        if tp == 8:
+            raise ConfigError("heads")
+        offloads = "offload" in " ".join(arguments)
+        needed = 400e9 / cp / tp * (0.5 if offloads else 1.0)
+        speed = 1000 / cp**0.1 / tp * (0.99 if method == "ring" else 1.0)
+        return fake(needed, speed, host=1e12 if offloads and method == "ring" else 0.0)
+
+    found = suggestions(estimate, [], 8, host_memory=100e9)
+    chosen = [(*degrees_of(choice.settings), "offload" in " ".join(choice.settings)) for choice in found]
+    # Half of the ranks with offloading fit, and are faster; the ring has no room on the host.
+    assert chosen[0] == (4, 1, "all_to_all", True)
+    assert (8, 1, "ring", False) in chosen
+    assert not any(method == "ring" and offloads for *_, method, offloads in chosen)
+    assert not any(tp == 8 for _, tp, *_ in chosen)
+    assert (1, 1, "") not in asked, "fewer ranks than those that do not fit were tried"
+    assert chosen.index((8, 1, "all_to_all", False)) < chosen.index((8, 1, "ring", False))  # as fast, fewer kernels
