@@ -13,7 +13,7 @@ ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tes
 	tests/distributed/test_exchange.py tests/distributed/test_context_parallel.py tests/distributed/test_parity.py \
 	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 
-.PHONY: train test test-wide check test-all test-gpu test-versions mutants docs lint format clean
+.PHONY: train test test-of test-wide check test-all test-gpu test-versions mutants docs lint format clean
 
 train: $(INSTALLED)
 	./run_llama_train.sh --checkpoint.enable
@@ -22,6 +22,10 @@ train: $(INSTALLED)
 # What every change runs; then what takes longer (tests/wide.py), and what only releases need (`slow`).
 test: $(INSTALLED_DEV)
 	$(PY) -m pytest $(TWO_FILES) -m "not slow and not wide and not check"
+
+# The quick tests that guard one file or folder (tests/about.py): make test-of FILE=trainer/data/packing.py
+test-of: $(INSTALLED_DEV)
+	$(PY) -m pytest $(TWO_FILES) -m "not slow and not wide" --about $(FILE)
 
 test-wide: $(INSTALLED_DEV)
 	$(PY) -m pytest $(TWO_FILES) -m "wide and not slow"

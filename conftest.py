@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.about import guards_of
 from tests.distributed.pool import WorkerPool
 from tests.wide import is_wide
 
@@ -32,10 +33,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="where ranks compute: gloo or NCCL; ranks as threads on one GPU",
     )
+    parser.addoption(
+        "--about",
+        nargs="+",
+        metavar="FILE",
+        help="run what guards these files or folders, instead of the tests that are named (tests/about.py)",
+    )
     parser.addoption("--record-support", action="store_true", help="make docs/support_matrix.md of what is tested now")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if about := config.getoption("--about"):
+        try:
+            config.args[:] = guards_of(about)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
     settings.load_profile("quick" if "not slow" in config.option.markexpr else "whole")
     # Token files are made in a cache of this session: ranks and commands inherit the variable.
     if not hasattr(config, "workerinput"):  # of pytest-xdist, whose workers share that of their parent

@@ -11,9 +11,9 @@ import torch
 from examples.toy_family import spec as toy
 from examples.toy_family.args import FLAVORS
 from examples.toy_family.model import ToyDecoder
+from tests.distributed.checkpoint_cases import load_step_save, merged, same
 from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, merged, same
 from tests.distributed.test_parity import degrees, reference
 from trainer.components.loss import count_valid, token_losses
 from trainer.models.auxiliary_loss import AuxiliaryLoss

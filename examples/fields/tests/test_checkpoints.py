@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from examples.fields.tests.drifting import write_drifting_fields
+from tests.distributed.checkpoint_cases import merged, same, trainer_in, whole_state
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import merged, same, trainer_in, whole_state
 
 TRAINED, MORE = 2, 3
 DOMAIN, ROWS = "--parallelism.domain_parallel_degrees", "--parallelism.domain_parallel_rows"

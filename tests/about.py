@@ -1,0 +1,119 @@
+"""Which quick tests guard a file: what `make test-of FILE=...` and `pytest --about FILE ...` run.
+
+A test is about a file of the program when one of these holds:
+
+* its module imports the file, by name;
+* `tests/mutants` plants a mistake in the file, which the test must see;
+* its module says so, where the test reaches the file through ranks, a command or another file:
+  `pytestmark = pytest.mark.about("trainer/commands/chat.py", "trainer/planner")`, with paths of files and folders.
+
+A test module guards itself, `scripts/NAME.py` is guarded by a `test_NAME.py`, and a module that tests share by the
+tests that import it. Of many modules those are chosen that are about the fewest other files.
+"""
+
+import ast
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+from tests.mutants import MUTANTS
+
+ROOT = Path(__file__).resolve().parents[1]
+_FOLDERS = ("trainer", "tests", "examples", "scripts")
+_MOST_MODULES = 6
+_ORDER = ("tests/unit/", "examples/", "tests/distributed/", "tests/integration/", "tests/repository/")
+
+
+def guards_of(paths: Iterable[str]) -> list[str]:
+    """Return the tests that guard some files: unit tests first, then tests on ranks.
+
+    Args:
+        paths: files and folders, relative to the repository.
+
+    Raises:
+        ValueError: a path does not exist, or no test guards it.
+    """
+    chosen: set[str] = set()
+    for path in paths:
+        files = files_of(path)
+        tests = {test for file in files for test in _guards_of_file(file)}
+        if not tests:
+            raise ValueError(
+                f"No test is about {path}. Name it in pytest.mark.about of a test module (tests/about.py)."
+            )
+        chosen |= tests
+    whole = {test for test in chosen if test.partition("::")[0] in chosen}
+    single = {test for test in chosen if "::" in test} - whole
+    return sorted({test for test in whole if "::" not in test} | single, key=_place)
+
+
+def files_of(path: str) -> list[str]:
+    """Return the path of a file, or the paths of all Python files in a folder.
+
+    Raises:
+        ValueError: the path does not exist.
+    """
+    whole = ROOT / path
+    if whole.is_dir():
+        return sorted(str(file.relative_to(ROOT)) for file in whole.rglob("*.py"))
+    if not whole.exists():
+        raise ValueError(f"{path} does not exist. Name a file or a folder relative to {ROOT}.")
+    return [str(whole.resolve().relative_to(ROOT))]
+
+
+@cache
+def subjects() -> dict[str, frozenset[str]]:
+    """Return the files that each test module is about: what it imports, what its marker names, and itself."""
+    modules = {_module(file): file for folder in _FOLDERS for file in files_of(folder)}
+    tests = [file for file in modules.values() if Path(file).name.startswith("test_")]
+    found = {}
+    for test in tests:
+        tree = ast.parse((ROOT / test).read_text(encoding="utf-8"))
+        imported = {modules[name] for name in _imports(tree, modules) if name in modules}
+        marked = {file for path in marked_paths(tree) for file in files_of(path)}
+        found[test] = frozenset({test} | {file for file in imported if not file.endswith("__init__.py")} | marked)
+    for module, file in modules.items():
+        if file.startswith("scripts/"):
+            name = f"test_{module.rpartition('.')[2]}.py"
+            for test in tests:
+                if Path(test).name == name:
+                    found[test] |= {file}
+    return found
+
+
+def marked_paths(tree: ast.AST) -> list[str]:
+    """Return the paths in the `about` markers of a test module."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return [ast.literal_eval(path) for call in calls if call.func.attr == "about" for path in call.args]
+
+
+def _guards_of_file(file: str) -> list[str]:
+    planted = {test for mutant in MUTANTS if mutant.file == file for test in mutant.tests.split()}
+    single = [test for test in planted if "::" in test]
+    modules = {test for test in planted if "::" not in test}
+    modules |= {test for test, about in subjects().items() if file in about}
+    if file in modules:
+        return [file]
+    name = Path(file).stem
+    other_name = {test: name not in Path(test).stem for test in modules}
+    first = sorted(modules, key=lambda test: (other_name[test], len(subjects()[test]), test))
+    return [*single, *first[:_MOST_MODULES]]
+
+
+def _imports(tree: ast.AST, modules: Sequence[str] | dict[str, str]) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            wholes = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {whole if whole in modules else node.module for whole in wholes}
+    return found
+
+
+def _module(file: str) -> str:
+    return ".".join(Path(file).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _place(test: str) -> tuple[int, str]:
+    return next((n for n, folder in enumerate(_ORDER) if test.startswith(folder)), len(_ORDER)), test
