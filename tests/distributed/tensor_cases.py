@@ -223,6 +223,7 @@ def sampled(x, grid):
     """Fields at the places where the wind comes from; some are beyond the borders."""
     y = F.grid_sample(x, grid.tanh() * 1.3, align_corners=False)
     y = y + F.grid_sample(x, grid[..., :1] * 0.1 + grid.sin(), "bicubic", "border", align_corners=True)
+    y = y + F.grid_sample(x, grid.sin() * 0.3, "bicubic", align_corners=False)  # reads rows of the middle alone
     return y * F.grid_sample(x, grid.cos(), "nearest", align_corners=False)
 
 

@@ -170,7 +170,11 @@ def ranks_and_one(kind: str, cut: str, dtype: torch.dtype) -> Iterator[tuple[tor
     """Output and gradients of ranks, and of one process."""
     layout = CUTS[cut]
     cotangent = torch.randn(2, 300, 4, 3, generator=torch.Generator().manual_seed(5)).to(dtype)
-    given = [*drawn(kind, 2, 300, seed=1, dtype=dtype), positions_of(starts_of(2, 300, 0.02, 3)), cotangent]
+    given = [
+        *drawn(kind, 2, 300, seed=1, strength=0.01, dtype=dtype),
+        positions_of(starts_of(2, 300, 0.002, 3)),
+        cotangent,
+    ]
     got = whole_of(layout, run_ranks(RANKS, of_rank, layout, given))
     return zip(got, with_gradients(given, torch.arange(300), None), strict=True)
 
