@@ -747,8 +747,15 @@ ALONG = [
     case("a sharded mask", sharded_mask, HEADS, HEADS, (2, 1, 9, 9), shape=HEADS, sharded=(0, 2), others=(2,)),
     case("a mask of keys", sharded_mask, HEADS, HEADS, (2, 2, 9, 9), shape=HEADS, sharded=(0, 1, 2), others=(0, 1)),
 ]
+# Sharded where their rules are. In ALONG a random layout, which its length changes, may leave that dimension whole.
+ROWS = [
+    case("best of sharded rows", best, sharded=(2,)),
+    case("equal edges of sharded rows", equal_edges, (11, 4), shape=(9, 4), sharded=(0,), others=(0,), ties=True),
+    case("sampled in sharded rows", sampled, (3, 5, 6, 2), sharded=(2,)),
+]
 FAMILIES = {
     "along": ALONG,
+    "rows": ROWS,
     "elementwise": ELEMENTWISE,
     "views": VIEWS,
     "reductions": REDUCTIONS,

@@ -105,7 +105,7 @@ PLANS = (
         f"{_CP}/planning/capabilities.py",
         'if "varlen" in able and calls > _MANY_CALLS:\n',
         'if "varlen" in able and calls < _MANY_CALLS:\n',
-        "tests/unit/test_kernels.py",
+        "tests/unit/test_kernel_choice.py",
     ),
     Mutant(
         "a forward that was replaced before is dropped",
@@ -227,7 +227,7 @@ EXECUTION = (
         f"{_CP}/planning/capabilities.py",
         "capability >= _HOPPER and not newer_flash",
         "not newer_flash",
-        "tests/unit/test_kernels.py",
+        "tests/unit/test_kernel_choice.py",
     ),
     Mutant(
         "a later tile replaces the result",
@@ -381,7 +381,7 @@ EXECUTION = (
         "trainer/models/rotary.py",
         "even * cos - odd * sin",
         "even * cos + odd * sin",
-        "tests/unit/test_model.py",
+        "tests/unit/test_rotary.py",
     ),
 )
 

@@ -13,7 +13,7 @@ _MOVE = "tests/distributed/test_domain_move.py"
 _TENSORS = "tests/distributed/test_domain_tensor.py"
 _TENSOR = f"{_TENSORS}::test_functions_equal_those_of_a_whole_tensor"
 _VIEWS_TESTS = "tests/distributed/test_domain_views.py"
-_ALONG = f"{_TENSOR}[along-3-1]"
+_ALONG, _ROWS = f"{_TENSOR}[along-3-1]", f"{_TENSOR}[rows-3-1]"
 _NOISE = "tests/distributed/test_domain_noise.py"
 _POINTS = "tests/distributed/test_domain_points.py"
 _HALOS = "tests/distributed/test_domain_halos.py"
@@ -401,7 +401,7 @@ DOMAIN = (
         f"{_DOMAIN}/along.py",
         "rows = rows_on(axis.layout, axis.rank, x.device)[places]",
         "rows = places",
-        _ALONG,
+        _ROWS,
     ),
     Mutant(
         "the transform of real numbers comes last",
@@ -436,7 +436,7 @@ DOMAIN = (
         f"{_DOMAIN}/indexing.py",
         "share = of_src / ties.index_select(dim, number)",
         "share = of_src",
-        _ALONG,
+        _ROWS,
     ),
     Mutant(
         "an extreme is that of this rank's rows",
@@ -534,7 +534,7 @@ DOMAIN = (
         f"{_DOMAIN}/indexing.py",
         "int(read.max()) + 4)",
         "int(read.max()))",
-        _ALONG,
+        _ROWS,
     ),
     Mutant(
         "rows are added over the ranks that share another dimension",

@@ -63,21 +63,21 @@ DATA = (
         "trainer/data/token_files/made.py",
         "                    digest.update(f",
         "                    str(f",
-        "tests/unit/test_data_checks.py tests/unit/test_data_loader.py",
+        "tests/unit/test_data_jsonl.py tests/unit/test_data_content.py",
     ),
     Mutant(
         "a cached hash belongs to the time of a file that its owner may set",
         "trainer/data/sources/files.py",
         "max(status.st_mtime_ns, status.st_ctime_ns)",
         "status.st_mtime_ns",
-        "tests/unit/test_data_checks.py",
+        "tests/unit/test_data_content.py",
     ),
     Mutant(
         "the hash of a file is that of a part of it",
         "trainer/data/sources/files.py",
         "            digest.update(block)",
         "            digest.update(block[:999])",
-        "tests/unit/test_data_checks.py tests/unit/test_token_files.py",
+        "tests/unit/test_data_content.py tests/unit/test_token_file_damage.py",
     ),
     Mutant(
         "another tokenizer of the same size is not recognised",
@@ -105,7 +105,7 @@ DATA = (
         "trainer/data/token_files/format.py",
         "    if not whole:\n",
         "    if False:\n",
-        "tests/unit/test_token_files.py",
+        "tests/unit/test_megatron_files.py",
     ),
     Mutant(
         "check sums of pages of Parquet are not compared",
@@ -119,14 +119,14 @@ DATA = (
         "trainer/data/token_files/made.py",
         "if found == entries.get(stem.name, found):",
         "if True:",
-        "tests/unit/test_token_files.py",
+        "tests/unit/test_token_file_damage.py",
     ),
     Mutant(
         "check sums of documents are not compared",
         "trainer/data/token_files/format.py",
         "if zlib.crc32(answers, zlib.crc32(content)) != known:",
         "if False:",
-        "tests/unit/test_token_files.py",
+        "tests/unit/test_token_file_damage.py",
     ),
     Mutant(
         "neighbours of an order stay neighbours",
@@ -175,7 +175,7 @@ DATA = (
         "trainer/data/token_files/catalog.py",
         "if not settings.skips and (bad",
         "if False and (bad",
-        "tests/unit/test_data_checks.py",
+        "tests/unit/test_data_jsonl.py",
     ),
     Mutant(
         "every rank of a node looks at all files",
@@ -189,7 +189,7 @@ DATA = (
         "trainer/data/token_files/made.py",
         "        if index.exists():\n            return\n",
         "",
-        "tests/unit/test_token_files.py",
+        "tests/unit/test_token_file_damage.py",
     ),
     Mutant(
         "each shard of the hub has all rows",
@@ -527,7 +527,7 @@ PROCESSES = (
         "trainer/distributed/sharding/exchange.py",
         'if dist.get_backend(group) == "gloo":  # its',
         'if dist.get_backend(group) != "gloo":  # its',
-        _LOOP,
+        "tests/distributed/test_timeouts.py",
     ),
     Mutant(
         "stages wait for each other as long as when their groups were made",
@@ -555,7 +555,7 @@ PROCESSES = (
         "trainer/runtime/agreement.py",
         'if all_reduce(failed, group, "max").item():',
         'if all_reduce(failed, group, "min").item():',
-        _CHECKPOINT,
+        "tests/distributed/test_checkpoint_errors.py",
     ),
     Mutant(
         "a block of the check on a GPU leaves its processes behind",
@@ -597,14 +597,14 @@ PROCESSES = (
         "trainer/families/registry.py",
         "checkpoint = replace(checkpoint, initial_load_path=path)",
         "pass",
-        "tests/unit/test_hugging_face.py",
+        "tests/unit/test_hugging_face_runs.py",
     ),
     Mutant(
         "a path keeps the scaling of a preset's model",
         "trainer/config/torchtitan.py",
         "if not key.startswith(_OF_THE_MODEL)}",
         "if True}",
-        "tests/unit/test_hugging_face.py",
+        "tests/unit/test_hugging_face_runs.py",
     ),
     Mutant(
         "damaged weights write a text",
@@ -618,7 +618,7 @@ PROCESSES = (
         "trainer/job/summary.py",
         "sizes * is_folder(flavor)",
         "''",
-        "tests/unit/test_hugging_face.py",
+        "tests/unit/test_hugging_face_runs.py",
     ),
     Mutant(
         "a mixture draws its sources from the next sample",

@@ -169,8 +169,8 @@ GRADIENTS = (
     Mutant(
         "replicas are never summed",
         "trainer/trainer.py",
-        "reduce_across_replicas(part, last)",
-        "reduce_across_replicas(part, False)",
+        "reduce_across_replicas(model, ends)",
+        "reduce_across_replicas(model, False)",
         f"{_LAYOUT}[ddp2+tp2-float32]",
     ),
     Mutant(
