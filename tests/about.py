@@ -12,7 +12,7 @@ tests that import it. Of many modules those are chosen that are about the fewest
 """
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -42,9 +42,9 @@ def guards_of(paths: Iterable[str]) -> list[str]:
                 f"No test is about {path}. Name it in pytest.mark.about of a test module (tests/about.py)."
             )
         chosen |= tests
-    whole = {test for test in chosen if test.partition("::")[0] in chosen}
-    single = {test for test in chosen if "::" in test} - whole
-    return sorted({test for test in whole if "::" not in test} | single, key=_place)
+    modules = {test for test in chosen if "::" not in test}
+    single = {test for test in chosen - modules if test.partition("::")[0] not in modules}
+    return sorted(modules | single, key=_place)
 
 
 def files_of(path: str) -> list[str]:
@@ -65,19 +65,17 @@ def files_of(path: str) -> list[str]:
 def subjects() -> dict[str, frozenset[str]]:
     """Return the files that each test module is about: what it imports, what its marker names, and itself."""
     modules = {_module(file): file for folder in _FOLDERS for file in files_of(folder)}
-    tests = [file for file in modules.values() if Path(file).name.startswith("test_")]
+    scripts = {f"test_{Path(file).name}": file for file in modules.values() if file.startswith("scripts/")}
     found = {}
-    for test in tests:
+    for test in modules.values():
+        name = Path(test).name
+        if not name.startswith("test_"):
+            continue
         tree = ast.parse((ROOT / test).read_text(encoding="utf-8"))
-        imported = {modules[name] for name in _imports(tree, modules) if name in modules}
+        imported = {modules[module] for module in _imports(tree, modules) if module in modules}
+        of_packages = {file for file in imported if file.endswith("__init__.py")}
         marked = {file for path in marked_paths(tree) for file in files_of(path)}
-        found[test] = frozenset({test} | {file for file in imported if not file.endswith("__init__.py")} | marked)
-    for module, file in modules.items():
-        if file.startswith("scripts/"):
-            name = f"test_{module.rpartition('.')[2]}.py"
-            for test in tests:
-                if Path(test).name == name:
-                    found[test] |= {file}
+        found[test] = frozenset({test, scripts.get(name, test)} | (imported - of_packages) | marked)
     return found
 
 
@@ -100,7 +98,7 @@ def _guards_of_file(file: str) -> list[str]:
     return [*single, *first[:_MOST_MODULES]]
 
 
-def _imports(tree: ast.AST, modules: Sequence[str] | dict[str, str]) -> set[str]:
+def _imports(tree: ast.AST, modules: Mapping[str, str]) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
