@@ -159,7 +159,7 @@ CHECKPOINTS = (
         "trainer/checkpoint/checkpointer.py",
         "        self.wait()\n        started",
         "        started",
-        _CHECKPOINT,
+        "tests/distributed/test_checkpoint_errors.py",
     ),
     Mutant(
         "on a GPU an update does not wait for the copies of the state",
