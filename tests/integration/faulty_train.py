@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.runtime import launch
-from trainer.runtime.process_group import flight_record
+from trainer.runtime.rank_processes import flight_record
 
 STEP_OF_FAULT = 3
 CHECKPOINT_OF_FAULT = 4

@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 
 from trainer.runtime.launcher_watch import end_with, launcher_of
+from trainer.runtime.rank_processes import LOST_PEERS
 
-LOST_PEERS = 3
 
-
-def main() -> int:
+def rank_process() -> int:
     launcher, (folder, *words) = launcher_of(sys.argv[1:], os.environ)
     end_with(launcher)
     faulthandler.register(signal.SIGUSR1)
@@ -35,4 +34,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rank_process())

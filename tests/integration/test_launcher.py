@@ -1,6 +1,7 @@
 """Laws of the launcher, seen with ranks that have no torch: exit codes, signals, a killed rank, a killed launcher.
 
-tests/integration/test_launch.py has a real job for each of them.
+Each holds for ranks that are fresh processes and for forks of the launcher. tests/integration/test_launch.py has a real
+job for each of them.
 """
 
 import os
@@ -28,13 +29,22 @@ sys.exit(launch.main(sys.argv[1:]))
 """
 
 
-def start(folder: Path, *words: str, how: Sequence[str] = ("-m", "trainer.runtime.launch")) -> subprocess.Popen:
+@pytest.fixture(params=["fresh", "forked"], autouse=True)
+def preload(request: pytest.FixtureRequest) -> list[str]:
+    """The option by which ranks are forked, after the import of a module without threads."""
+    return ["--preload", "tests.integration.stub_rank"] if request.param == "forked" else []
+
+
+def start(
+    folder: Path, preload: list[str], *words: str, how: Sequence[str] = ("-m", "trainer.runtime.launch")
+) -> subprocess.Popen:
     """Start a launcher with a rank for each word."""
     return subprocess.Popen(
         [
             sys.executable,
             *how,
             f"--nproc-per-node={len(words)}",
+            *preload,
             "--program",
             "tests.integration.stub_rank",
             str(folder),
@@ -67,8 +77,8 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_all_ranks_end_well(tmp_path: Path) -> None:
-    process = start(tmp_path, "exit-0", "exit-0")
+def test_all_ranks_end_well(tmp_path: Path, preload: list[str]) -> None:
+    process = start(tmp_path, preload, "exit-0", "exit-0")
     assert (process.communicate(timeout=60), process.returncode) == (("", ""), 0)
 
 
@@ -81,8 +91,10 @@ def test_all_ranks_end_well(tmp_path: Path) -> None:
         (3, "error: the ranks of this node lost their peers; the cause is on another node\n"),
     ],
 )
-def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path, code: int, line: str) -> None:
-    process = start(tmp_path, "wait", f"exit-{code}")
+def test_the_exit_code_is_that_of_the_rank_that_failed(
+    tmp_path: Path, preload: list[str], code: int, line: str
+) -> None:
+    process = start(tmp_path, preload, "wait", f"exit-{code}")
     started = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (code if code != 3 else 1, line)
@@ -90,8 +102,8 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path, code: int
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, *slow(signal.SIGSEGV)])
-def test_a_killed_rank_ends_the_job(tmp_path: Path, number: signal.Signals) -> None:
-    process = start(tmp_path, "wait", "wait")
+def test_a_killed_rank_ends_the_job(tmp_path: Path, preload: list[str], number: signal.Signals) -> None:
+    process = start(tmp_path, preload, "wait", "wait")
     ranks = ranks_of(tmp_path, 2, process)
     os.kill(ranks[1], number)
     killed = time.monotonic()
@@ -103,9 +115,9 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path, number: signal.Signals) -> N
     assert not any(map(runs, ranks))
 
 
-def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path, preload: list[str]) -> None:
     """When its peer has given it up, and before PyTorch's agent would, which waits for half a minute."""
-    process = start(tmp_path, "leave", "hang")
+    process = start(tmp_path, preload, "leave", "hang")
     ranks_of(tmp_path, 2, process)
     (tmp_path / "leave").touch()
     _, err = process.communicate(timeout=22)
@@ -113,12 +125,12 @@ def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path) -> None:
     assert err.splitlines()[-1] == "error: rank 1 hung, and was killed when its peers had given it up"
 
 
-def test_a_process_beside_the_ranks_may_fail(tmp_path: Path) -> None:
+def test_a_process_beside_the_ranks_may_fail(tmp_path: Path, preload: list[str]) -> None:
     """`lct train` estimates the memory of a job meanwhile; a rank's own failure is seen after that too."""
     for after, code in (("done", 0), ("leave", 1)):
         folder = tmp_path / after
         folder.mkdir()
-        process = start(folder, "leave", "wait", how=("-c", _BESIDE))
+        process = start(folder, preload, "leave", "wait", how=("-c", _BESIDE))
         ranks = ranks_of(folder, 2, process)
         process.stdin.write("\n")
         process.stdin.flush()
@@ -129,20 +141,20 @@ def test_a_process_beside_the_ranks_may_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT)])
-def test_a_signal_reaches_every_rank(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_reaches_every_rank(tmp_path: Path, preload: list[str], number: signal.Signals) -> None:
     """They end in good order: exit code 0."""
-    process = start(tmp_path, "wait", "wait")
+    process = start(tmp_path, preload, "wait", "wait")
     ranks_of(tmp_path, 2, process)
     process.send_signal(number)
     assert (process.communicate(timeout=60), process.returncode) == (("", ""), 0)
 
 
-def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
+def test_no_rank_outlives_its_launcher(tmp_path: Path, preload: list[str]) -> None:
     draw = random.Random(0)
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        process = start(folder, "wait", "hang")
+        process = start(folder, preload, "wait", "hang")
         ranks = ranks_of(folder, 2, process)
         time.sleep(draw.uniform(0, 0.3))
         process.kill()

@@ -32,7 +32,8 @@ class Launcher(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.store, self.got = open_store(self.nodes, self.ranks, self.timeout)
+            self.store = open_store(self.nodes, self.ranks, self.timeout)
+            self.got = self.nodes.port
         except Exception as error:
             self.got = error.with_traceback(None)  # whose frames hold the store
 

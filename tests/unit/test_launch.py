@@ -5,27 +5,27 @@ A rank that NCCL's watchdog ended is told from one that crashed, by the file tha
 
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed import TCPStore
 
 from trainer.runtime import launch
 from trainer.runtime.launch import Watchdog
 from trainer.runtime.nodes import Nodes
-from trainer.runtime.process_group import LOST_PEERS, flight_record
+from trainer.runtime.rank_processes import LOST_PEERS, RankEnd, RankProcesses, RankProgram, flight_record
 
 ABORTED, KILLED = -signal.SIGABRT, -signal.SIGKILL
 
 
 def end_of(watchdog: Watchdog, codes: list[int], capsys: pytest.CaptureFixture) -> tuple[int, str]:
     """Exit code and line of the launcher when its ranks ended with these codes, rank 0 first."""
-    failures = {
-        rank: mock.Mock(exitcode=code, timestamp=rank, signal_name=lambda code=code: signal.Signals(-code).name)
-        for rank, code in enumerate(codes)
-    }
-    return launch._failed(ChildFailedError("job", failures), [], watchdog), capsys.readouterr().err.strip()
+    ends = [RankEnd(rank, code) for rank, code in enumerate(codes)]
+    return launch._failed(ends, [], watchdog), capsys.readouterr().err.strip()
 
 
 @pytest.fixture
@@ -35,11 +35,6 @@ def watchdog(tmp_path: Path) -> Watchdog:
     for rank in (0, 1):
         (tmp_path / flight_record(rank)).touch()
     return made
-
-
-@pytest.fixture(autouse=True)
-def no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChildFailedError, "format_msg", lambda _: "")
 
 
 def test_the_rank_that_still_ran_hung(watchdog: Watchdog, capsys: pytest.CaptureFixture) -> None:
@@ -81,12 +76,41 @@ def listeners(port: int) -> list[str]:
 def test_the_store_of_one_machine_is_reached_from_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that its value is put back at the end
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    config, store = launch._configured(Nodes(address="0.0.0.0"), 2, 5)
-    host, _, port = config.rdzv_endpoint.rpartition(":")
-    assert (host, listeners(int(port))) == ("127.0.0.1", ["0100007F"])
-    assert config.rdzv_backend == "static"  # the state of "c10d" is a pickle in the store
+    variables, store = started(Nodes(address="0.0.0.0"))
+    assert variables["MASTER_ADDR"] == "127.0.0.1"
+    assert listeners(int(variables["MASTER_PORT"])) == ["0100007F"]
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     del store
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    launch._configured(Nodes(), 2, 5)
+    started(Nodes())
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def started(nodes: Nodes) -> tuple[Mapping[str, str], TCPStore]:
+    """Return the variables of the second of two ranks, which are not started, and the store."""
+    processes = mock.Mock(spec=RankProcesses)
+    store = launch._start(launch.Launch(nodes, 2, 5, RankProgram("rank", [])), processes)
+    (_, variables), _ = processes.start.call_args
+    assert variables[1]["RANK"] == variables[1]["LOCAL_RANK"] == "1"
+    assert variables[1]["WORLD_SIZE"] == variables[1]["LOCAL_WORLD_SIZE"] == "2"
+    return variables[1], store
+
+
+def test_ranks_of_a_second_node_are_the_last_ones() -> None:
+    second = launch.Launch(Nodes(count=2, rank=1, job="a job"), 4, 5, RankProgram("rank", []))
+    variables = second.variables("node-a", 29500)
+    assert [(own["RANK"], own["LOCAL_RANK"]) for own in variables.values()] == [(str(4 + i), str(i)) for i in range(4)]
+    assert {own["WORLD_SIZE"] for own in variables.values()} == {"8"}
+
+
+def test_a_process_with_threads_or_with_cuda_is_not_forked() -> None:
+    code = "from trainer.runtime.rank_processes import can_fork; {}; print(can_fork())"
+    cases = {
+        "pass": "True",
+        "import torch, trainer.trainer": "True",
+        "import threading, time; threading.Thread(target=time.sleep, args=(1,)).start()": "False",
+        "from unittest import mock; mock.patch('os.readlink', lambda _: '/dev/nvidia-uvm').start()": "False",
+    }
+    for before, answer in cases.items():
+        run = [sys.executable, "-c", code.format(before)]
+        assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == answer, before

@@ -26,7 +26,9 @@ from trainer.job.summary import summary
 from trainer.runtime.console import end_live_line, line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 from trainer.runtime.dump_folder import folder_held, folders_of
+from trainer.runtime.garbage import imports_uncollected
 from trainer.runtime.launcher_watch import end_with, launcher_of
+from trainer.runtime.rank_processes import LOST_PEERS
 
 if TYPE_CHECKING:
     import torch
@@ -89,11 +91,12 @@ def _train(job: ResolvedJob, device: "torch.device") -> None:
 
 def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]") -> int:
     """Do the work of this rank in the job's process group, report how it ended, and return the exit code."""
-    from trainer.checkpoint.checkpointer import CheckpointError
-    from trainer.components.out_of_memory import out_of_memory_explained
-    from trainer.runtime.process_group import LOST_PEERS, Process, is_peer_failure, process_group
-    from trainer.runtime.reports import Reports
-    from trainer.trainer import TrainingError
+    with imports_uncollected():
+        from trainer.checkpoint.checkpointer import CheckpointError
+        from trainer.components.out_of_memory import out_of_memory_explained
+        from trainer.runtime.process_group import Process, is_peer_failure, process_group
+        from trainer.runtime.reports import Reports
+        from trainer.trainer import TrainingError
 
     config = job.config
     process = Process.from_environment(config.job.device)
@@ -210,5 +213,10 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
+def rank_process() -> int:
+    """Run a rank that a launcher has started, whose arguments are in sys.argv, and return its exit code."""
+    return command_line(main)
+
+
 if __name__ == "__main__":
-    sys.exit(command_line())
+    sys.exit(rank_process())

@@ -27,6 +27,8 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["PYTHONSAFEPATH"] = "1"  # a folder `trainer` where the user stands is not this program
     options = ["--nproc-per-node", str(here), "--start-timeout", str(config.comm.init_timeout_seconds)]
+    if device_type == "cpu":  # no GPU has run a forked rank yet
+        options += ["--preload", "trainer.trainer"]
     if device_type == "cuda" and config.comm.trace_buf_size:
         options += ["--flight-records", str(Path(config.job.dump_folder, config.comm.save_traces_folder).absolute())]
     return options
@@ -82,7 +84,12 @@ def work_on_rank(argv: list[str], *, launched: bool = False) -> int:
     return on_rank(job, print_work)
 
 
-if __name__ == "__main__":
+def rank_process() -> int:
+    """Run a rank of a command, whose arguments are in sys.argv, and return its exit code."""
     from trainer.commands.rank import command_line
 
-    sys.exit(command_line(work_on_rank))
+    return command_line(work_on_rank)
+
+
+if __name__ == "__main__":
+    sys.exit(rank_process())

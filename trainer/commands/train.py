@@ -16,6 +16,9 @@ from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.loader import CommandLine, parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
+from trainer.data.text_data import all_data
+from trainer.data.token_files.catalog import catalog_of, has_token_files
+from trainer.families.registry import from_path
 from trainer.job import resolve
 from trainer.job.summary import summary
 from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
@@ -35,10 +38,9 @@ def main(argv: list[str]) -> int:
         return 0
     launch_arguments = _prepare(start, command)
     # Ranks find the token files of this node, so that no collective waits for hours.
-    tokenizing = subprocess.Popen([sys.executable, "-m", "trainer.commands.tokenize_text", *start.arguments])
-    say_waiting("importing PyTorch, here and in the ranks")
-    if tokenizing.wait() != 0:  # it has reported why
-        return _WRONG
+    if not _tokenized(start, command.config):
+        return _WRONG  # the process has reported why
+    say_waiting("importing PyTorch")
     estimating = _start_estimate(start, command.config)
     code = launch([*launch_arguments, *start.arguments])
     if estimating is not None:
@@ -46,6 +48,20 @@ def main(argv: list[str]) -> int:
     if code not in (0, _WRONG) and (hint := _to_resume(command.config)):
         report(hint)
     return code
+
+
+def _tokenized(start: Start, config: JobConfig) -> bool:
+    """Make the catalogs of the data of a job, and the token files that are missing, and return the success.
+
+    Token files are made by another process, which may start more; this one must not have threads before it forks.
+    """
+    data = all_data(from_path(config))
+    if all(map(has_token_files, data)):
+        for settings in data:
+            catalog_of(settings)
+        return True
+    command = [sys.executable, "-m", "trainer.commands.tokenize_text", *start.arguments]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] | None:

@@ -1,11 +1,12 @@
-"""The store of a job, in which its nodes find each other before torchrun's static rendezvous starts the ranks.
+"""The store of a job, in which its nodes find each other before their ranks start.
 
-The first node (NODE_RANK = 0) serves a TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun and the ranks use, too. A
-job on one node serves it on a free port of the loopback interface. Its keys are plain text; nothing is unpickled:
+The first node (NODE_RANK = 0) serves a TCPStore at MASTER_ADDR:MASTER_PORT, which the ranks use, too. A job on one node
+serves it on a free port of the loopback interface. Its keys are plain text; nothing is unpickled:
 
     job            set by the first node: the name of the job
     node/RANK      set by each node: its host name, NNODES and NGPU
     verdict        set by the first node: empty when all nodes are there, else why the job does not start
+    EVENT/RANK     set by each node that has come to an event of the job: the start or the end of its ranks
 
 While nodes are missing, each launcher prints one line every ten seconds.
 """
@@ -18,12 +19,13 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn
-
-from torch.distributed import DistError, TCPStore
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config.errors import ConfigError
 from trainer.runtime.nodes import Nodes
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LINE_SECONDS = 10.0
 ANSWER_SECONDS = 5.0
@@ -36,34 +38,67 @@ class NodesMissing(Exception):
     """Not all nodes came in time. The message is one sentence: who is missing, where, and what to do."""
 
 
-def open_store(nodes: Nodes, ranks: int, timeout_seconds: float) -> tuple[TCPStore, int]:
-    """Return the store of the job and its port, when all nodes are there. ranks: on this node.
+class StoreError(Exception):
+    """The store of the job does not answer any more. The message is PyTorch's."""
+
+
+def listener_of_one_node() -> socket.socket:
+    """Return a socket that listens on a free port of the loopback interface.
+
+    A store that opens its own socket would listen on all networks.
+    """
+    return socket.create_server(("127.0.0.1", 0), backlog=1024)
+
+
+def serve(listener: socket.socket, address: str) -> "TCPStore":
+    """Return a store that listens at this socket, which it takes over. address: where this process reaches it."""
+    from torch.distributed import TCPStore
+
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def open_store(nodes: Nodes, ranks: int, timeout_seconds: float) -> "TCPStore":
+    """Return the store of a job on several nodes, when all of them are there.
+
+    Args:
+        nodes: the nodes of the job; this one is `nodes.rank`.
+        ranks: the number of ranks on this node.
+        timeout_seconds: how long to wait for the other nodes.
 
     Raises:
         ConfigError: MASTER_ADDR is wrong, MASTER_PORT is taken, or nodes disagree.
         NodesMissing: a node is missing after `timeout_seconds`.
     """
-    if nodes.count == 1:  # a store that opens its own socket listens on all networks
-        return _serve("127.0.0.1", socket.create_server(("127.0.0.1", 0)))
+    from torch.distributed import DistError
+
     nodes.check_address()
     me = {"name": nodes.here, "NNODES": nodes.count, "NGPU": ranks}
     waiting = _Waiting(nodes, timeout_seconds)
     if nodes.rank == 0:
-        store, port = _serve(nodes.address, _listener(nodes))
+        store = serve(_listener(nodes), nodes.address)
         _gather(store, nodes, me, waiting)
-        return store, port
+        return store
     while True:
         store = _reach(nodes, waiting)
         with suppress(DistError):  # the first node has ended: wait for it again
             _join(store, nodes, me, waiting)
-            return store, nodes.port
+            return store
 
 
-def _serve(address: str, listener: socket.socket) -> tuple[TCPStore, int]:
-    """Return a store that listens there; the agent of the first node, in this process, shares it (multi_tenant)."""
-    port = listener.getsockname()[1]
-    settings = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
-    return TCPStore(address, port, master_listen_fd=listener.detach(), **settings), port
+def meet(store: "TCPStore", nodes: Nodes, event: str, timeout_seconds: float) -> None:
+    """Wait until the launchers of all nodes have come to an event.
+
+    Raises:
+        StoreError: a launcher has not come in time, or the first node, which has the store, has ended.
+    """
+    from torch.distributed import DistError
+
+    try:
+        store.set(f"{event}/{nodes.rank}", "")
+        store.wait([f"{event}/{rank}" for rank in range(nodes.count)], timedelta(seconds=timeout_seconds))
+    except DistError as error:
+        raise StoreError(str(error).partition("\n")[0]) from None
 
 
 def _listener(nodes: Nodes) -> socket.socket:
@@ -85,7 +120,7 @@ def _listener(nodes: Nodes) -> socket.socket:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _gather(store: TCPStore, nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
+def _gather(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
     """Be the first node: wait for the others, and set the verdict."""
     store.set("job", nodes.job)
     store.set("node/0", json.dumps(me))
@@ -109,8 +144,10 @@ def _gather(store: TCPStore, nodes: Nodes, me: dict[str, Any], waiting: "_Waitin
     store.set("verdict", "")
 
 
-def _reach(nodes: Nodes, waiting: "_Waiting") -> TCPStore:
+def _reach(nodes: Nodes, waiting: "_Waiting") -> "TCPStore":
     """Return the store of the first node; wait until it listens."""
+    from torch.distributed import DistError, TCPStore
+
     while True:
         try:
             with socket.create_connection((nodes.address, nodes.port), timeout=3) as probe:
@@ -124,7 +161,7 @@ def _reach(nodes: Nodes, waiting: "_Waiting") -> TCPStore:
             continue
         found: list[TCPStore] = []
 
-        def connect(found: list[TCPStore] = found) -> None:
+        def connect(found: "list[TCPStore]" = found) -> None:
             answer = timedelta(seconds=ANSWER_SECONDS)
             with suppress(DistError):
                 store = TCPStore(nodes.address, nodes.port, is_master=False, wait_for_workers=False, timeout=answer)
@@ -140,7 +177,7 @@ def _reach(nodes: Nodes, waiting: "_Waiting") -> TCPStore:
         return found[0]
 
 
-def _join(store: TCPStore, nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
+def _join(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
     """Be another node: register with the first one, and wait for its verdict; DistError if that node ends."""
     if (job := store.get("job").decode()) != nodes.job:
         raise ConfigError(
@@ -173,11 +210,11 @@ class _Waiting:
         self.nodes, self.timeout = nodes, timeout_seconds
         self.started, self.lines = time.monotonic(), 0
 
-    def missing(self, store: TCPStore) -> list[int]:
+    def missing(self, store: "TCPStore") -> list[int]:
         """Return the ranks of the nodes that have not come."""
         return [rank for rank in range(self.nodes.count) if not store.check([f"node/{rank}"])]
 
-    def pause(self, store: TCPStore | None, reason: str = "") -> None:
+    def pause(self, store: "TCPStore | None", reason: str = "") -> None:
         """Wait a moment, and print a line if it is time. store: None if the first node cannot be reached.
 
         Raises:

@@ -9,36 +9,88 @@ end at once (`runtime/launcher_watch.py`). Several nodes wait for each other bef
 """
 
 import argparse
-import logging
 import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-
-from torch.distributed import DistError, TCPStore
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import TYPE_CHECKING
 
 from trainer.config.errors import ConfigError
 from trainer.runtime.console import report
-from trainer.runtime.job_store import NodesMissing, open_store
+from trainer.runtime.garbage import imports_uncollected
+from trainer.runtime.job_store import NodesMissing, StoreError, listener_of_one_node, meet, open_store, serve
 from trainer.runtime.nodes import Nodes, whole_number
-from trainer.runtime.process_group import LOST_PEERS, flight_record
+from trainer.runtime.rank_processes import (
+    LOST_PEERS,
+    RankEnd,
+    RankProcesses,
+    RankProgram,
+    can_fork,
+    flight_record,
+)
 
-_PROGRAM = ["-m", "trainer.commands.rank"]  # what each rank runs
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_PROGRAM = "trainer.commands.rank"  # what each rank runs
 # After a failure the other ranks notice it, exchange reports, and name the cause.
 _GRACE_SECONDS = 10.0
 # If the first rank to end has lost its peers, it has waited for the others already.
 _GRACE_AFTER_LOST_PEERS_SECONDS = 2.0
-_STACK_SECONDS = 0.5
+# For ranks that a signal of a terminal or a scheduler ends with this launcher.
+_SIGNALLED_SECONDS = 30.0
+# For the launchers of other nodes, whose ranks may end later.
+_OTHER_NODES_SECONDS = 300.0
+
+
+class Stopped(Exception):
+    """A signal ends the launcher: SIGHUP, SIGQUIT, or another one before the ranks were started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = signal.Signals(number)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What this launcher starts.
+
+    ranks: on this node; timeout: seconds to wait for other nodes; preload: a module to import before ranks are forked
+    (None: ranks are fresh processes).
+    """
+
+    nodes: Nodes
+    ranks: int
+    timeout: int
+    program: RankProgram
+    preload: str | None = None
+
+    def variables(self, address: str, port: int) -> dict[int, dict[str, str]]:
+        """Return rank -> its environment variables, with the names of torchrun. address, port: of the job's store."""
+        common = {
+            "GROUP_RANK": str(self.nodes.rank),
+            "GROUP_WORLD_SIZE": str(self.nodes.count),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "WORLD_SIZE": str(self.ranks * self.nodes.count),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": self.nodes.job,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher serves the store, not rank 0
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        first = self.nodes.rank * self.ranks
+        return {
+            first + local: common | {"RANK": str(first + local), "LOCAL_RANK": str(local)}
+            for local in range(self.ranks)
+        }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,47 +105,68 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--nproc-per-node", required=True, help="ranks on this node")
     parser.add_argument("--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)")
-    parser.add_argument("--program", help="module that each rank runs (default: the training of train.py)")
+    parser.add_argument("--program", default=_PROGRAM, help="module that each rank runs (default: the training)")
+    text = "module to import before ranks are forked, where that is possible; without it each rank is a fresh process"
+    parser.add_argument("--preload", help=text)
     text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is reported as crashed"
     parser.add_argument("--flight-records", type=Path, help=text)
-    given, train_arguments = parser.parse_known_args(argv)
+    options, arguments = parser.parse_known_args(argv)
     try:
-        ranks = whole_number("--nproc-per-node", given.nproc_per_node, such_as="--nproc-per-node 2")
-        timeout = whole_number("--start-timeout", given.start_timeout, such_as="--start-timeout 300")
+        ranks = whole_number("--nproc-per-node", options.nproc_per_node, such_as="--nproc-per-node 2")
+        timeout = whole_number("--start-timeout", options.start_timeout, such_as="--start-timeout 300")
         nodes = Nodes.from_environment(os.environ)
     except ConfigError as error:
         report(f"error: {error}")
         return 2
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # each of these loggers has a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # one line of ours reports the error
-    watchdog = Watchdog(given.flight_records)
-    program = _PROGRAM if given.program is None else ["-m", given.program]
-    with _passing_signals_on() as received, _killing_stragglers(watchdog):
-        command = [*program, "--launched-by", str(os.getpid()), *train_arguments]
-        return _run(nodes, ranks, timeout, command, received, watchdog)
+    launch = Launch(nodes, ranks, timeout, RankProgram(options.program, arguments), options.preload)
+    return _run(launch, Watchdog(options.flight_records))
 
 
-def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> tuple[LaunchConfig, TCPStore]:
-    """Wait for the other nodes, and return what the agent of this node needs, and the store of the job."""
-    if nodes.count == 1:
-        nodes = replace(nodes, address="127.0.0.1")
-        _keep_gloo_on_this_machine()
-    store, port = open_store(nodes, ranks, timeout_seconds)
-    config = LaunchConfig(
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        nproc_per_node=ranks,
-        run_id=nodes.job,
-        max_restarts=0,
-        monitor_interval=0.1,
-        # Not "c10d": its state is a pickle in the store, and whoever reaches the store could have code run here.
-        rdzv_backend="static",
-        rdzv_endpoint=replace(nodes, port=port).place,
-        rdzv_configs={"rank": nodes.rank, "timeout": timeout_seconds},
-        signals_to_handle="SIGHUP,SIGQUIT",  # the agent leaves SIGTERM and SIGINT to this process
-    )
-    return config, store
+def _run(launch: Launch, watchdog: "Watchdog") -> int:
+    """Run the job and return its exit code; report a failure or a stop in one line."""
+    processes = RankProcesses()
+    with _passing_signals_on(processes) as received:
+        try:
+            store = _start(launch, processes)
+            processes.wait(watchdog.grace_of)
+        except (ConfigError, NodesMissing) as error:
+            report(f"error: {error}")
+            return 2 if isinstance(error, ConfigError) else 1
+        except StoreError as error:
+            report(f"error: a node ended, or was cut off, before the ranks had started ({error})")
+            return 1
+        except Stopped as stopped:
+            processes.end_by(stopped.number, _SIGNALLED_SECONDS)
+            report(f"error: stopped by {stopped.number.name}")
+            return 128 + stopped.number
+        if processes.first_failure is not None:
+            return _failed(processes.ends, received, watchdog)
+        if launch.nodes.count > 1:  # the first node has the store of the others' ranks
+            with suppress(StoreError):
+                meet(store, launch.nodes, "ends", _OTHER_NODES_SECONDS)
+        return 0
+
+
+def _start(launch: Launch, processes: RankProcesses) -> "TCPStore":
+    """Start the ranks, and return the store of the job, which lives as long as they do."""
+    nodes = launch.nodes
+    if nodes.count > 1:
+        store = open_store(nodes, launch.ranks, launch.timeout)
+        meet(store, nodes, "starts", launch.timeout)
+        processes.start(launch.program, launch.variables(nodes.address, nodes.port), forked=False)
+        return store
+    _keep_gloo_on_this_machine()
+    listener = listener_of_one_node()
+    # Before the store is served, which takes threads. Ranks that come sooner wait in the queue of the socket.
+    forked = launch.preload is not None and can_fork()
+    if forked:
+        with imports_uncollected():
+            import_module(launch.preload)
+            import_module(launch.program.module)
+        forked = can_fork()
+    address, port = listener.getsockname()
+    processes.start(launch.program, launch.variables(address, port), forked=forked)
+    return serve(listener, address)
 
 
 def _keep_gloo_on_this_machine() -> None:
@@ -122,158 +195,85 @@ class Watchdog:
         paths = self.folder.glob(flight_record("*")) if rank is None else [self.folder / flight_record(rank)]
         return any(path.exists() and path.stat().st_mtime >= self._started for path in paths)
 
-
-def _run(
-    nodes: Nodes,
-    ranks: int,
-    timeout_seconds: int,
-    command: list[str],
-    received: list[int],
-    watchdog: Watchdog,
-) -> int:
-    """Run the job and return its exit code; report a failure or stop in one line. `received`: signals passed on."""
-    try:
-        config, _store = _configured(nodes, ranks, timeout_seconds)  # which lives as long as the job
-        elastic_launch(config, sys.executable)("-u", *command)
-    except (ConfigError, NodesMissing) as error:
-        report(f"error: {error}")
-        return 2 if isinstance(error, ConfigError) else 1
-    except DistError as error:
-        reason = str(error).partition("\n")[0]
-        report(f"error: a node ended, or was cut off, before the ranks had started ({reason})")
-        return 1
-    except ChildFailedError as error:
-        return _failed(error, received, watchdog)
-    except SignalException as error:
-        report(f"error: stopped by {signal.Signals(error.sigval).name}")
-        return 128 + error.sigval
-    return 0
+    def grace_of(self, first: RankEnd) -> tuple[float, bool]:
+        """Return the seconds that the other ranks have after the first failure, and whether their stacks matter."""
+        lost = first.code == LOST_PEERS
+        # Watchdogs of other ranks write their files meanwhile; who still runs after that hangs.
+        aborted = self.ended(None, first.code)
+        return (_GRACE_AFTER_LOST_PEERS_SECONDS if lost else _GRACE_SECONDS), lost or aborted
 
 
-def _failed(error: ChildFailedError, received: list[int], watchdog: Watchdog) -> int:
+def _failed(ends: Sequence[RankEnd], received: Sequence[int], watchdog: Watchdog) -> int:
     """Name the rank that failed, or the signal that ended the ranks, in one line, and return the exit code."""
-    rank, failure, hung = _cause(error, lambda rank, code: code == LOST_PEERS or watchdog.ended(rank, code))
-    ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
+    (rank, code), hung = _cause(ends, lambda end: end.code == LOST_PEERS or watchdog.ended(*end))
+    ended_by = -code if code < 0 else code - 128
     if ended_by in received:
         report(f"error: stopped by {signal.Signals(ended_by).name} at once")
         return 128 + ended_by
     if hung:
         report(f"error: rank {rank} hung, and was killed when its peers had given it up")
         return 1
-    if failure.exitcode == LOST_PEERS:
+    if code == LOST_PEERS:
         report("error: the ranks of this node lost their peers; the cause is on another node")
         return 1
-    if watchdog.ended(rank, failure.exitcode):
+    if watchdog.ended(rank, code):
         report(
             f"error: rank {rank} waited too long for its peers, and NCCL's watchdog ended it; the last collectives of "
             f"the ranks are in {watchdog.folder} (docs/performance.md says how to read them). If all ranks were at "
             "work, raise comm.train_timeout_seconds"
         )
         return 1
-    how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
-    how += ", mostly for lack of host memory" * (failure.exitcode == -signal.SIGKILL)
-    if failure.exitcode != 2:  # the rank has named the wrong setting
+    how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    how += ", mostly for lack of host memory" * (code == -signal.SIGKILL)
+    if code != 2:  # the rank has named the wrong setting
         report(f"error: rank {rank} failed first ({how}); the other ranks were stopped")
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return code if code > 0 else 128 - code
 
 
-def _cause(error: ChildFailedError, lost_peers: Callable[[int, int], bool]) -> tuple[int, ProcessFailure, bool]:
-    """Return the rank that has the cause, how it ended, and whether it hung, so that this launcher ended it.
+def _cause(ends: Sequence[RankEnd], lost_peers: Callable[[RankEnd], bool]) -> tuple[RankEnd, bool]:
+    """Return the end that is the cause of the failure, and whether that rank hung, so that this launcher ended it.
 
-    lost_peers: (rank, exit code) -> whether that rank ended because of another one.
+    Args:
+        ends: of all ranks of this node, in their order.
+        lost_peers: whether a rank ended because of another one.
     """
-    rank, first = error.get_first_failure()
-    if not lost_peers(rank, first.exitcode):
-        return rank, first, False
-    others = {rank: failure for rank, failure in error.failures.items() if not lost_peers(rank, failure.exitcode)}
+    failures = [end for end in ends if end.code != 0]
+    first = failures[0]
+    if not lost_peers(first):
+        return first, False
     ended_by_us = {-signal.SIGKILL: 1, -signal.SIGTERM: 2}  # a rank that SIGTERM could end did not hang
-    for rank, failure in sorted(others.items(), key=lambda item: ended_by_us.get(item[1].exitcode, 0)):
-        return rank, failure, failure.exitcode in ended_by_us
-    return rank, first, False
+    others = [end for end in failures if not lost_peers(end)]
+    if not others:
+        return first, False
+    cause = min(others, key=lambda end: ended_by_us.get(end.code, 0))
+    return cause, cause.code in ended_by_us
 
 
 @contextmanager
-def _killing_stragglers(watchdog: Watchdog) -> Iterator[None]:
-    """When a rank has failed inside, kill the ranks that still run some seconds later.
+def _passing_signals_on(processes: RankProcesses) -> Iterator[list[int]]:
+    """Pass SIGTERM and SIGINT on to the ranks inside, and give the list of those received.
 
-    The elastic agent would wait for half a minute, and a rank that hangs or is stopped does not answer its SIGTERM.
-    Processes that this one has started before, such as an estimate of memory, may fail as they like.
+    Without ranks they end the launcher by `Stopped`, as SIGHUP and SIGQUIT always do, unless they are ignored (nohup).
     """
-    timers: list[threading.Timer] = []
-    others = set(_children())
-
-    def look(_: int, __: FrameType | None) -> None:
-        for rank in set(_children()) - others:
-            with suppress(ChildProcessError):
-                # Left for the agent to collect.
-                ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ended is not None and ended.si_status != 0 and not timers:
-                    give_up_soon(ended)
-
-    def give_up_soon(ended: os.waitid_result) -> None:
-        lost = ended.si_code == os.CLD_EXITED and ended.si_status == LOST_PEERS
-        # Watchdogs of other ranks write their files meanwhile; who still runs after that hangs.
-        aborted = ended.si_code != os.CLD_EXITED and watchdog.ended(None, -ended.si_status)
-        seconds = _GRACE_AFTER_LOST_PEERS_SECONDS if lost else _GRACE_SECONDS
-        timers.append(threading.Timer(seconds, _kill_ranks, kwargs={"show_stacks": lost or aborted}))
-        timers[0].daemon = True
-        timers[0].start()
-
-    before = signal.signal(signal.SIGCHLD, look)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-        for timer in timers:
-            timer.cancel()
-
-
-def _kill_ranks(*, show_stacks: bool) -> None:
-    for number in (*([signal.SIGUSR1] if show_stacks else []), signal.SIGKILL):
-        for rank in _rank_processes():
-            with suppress(ProcessLookupError):
-                os.kill(rank, number)
-        time.sleep(_STACK_SECONDS)
-
-
-@contextmanager
-def _passing_signals_on() -> Iterator[list[int]]:
     received: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        ranks = _rank_processes()
-        if not ranks:  # the agent ends by this exception, as by any other signal
-            raise SignalException(f"signal {number} before the ranks were started", signal.Signals(number))
+        if not processes.running:
+            raise Stopped(number)
         received.append(number)
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(rank, number)
+        processes.send(signal.Signals(number))
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    def stop(number: int, _: FrameType | None) -> None:
+        raise Stopped(number)
+
+    handlers = {signal.SIGTERM: pass_on, signal.SIGINT: pass_on, signal.SIGHUP: stop, signal.SIGQUIT: stop}
+    handled = {number: how for number, how in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, how) for number, how in handled.items()}
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _rank_processes() -> list[int]:
-    """Return the process ids of the ranks that this launcher has started and that still run."""
-    ranks = []
-    for pid in _children():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it may have ended
-            if b"--launched-by" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                ranks.append(pid)
-    return ranks
-
-
-def _children() -> list[int]:
-    """Return the process ids of this process's children, also of those that ended and are not collected yet."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # the thread may have ended
-            found += map(int, (task / "children").read_text().split())
-    return found
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ from torch.distributed.distributed_c10d import _world  # no public name as of to
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
 from trainer.runtime.console import logger
-
-LOST_PEERS = 3
-"""Exit code of a rank that ended because another rank failed: the launcher looks for the cause elsewhere."""
+from trainer.runtime.rank_processes import flight_record
 
 
 @dataclass(frozen=True)
@@ -141,11 +139,6 @@ def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(
             watchdog_folder.absolute() / flight_record("")
         )  # c10d adds the rank
-
-
-def flight_record(rank: int | str) -> str:
-    """Return the name of the file of a rank's last collectives; NCCL's watchdog appends the rank itself."""
-    return f"rank_{rank}"
 
 
 def _dump_flight_record(rank: int, folder: Path | None, device: torch.device) -> str:

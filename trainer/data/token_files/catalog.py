@@ -29,7 +29,7 @@ from trainer.data.token_files.format import (
     checked_pair,
     open_pair,
 )
-from trainer.data.token_files.made import cached, made_by
+from trainer.data.token_files.made import cached, is_cached, made_by
 from trainer.data.tokenizers.tokenizer import Encoded, tokenizer_hash, vocab_size_of
 
 _REMEDY = "copy the file again; or remove its .idx, and the same `lct tokenize` makes the shard again"
@@ -54,6 +54,12 @@ def catalog_of(settings: DataSettings) -> str:
                 write_whole(file, content)
             return str(file)
     raise ConfigError(f"neither {cache_folder()} nor {tempfile.gettempdir()} can be written; set XDG_CACHE_HOME")
+
+
+def has_token_files(settings: DataSettings) -> bool:
+    """Return whether `catalog_of` makes no token files, because they are there or the data set needs none."""
+    source = source_of(settings)
+    return source.iterable or source.token_files or is_cached(settings)
 
 
 def open_documents(settings: DataSettings, catalog: str | None = None) -> TokenFiles:
