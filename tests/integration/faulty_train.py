@@ -1,7 +1,7 @@
 """A real job with one rank that fails: `FAULT="rank kind place file" python faulty_train.py [launcher's arguments]`.
 
-It calls the launcher's main, which starts this file again in the place of the rank's program; there the fault is
-planted around one method, and that program runs. Step 3 has the faults of a step, the checkpoint of step 4 that of
+It calls the launcher's main with this module as the program of each rank; there the fault is planted around one
+method, and the rank's own program runs. Step 3 has the faults of a step, the checkpoint of step 4 that of
 saving. The file is made when the rank fails.
 """
 
@@ -100,10 +100,11 @@ def act_as_watchdog(folder: Path) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def rank_main(rank: str, kind: str, place: str, _: str) -> int:
+def rank_process() -> int:
     """The program of a rank, with the fault if this is the rank that has it."""
     from trainer.commands import rank as program
 
+    rank, kind, place, _ = os.environ["FAULT"].split(maxsplit=3)
     if os.environ["RANK"] == rank:
         plant(kind, place)
     elif "WATCHDOG" in os.environ:
@@ -113,6 +114,8 @@ def rank_main(rank: str, kind: str, place: str, _: str) -> int:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        sys.exit(rank_main(*os.environ["FAULT"].split(maxsplit=3)))
-    launch._PROGRAM = [str(Path(__file__).resolve())]
-    sys.exit(launch.main())
+        sys.exit(rank_process())
+    # Forked where they can be, as the ranks of `lct train` on CPUs.
+    sys.exit(
+        launch.main(["--program", "tests.integration.faulty_train", "--preload", "trainer.trainer", *sys.argv[1:]])
+    )
