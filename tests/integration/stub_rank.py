@@ -1,7 +1,8 @@
 """A rank without torch, so that the launcher's behaviour is seen in a second: `FOLDER WHAT...`, one word for each rank.
 
 `exit-N` ends at once with that code; `wait` ends with 0 after SIGTERM or SIGINT, or with 0 when the file `done` is in
-the folder; `hang` ignores signals; `leave` ends as a rank that lost its peers, when another one has been killed.
+the folder; `print` prints a line and waits; `hang` ignores signals; `leave` ends as a rank that lost its peers, when
+another one has been killed.
 """
 
 import faulthandler
@@ -26,6 +27,8 @@ def rank_process() -> int:
     (Path(folder) / f"rank-{rank}").write_text(str(os.getpid()))
     if what.startswith("exit-"):
         return int(what.removeprefix("exit-"))
+    if what == "print":
+        print("a line")
     while not stopped and not (Path(folder) / "done").exists():
         time.sleep(0.02)
         if what == "leave" and (Path(folder) / "leave").exists():

@@ -82,6 +82,15 @@ def test_all_ranks_end_well(tmp_path: Path, preload: list[str]) -> None:
     assert (process.communicate(timeout=60), process.returncode) == (("", ""), 0)
 
 
+def test_a_rank_prints_at_once(tmp_path: Path, preload: list[str]) -> None:
+    """Its line is read while it still runs."""
+    process = start(tmp_path, preload, "print")
+    assert process.stdout.readline() == "a line\n"
+    assert process.poll() is None
+    (tmp_path / "done").touch()
+    assert (process.communicate(timeout=60), process.returncode) == (("", ""), 0)
+
+
 @pytest.mark.parametrize(
     ("code", "line"),
     [
