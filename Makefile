@@ -70,7 +70,7 @@ $(INSTALLED_DEV): requirements-dev.txt requirements-kernels.txt
 $(INSTALLED) $(INSTALLED_DEV): requirements.txt pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r $(PINS)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	test -L $(VENV) || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	test -z "$(KERNELS)" || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target $(VENV)/interpreted -r $(KERNELS)
 	touch $@

@@ -1,21 +1,46 @@
-"""What all tests share: the choice of device, and one pool of worker processes for everything distributed."""
+"""What all tests share: this tree for every process, the choice of device, and one pool of ranks."""
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-from tests.about import guards_of
-from tests.distributed.pool import WorkerPool
-from tests.wide import is_wide
+# Before anything of this project is imported. Hundreds of processes import the same modules, so their bytecode is kept,
+# even where the shell says not to. They all import the modules of this clone, whatever is installed.
+ROOT = Path(__file__).parent
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if os.environ.get("PYTHONPATH", "").split(os.pathsep)[0] != str(ROOT):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+import trainer  # noqa: E402
+from tests.about import guards_of  # noqa: E402
+from tests.distributed.pool import WorkerPool  # noqa: E402
+from tests.wide import is_wide  # noqa: E402
 
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.register_profile("whole", max_examples=300, deadline=None)
-REPOSITORY = Path(__file__).parent / "tests" / "repository"
+REPOSITORY = ROOT / "tests" / "repository"
+
+
+def pytest_report_header() -> str:
+    """Name the tree that is tested."""
+    if Path(trainer.__file__).parents[1] != ROOT:
+        raise pytest.UsageError(f"{trainer.__file__} is not of {ROOT}: run the tests from there, with its own .venv")
+    return f"tree: {ROOT}"
+
+
+def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
+    """Collect tests with the mark `gpu` only where there is a GPU."""
+    needs_gpu = any(mark.name == "gpu" for mark in getattr(obj, "pytestmark", ()))
+    return [] if needs_gpu and not torch.cuda.is_available() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,10 +23,7 @@ def state_on(device: str) -> tuple[dict[str, torch.Tensor], torch.optim.Optimize
     return state | {UPDATED[1]: optimizer.state[weight]["momentum_buffer"]}, optimizer
 
 
-@pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))],
-)
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 def test_copies_are_of_their_own_moment(device: str) -> None:
     state, optimizer = state_on(device)
     copies = HostCopies(optimizer)

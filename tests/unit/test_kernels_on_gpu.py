@@ -40,8 +40,6 @@ def test_shapes_by_the_meta_kernels(kernel: Kernel, tile: tuple[Relation, int, i
 
 # ---- on a GPU
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
 
 def on_gpu(heads: int, kv_heads: int, n: int, m: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(n + m)
@@ -55,7 +53,7 @@ def plain_errors(q, k, v, cotangent, relation, scale, wanted) -> list[float]:
     return [error(a, b) for a, b in zip((out, *grads), wanted, strict=True)]
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_on_a_gpu(kernel: Kernel, tile: tuple[Relation, int, int], head_dim: int
         assert error(got, wanted) <= 2 * bound + 1e-6
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_many_calls_on_a_gpu():
     kernel, single = next(x for x in CUDA_KERNELS if x.name == "varlen"), CudaFlash()
     q, k, v, cotangent = on_gpu(4, 2, 12, 13, 64, torch.bfloat16)

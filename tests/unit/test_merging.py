@@ -163,7 +163,7 @@ def test_the_fused_kernel_interpreted_is_the_eager_merge() -> None:
     assert done.stdout.strip() == "equal", done.stderr
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
 def test_the_fused_kernel_on_a_gpu(dtype: torch.dtype, bound: float) -> None:
     """By value, without falling back, and inside an operator."""

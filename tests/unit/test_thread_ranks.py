@@ -224,7 +224,7 @@ def elsewhere(rank: int, mesh: ThreadMesh) -> tuple[torch.Tensor, torch.Tensor]:
     return at_once.cpu(), gathered.cpu()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.gpu
 def test_a_wait_on_another_stream_is_found() -> None:
     with mock.patch.object(thread_group, "_CYCLES", 200_000_000):  # 0.1 seconds, which the host does not take
         ((at_once, in_the_end),) = run_ranks(1, elsewhere, device="cuda")
