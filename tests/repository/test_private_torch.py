@@ -123,11 +123,6 @@ PRIVATE = {
         lambda: isinstance(torch.autograd.forward_ad._current_level, int),
     ),
     # meshes and groups
-    "_dynamo_marked_constant": Private(
-        "trainer/distributed/sharding/tensors.py",
-        "compiled code that takes plans as constants",
-        lambda: torch.compiler.assume_constant_result(lambda: 0)._dynamo_marked_constant,
-    ),
     "_flatten": Private("trainer/distributed/sharding/tensors.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
     "fake_pg": Private(
         "trainer/distributed/parallel_dims.py",

@@ -14,10 +14,6 @@ from trainer.job import resolve
 from trainer.job.memory import check_memory
 from trainer.job.record import size_words
 from trainer.job.summary import summary
-from trainer.planner import shim
-from trainer.planner.estimate import estimate
-from trainer.planner.timing import device
-from trainer.planner.worker import Worker
 from trainer.runtime.console import line_width
 from trainer.runtime.devices import Machine, this_machine
 from trainer.runtime.dump_folder import folders_of, holder_of
@@ -79,6 +75,11 @@ def main(argv: list[str]) -> int:
 
 def peak_of_a_step(arguments: list[str], ranks: int, device_type: str) -> str:
     """Return in words what a rank needs at the peak of a step, or why it is not known."""
+    from trainer.planner import shim
+    from trainer.planner.estimate import estimate
+    from trainer.planner.timing import device
+    from trainer.planner.worker import Worker
+
     traced = device_type if device_type == "cpu" or not shim.why_not() else "cpu"
     try:
         with Worker(has_shim=traced == "cuda") as worker:

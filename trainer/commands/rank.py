@@ -99,7 +99,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         from trainer.trainer import TrainingError
 
     config = job.config
-    process = Process.from_environment(config.job.device)
+    process = Process.from_environment(job.given.job.device)  # as the user wrote it: `auto` takes what PyTorch has
     try:
         if process.device.type != job.device_type:
             expected, found = job.device_type, process.device.type

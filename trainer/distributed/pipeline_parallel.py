@@ -7,22 +7,18 @@ runs no extra forward to find it. Gradients are sums; they are not divided by th
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from trainer.config.errors import ConfigError
 from trainer.distributed.sharding.exchange import Transfer, send_receive
 from trainer.job.pipeline_stages import PipelinePlan
 
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import PipelineStage
-
-_SCHEDULES = "torch.distributed.pipelining.schedules"  # imported with the first pipeline: it imports the compiler
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has the first and the last stage
 
 LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -61,7 +57,7 @@ class Pipeline:
         self._group = mesh.get_group()
         self._loss: LossFunction | None = None
         # At an error PyTorch would print the whole schedule on every rank.
-        logging.getLogger(_SCHEDULES).setLevel(logging.CRITICAL)
+        logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
         self._prepare((plan.micro_batches, tp))  # any shape shows whether the schedule can run
 
     def step(
@@ -131,8 +127,6 @@ class Pipeline:
             self._prepare(self._shape)
 
     def _prepare(self, shape: tuple[int, int]) -> None:
-        from torch.distributed.pipelining import PipelineStage
-
         sequences, length = shape[0] // self.plan.micro_batches, shape[1]
         tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(sequences * self._rows, length // self._tp, self._dim, dtype=self._dtype, device="meta")
@@ -151,17 +145,16 @@ class Pipeline:
         ]
         self._schedule, self._shape = self._build(self._stages), shape
 
-    def _build(self, stages: "list[PipelineStage]") -> object:
+    def _build(self, stages: list[PipelineStage]) -> object:
         if self.plan.schedule in V_SHAPED and torch.__version__ < (2, 12) and dist.get_backend(self._group) == "gloo":
             raise ConfigError(
                 f"parallelism.pipeline_parallel_schedule = {self.plan.schedule!r} needs PyTorch 2.12 or newer on CPUs; "
                 f"this is {torch.__version__}, whose ranks send themselves a message; use 'Interleaved1F1B'"
             )
-        schedules: Any = import_module(_SCHEDULES)
         settings = {"loss_fn": lambda hidden, labels: self._loss(self.model_parts[-1], hidden, labels)}
         settings["scale_grads"] = False
         if self.plan.csv is not None:
-            schedule = schedules._PipelineScheduleRuntime(stages, self.plan.micro_batches, **settings)
+            schedule = torch_schedules._PipelineScheduleRuntime(stages, self.plan.micro_batches, **settings)
             try:
                 schedule._load_csv(self.plan.csv)
             except (AssertionError, ValueError) as error:
@@ -171,6 +164,6 @@ class Pipeline:
                     "computations so that each comes after what it needs"
                 ) from None
             return schedule
-        kind = schedules.get_schedule_class(self.plan.schedule)
-        single = issubclass(kind, schedules.PipelineScheduleSingle)
+        kind = torch_schedules.get_schedule_class(self.plan.schedule)
+        single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
         return kind(stages[0] if single else stages, self.plan.micro_batches, **settings)

@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
 from trainer.distributed.context_parallel.execution.latent import expanded
-from trainer.distributed.sharding.tensors import constant_when_compiled
 from trainer.models.initialization import fill
 from trainer.models.rotary import apply_rope
 from trainer.models.short_convolution import ShortConvolution
@@ -26,7 +25,7 @@ _CUDNN, _FLASH, *_OTHERS = (
 _GPU = "cuda"
 
 
-@constant_when_compiled
+@torch.compiler.assume_constant_result
 def _gpu_backends(head_dim: int) -> list[SDPBackend]:
     """Return PyTorch's attention back ends on GPUs, the fastest first; the first one that can do a call computes it."""
     return [_FLASH, _CUDNN, *_OTHERS] if newer_flash(head_dim) else [_CUDNN, _FLASH, *_OTHERS]

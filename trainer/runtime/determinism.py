@@ -12,8 +12,7 @@ def set_determinism(on: bool) -> None:
 
     cuBLAS reads its setting from the environment when it starts. A value that is not reproducible is replaced.
     """
-    if on or torch.are_deterministic_algorithms_enabled():  # the call imports PyTorch's compiler
-        torch.use_deterministic_algorithms(on)
+    torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.deterministic = on
     if on:
         torch.backends.cudnn.benchmark = False  # it chooses kernels by their time

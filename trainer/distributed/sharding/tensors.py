@@ -13,16 +13,6 @@ from torch.distributed.tensor import DTensor
 F = TypeVar("F", bound=Callable)
 
 
-def constant_when_compiled(function: F) -> F:
-    """Mark a function whose result torch.compile takes as a constant, instead of tracing the function.
-
-    `torch.compiler.assume_constant_result` sets the same mark, and imports the compiler, which takes most runs half a
-    second of each rank for nothing.
-    """
-    function._dynamo_marked_constant = True
-    return function
-
-
 def planned(function: F) -> F:
     """Cache a function of hashable plain data. torch.compile calls it and keeps the result, instead of tracing it.
 
@@ -31,11 +21,12 @@ def planned(function: F) -> F:
     """
     cached = lru_cache(maxsize=1024)(function)
 
+    @torch.compiler.assume_constant_result
     @wraps(function)
     def call(*args: object) -> object:
         return cached(*args)
 
-    return constant_when_compiled(call)
+    return call
 
 
 def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
