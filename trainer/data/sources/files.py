@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "long-context-trainer")
 
 
-def stdlib_files() -> list[str]:
+@lru_cache(maxsize=1)  # it does not change while a process runs, and a forked rank has what its launcher found
+def stdlib_files() -> tuple[str, ...]:
     """Return the .py files of the interpreter's standard library by relative path, without tests and packages.
 
     Files that are no UTF-8, or blank, are left out.
@@ -61,7 +63,7 @@ def stdlib_files() -> list[str]:
     for file in found:
         with suppress(UnicodeDecodeError, OSError):
             texts += [str(file)] if file.read_bytes().decode("utf-8-sig").strip() else []
-    return texts
+    return tuple(texts)
 
 
 @dataclass(frozen=True)

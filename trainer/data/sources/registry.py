@@ -97,7 +97,7 @@ class Source:
     parts: Callable[[DataSettings, Sequence[str], int], list[Part]] | None = None
     documents: Callable[[DataSettings, Part], Iterator[Any]] | None = None
     encoder: Callable[[DataSettings], Callable[[Any], Encoded]] = _encoder_of_texts
-    own_files: Callable[[], list[str]] | None = None
+    own_files: Callable[[], Sequence[str]] | None = None
     check: Callable[[DataSettings], object] | None = None
     token_files: bool = False
     iterable: str = ""
@@ -117,7 +117,7 @@ def files_of(settings: DataSettings) -> list[str]:
                 f"{keys.path} = {path!r} would do nothing, {name} needs none; leave it out, or choose"
                 f" {keys.dataset} = {others}"
             )
-        return source.own_files()
+        return list(source.own_files())
     if not path and not source.iterable:
         what = f"a {' or '.join(source.endings)} file, a folder, or a glob" if source.endings else "the data set's name"
         raise ConfigError(f"{keys.dataset} = {name!r} needs {keys.path}; give {what}")
