@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import train
-from tests.distributed.harness import whole
+from tests.distributed.harness import FUSED, whole
 from trainer.checkpoint.checkpointer import tensors_of
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
@@ -24,6 +24,7 @@ SETTINGS = [
     "--training.data_streams=16",
     "--training.steps=100",
     "--optimizer.lr=1e-3",
+    FUSED,
     "--lr_scheduler.warmup_steps=5",
     "--metrics.log_freq=1",
     "--checkpoint.enable",
@@ -39,6 +40,7 @@ def trainer_in(folder: str, arguments: list[str], settings: list[str] = SETTINGS
         trainer = Trainer(resolve(config, process.world_size, process.device.type), process.device)
         with trainer.checkpoint:
             yield trainer
+        trainer.read_step()  # of the last step: fused, the host reads it with the next one
         trainer.metrics.close()
 
 

@@ -94,6 +94,10 @@ BASE = [
     "--metrics.log_freq=1",
 ]
 
+FUSED = "--optimizer.implementation=fused"
+"""What GPUs use. Of a short run over ranks most of the time would go into the operators of the other implementation,
+each of which DTensor looks at for each new mesh."""
+
 
 @dataclass
 class Record:
@@ -266,11 +270,20 @@ def trainer_of(arguments: list[str]) -> Iterator[RecordingTrainer]:
             trainer.metrics.close()
 
 
-def run_layout(arguments: list[str], fault: str | None = None) -> Record:
-    """On each rank: train with BASE and `arguments`, STEPS steps unless they say more. fault: a known mistake."""
+def run_layout(arguments: list[str], fault: str | None = None, settings: Sequence[str] = (*BASE, FUSED)) -> Record:
+    """On each rank: train STEPS steps, unless the arguments say more.
+
+    Args:
+        arguments: of the program, after `settings`.
+        fault: a known mistake, see `planted`.
+        settings: what most runs share.
+
+    Returns:
+        What the run did; on other ranks than the first the number of elements alone.
+    """
     process = Process.from_environment()
     with tempfile.TemporaryDirectory() as folder:
-        config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
+        config = parse_command_line([*settings, f"--job.dump_folder={folder}", *arguments]).config
         job = resolved(config, process)
         record = Record()
         with process_group(process, config.comm, cpu_tensors=config.training.enable_cpu_offload), planted(fault):

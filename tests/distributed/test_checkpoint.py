@@ -28,7 +28,7 @@ VARIANTS = {
     "tied embeddings": ["--model.flavor=tiny_tied"],
     "np_layernorm": ["--model.norm_type=np_layernorm"],
     "cpu offload": ["--training.enable_cpu_offload"],
-    "fused": ["--optimizer.implementation=fused"],
+    "foreach": ["--optimizer.implementation=foreach"],
     "bfloat16": ["--training.dtype=bfloat16"],
     "moments in bfloat16": ["--optimizer.state_dtype=bfloat16"],
     "accumulation": ["--training.local_batch_size=1"],

@@ -37,7 +37,7 @@ OF_MODEL: dict[str, dict[str, list[str]]] = {
     "length": {"16": [], "14": ["--training.seq_len=14"]},
     "rope": {"plain": [], "scaled": ["--model.rope_scaling=8", "--model.rope_theta=10000"]},
     "optimizer": {
-        "foreach": [],
+        "foreach": ["--optimizer.implementation=foreach"],
         "fused": ["--optimizer.implementation=fused"],
         "Adam": ["--optimizer.name=Adam", "--optimizer.implementation=for-loop"],
     },

@@ -48,7 +48,7 @@ def outcome(pool: WorkerPool, cell: Cell) -> str:
     if refused := refusal([*BASE, *cell.arguments], cell):
         return refused
     try:
-        got = pool.run(cell.world_size, run_layout, cell.arguments)[0]
+        got = pool.run(cell.world_size, run_layout, cell.arguments, None, BASE)[0]
     except RankFailedError as error:
         if refused := re.search(r"^trainer\.config\.errors\.SharedConfigError: (.*)$", str(error), re.MULTILINE):
             return f"refused: {refused[1]}"
