@@ -7,13 +7,15 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 # Two files of tests at a time, the long ones first: each waits a third of its time for other processes.
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+# The same for the repository, where a page of the documentation is a group.
+TWO_GROUPS := -n 2 --dist loadgroup --no-loadscope-reorder
 # What takes --device. One GPU proves kernels and ranks as threads; cases on more ranks than GPUs are skipped.
 ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tests/unit/test_thread_attention.py \
 	tests/unit/test_host_copies.py \
 	tests/distributed/test_exchange.py tests/distributed/test_context_parallel.py tests/distributed/test_parity.py \
 	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 
-.PHONY: train test test-of test-wide check test-all test-gpu test-versions mutants docs lint format clean
+.PHONY: train test test-of test-wide check check-all test-all test-gpu test-versions mutants docs lint format clean
 
 train: $(INSTALLED)
 	./run_llama_train.sh --checkpoint.enable
@@ -34,8 +36,13 @@ test-all: $(INSTALLED_DEV)
 	$(PY) -m pytest $(TWO_FILES) -m "not check"
 
 # The repository rather than the program: documents and their commands, the site, the wheel, benchmarks, the table of mutants.
+# Commands run in children of a process that has imported the program, a page at a time on each core.
 check: $(INSTALLED_DEV)
-	$(PY) -m pytest $(TWO_FILES) tests/repository
+	$(PY) -m pytest $(TWO_GROUPS) -m "not slow" tests/repository
+
+# What releases need too: slow tests, and programs of documented commands that start as a user starts them.
+check-all: $(INSTALLED_DEV)
+	$(PY) -m pytest $(TWO_GROUPS) --cold tests/repository
 
 test-gpu: $(INSTALLED_DEV)
 	$(PY) -m pytest --device cuda -m "not slow" $(ON_GPUS)

@@ -64,6 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="run what guards these files or folders, instead of the tests that are named (tests/about.py)",
     )
+    parser.addoption("--cold", action="store_true", help="start every program of documented commands as a user does")
     parser.addoption("--record-support", action="store_true", help="make docs/support_matrix.md of what is tested now")
 
 

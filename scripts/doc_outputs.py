@@ -26,6 +26,13 @@ def commands(text: str) -> list[str]:
     return [_one_line(match["command"]) for match in _BLOCK.finditer(text)]
 
 
+def outputs(text: str) -> list[tuple[str, str]]:
+    """Return the commands of a page whose output follows, each with that output."""
+    return [
+        (_one_line(match["command"]), _without(match["indent"], match["output"])) for match in _BLOCK.finditer(text)
+    ]
+
+
 def page(text: str, run: Callable[[str], str]) -> str:
     """Return the page with the output that `run` gives for each command."""
 
@@ -46,6 +53,10 @@ def run_here(command: str) -> str:
     if result.returncode:
         raise SystemExit(f"{command}\nended with exit code {result.returncode}: {result.stderr}")
     return result.stdout
+
+
+def _without(indent: str, output: str) -> str:
+    return "".join(line.removeprefix(indent) for line in output.splitlines(keepends=True))
 
 
 def _one_line(command: str) -> str:

@@ -569,7 +569,7 @@ PROCESSES = (
         "trainer/commands/check.py",
         "missing=missing if elsewhere else None",
         "missing=None",
-        "tests/repository/test_documented_commands.py",
+        "tests/repository/test_documented_commands.py::test_a_preset_is_checked_on_another_machine",
     ),
     Mutant(
         "what one rank finds wrong does not reach the others",

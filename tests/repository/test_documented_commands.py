@@ -1,125 +1,57 @@
 """Law: every command and every program of the documentation runs as written in a fresh clone.
 
-A table of rules, in documented_commands.py, says how each command is run: as written, or in a shorter form with the
-reason. All share one copy of the repository with an environment of its own, in the order of the pages.
+Bash runs a command as it stands. Its programs run in a shorter form, by one rule for each program (`shortened.py`), in
+children of a process that has imported them (`warm_server.py`); those of the README, and all of them with `--cold`,
+start as a user starts them. What the reader brings is made (`brought.py`). `exceptions.py` has the commands that cannot
+run so, with reasons. The commands of a page share a copy of the repository, in the order of the page.
 """
 
-import os
 import re
-import shutil
-import subprocess
-import sysconfig
-import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.doc_outputs import PAGES as PAGES_WITH_OUTPUT
 from scripts.doc_outputs import commands as with_output
-from scripts.doc_outputs import page as with_new_output
-from tests.repository.documented_commands import PAGES, ROOT, RULES, Rule, all_commands, commands
+from tests.repository.documented.brought import BROUGHT, blocks, brought
+from tests.repository.documented.clone import Clone
+from tests.repository.documented.exceptions import EXCEPTIONS, exception_of
+from tests.repository.documented.expected import expected, written
+from tests.repository.documented.pages import PAGES, README, ROOT, Command, all_commands, commands, group
+from tests.repository.documented.shortened import APPENDED, program_of, shorter
 
 COMMANDS = all_commands()
 PROGRAMS = {
     "docs/data.md": 1,
     "examples/fields/README.md": 1,
     "docs/context_parallelism.md": 2,
-    "docs/domain_parallelism.md": 2,
-    "docs/transformers.md": 2,
 }
 """Pages whose Python blocks are one program, and on how many ranks it runs."""
+RUN_BY_COMMANDS = ("docs/domain_parallelism.md", "docs/transformers.md")
+"""Pages whose Python blocks are the my_model.py that a command of the page runs."""
 PACKAGE = "docs/your_own_model.md"
 """The page whose Python blocks are the files of a package, which test_your_own_model.py runs."""
-_SCRIPT = "#!{python}\nimport sys\n\nfrom {module} import main\n\nsys.exit(main())\n"
-_SCRIPTS = {"lct": "trainer.commands.main", "torchrun": "torch.distributed.run", "tensorboard": "tensorboard.main"}
 
 
-def rule_of(command: str) -> Rule | None:
-    """Return the first rule that a command matches."""
-    return next((rule for rule in RULES if rule.text(command) is not None), None)
+# ---- the tables
 
 
-def blocks(page: str) -> str:
-    """Return the Python blocks of a page as one program."""
-    return "\n".join(re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE))
+def test_every_exception_is_about_a_command() -> None:
+    used = {id(exception_of(command)) for command in COMMANDS}
+    assert not [exception.pattern for exception in EXCEPTIONS if id(exception) not in used]
+    assert all(exception.why for exception in EXCEPTIONS)
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy of what git has or would add, with its history and an environment as `make` installs it."""
-    tree = tmp_path_factory.mktemp("clone") / "trainer-clone"
-    if (ROOT / ".git").exists():
-        listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, tree], check=True)
-        for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
-    else:
-        ignored = shutil.ignore_patterns(".venv", "outputs", "__pycache__", ".*_cache")
-        shutil.copytree(ROOT, tree, ignore=ignored)
-    _install(tree)
-    yield tree
-    shutil.rmtree(tree)
+def test_every_short_form_is_of_a_command() -> None:
+    words = [text.split() for text in COMMANDS if not exception_of(text)]
+    programs = {program_of(some[i:])[0] for some in words for i in range(len(some))}
+    assert APPENDED.keys() <= programs
 
 
-def _install(tree: Path) -> None:
-    """Make `.venv` with the packages of this environment and the program of `tree`, without a download."""
-    venv.create(tree / ".venv", with_pip=False)
-    python = tree / ".venv" / "bin" / "python"
-    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
-    (packages / "dependencies.pth").write_text(f"{tree}\n{sysconfig.get_path('purelib')}\n")
-    for name, module in _SCRIPTS.items():
-        function = "run_main as main" if name == "tensorboard" else "main"
-        text = _SCRIPT.format(python=python, module=module).replace("import main", f"import {function}")
-        (python.parent / name).write_text(text)
-        (python.parent / name).chmod(0o755)
-    (tree / ".venv" / ".installed").touch()
-
-
-def run(text: str, clone: Path) -> subprocess.CompletedProcess:
-    """Run bash in the copy, as after `source .venv/bin/activate`."""
-    ours = [
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "PYTHONPATH",
-        "NGPU",
-        "CONFIG_FILE",
-        "LOG_RANK",
-        "PYTHON",
-        "OMP_NUM_THREADS",
-    ]
-    ours += ["MAKEFLAGS", "MAKELEVEL", "MFLAGS"]  # of the make that runs the tests
-    inherited = {key: value for key, value in os.environ.items() if key not in ours}
-    path = os.pathsep.join([str(clone / ".venv" / "bin"), inherited["PATH"]])
-    return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", text],
-        cwd=clone,
-        env=inherited | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-
-
-def case(command: str) -> object:
-    rule = rule_of(command)
-    return pytest.param(command, id=command[:90], marks=[pytest.mark.slow] if rule is None or rule.slow else [])
-
-
-def test_every_command_has_a_rule_and_every_rule_a_command() -> None:
-    unruled = {command: pages for command, pages in COMMANDS.items() if rule_of(command) is None}
-    assert not unruled, "add how to run them to RULES"
-    used = {id(rule_of(command)) for command in COMMANDS}
-    assert not [rule.pattern for rule in RULES if id(rule) not in used], "these rules have no command"
-    assert not [rule.pattern for rule in RULES if (rule.run != r"\g<0>") != bool(rule.why)], (
-        "say why it is not run as written"
-    )
+def test_all_that_is_brought_is_read(tmp_path: Path) -> None:
+    texts = [exception_of(text).text(text) if exception_of(text) else text for text in COMMANDS]
+    paths = {path for text in texts for path, _ in brought(text, "docs/transformers.md", tmp_path / "tree")}
+    assert BROUGHT.keys() <= paths
 
 
 def test_what_is_a_command(tmp_path: Path) -> None:
@@ -142,45 +74,95 @@ def test_what_is_a_command(tmp_path: Path) -> None:
     assert list(commands(tmp_path / "preset.toml")) == ["lct train preset"]
 
 
+@pytest.mark.parametrize(
+    ("command", "short"),
+    [
+        (
+            "lct train --training.steps 300 --training.seq_len=4096",
+            "lct train --training.steps 6 --training.seq_len=256 --training.global_batch_size=-1",
+        ),
+        ("lct train llama3_8b --ngpu 8", "lct train llama3_8b --ngpu 8 --check-config --world-size=8"),
+        ("torchrun --nproc-per-node 8 train.py --help", "torchrun --nproc-per-node 2 train.py --help"),
+        ("lct generate outputs/a --ngpu 8 --tokens 100", "lct generate outputs/a --ngpu 2 --tokens 100 --tokens 4"),
+        ("lct plan --seq-len 65536 --degree 4", "lct plan --seq-len 65536 --degree 4"),
+        ("python -m trainer check a.toml", "python -m trainer check a.toml"),
+        ("git status", "git status"),
+    ],
+)
+def test_a_short_form(command: str, short: str) -> None:
+    assert shorter(command.split(), {}) == short.split()
+
+
 def test_commands_are_found() -> None:
-    assert {page for pages in COMMANDS.values() for page in pages} > {
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/checkpoints.md",
-    }
+    assert {command.page for command in COMMANDS.values()} > {"README.md", "CONTRIBUTING.md", "docs/checkpoints.md"}
     assert len(COMMANDS) > 80
+    for path in PAGES_WITH_OUTPUT:
+        shown = {text for text, command in COMMANDS.items() if command.shown is not None}
+        assert len({*with_output(path.read_text())} & shown) > 5
 
 
 def test_all_python_of_the_pages_is_run() -> None:
-    assert {str(page.relative_to(ROOT)) for page in PAGES if "```python" in page.read_text()} == {*PROGRAMS, PACKAGE}
+    pages = {str(page.relative_to(ROOT)) for page in PAGES if "```python" in page.read_text()}
+    assert pages == {*PROGRAMS, *RUN_BY_COMMANDS, PACKAGE}
+    assert all(any("my_model.py" in text for text in commands(ROOT / page)) for page in RUN_BY_COMMANDS)
 
 
-def test_outputs_are_those_of_the_commands(clone: Path) -> None:
-    """The first test in the copy: later ones bring a tokenizer of their own."""
-    for path in PAGES_WITH_OUTPUT:
-        text = path.read_text()
-        assert len(with_output(text)) > 5
-        assert with_new_output(text, lambda command: run(command, clone).stdout) == text, "run scripts/doc_outputs.py"
+# ---- the commands
 
 
-@pytest.mark.parametrize("command", [case(command) for command in COMMANDS])
-def test_a_documented_command_runs(command: str, clone: Path) -> None:
-    rule = rule_of(command)
-    assert rule is not None
-    if rule.first:
-        (clone / "docs" / "transformers.py").write_text(blocks("docs/transformers.md"))
-        prepared = run(rule.first, clone)
-        (clone / "docs" / "transformers.py").unlink()  # `make lint` reads every file
-        assert prepared.returncode == 0, prepared.stdout + prepared.stderr
-    result = run(str(rule.text(command)).removeprefix("$ "), clone)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: f"{command.page}: {command.text[:90]}")
+def test_a_documented_command_runs(command: Command, clone: Clone, request: pytest.FixtureRequest) -> None:
+    clone.turn_to(group(command.page))
+    check(clone, command, cold=request.config.getoption("--cold") or command.page == str(README.relative_to(ROOT)))
+
+
+def check(clone: Clone, command: Command, *, cold: bool) -> None:
+    """Run a command, and compare what it prints and writes with what is expected."""
+    exception = exception_of(command.text)
+    text = command.text if exception is None else exception.text(command.text)
+    clone.bring(text, command.page)
+    printed = [*expected(command.text, clone.tree)] if exception is None else [exception.says]
+    result = clone.run(text, cold=cold)
     output = result.stdout + result.stderr
-    assert result.returncode == rule.code, f"{COMMANDS[command]}: {output[-5000:]}"
-    assert re.search(rule.says, output, re.MULTILINE), output[-5000:]
+    refused = (command.shown or "").startswith("error: ")
+    code = exception.code if exception else 2 if refused else 0
+    assert result.returncode == code, f"{command.page}: {output[-5000:]}"
+    if command.shown is not None:
+        assert (result.stderr if refused else result.stdout) == command.shown, "run `make docs`, or mend the page"
+        return
+    for pattern in printed:
+        assert re.search(pattern, output, re.MULTILINE), f"no {pattern!r}: {output[-5000:]}"
+    for name in [] if exception else written(command.text):
+        path = clone.tree / name
+        assert path.is_dir() or path.stat().st_size, f"{name} is not written"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("page", "ranks"), PROGRAMS.items())
-def test_the_python_of_a_page_is_a_program(page: str, ranks: int, clone: Path) -> None:
-    (clone / "page.py").write_text(blocks(page))
-    result = run("python page.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} page.py", clone)
+@pytest.mark.parametrize(
+    ("page", "ranks"), PROGRAMS.items(), ids=lambda value: f"{value}: " if value in PROGRAMS else ""
+)
+def test_the_python_of_a_page_is_a_program(page: str, ranks: int, clone: Clone) -> None:
+    clone.turn_to(group(page))
+    (clone.tree / "page.py").write_text(blocks(page))
+    start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+    result = clone.run(f"{start} page.py", cold=False)
     assert result.returncode == 0, result.stderr[-5000:]
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+def test_a_preset_is_checked_on_another_machine(cold: bool, clone: Clone) -> None:
+    check(clone, Command("lct train llama3_8b --ngpu 8", "README.md", None), cold=cold)
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("lct train --training.stpes 2", "did you mean 'training.steps'"),
+        ("lct generate nowhere", "nowhere holds no run"),
+        ("python nowhere.py", "nowhere.py"),
+        ("lct check debug_model --world-size 2 --model.flavor 9B", "is not a flavor"),
+    ],
+)
+def test_a_command_that_fails_is_seen(text: str, why: str, cold: bool, clone: Clone) -> None:
+    with pytest.raises(AssertionError, match=why):
+        check(clone, Command(text, "docs/configuration.md", None), cold=cold)
