@@ -106,7 +106,7 @@ def brought(command: str, page: str, tree: Path, *, without: str = "") -> Iterat
             yield path, script
     if "my_model.py" in command:
         yield "my_model.py", f"cp {_program(page, tree)} my_model.py"
-    if (run := _RUN.search(command)) and not (tree / run[1] / "config.toml").exists():
+    if not without and (run := _RUN.search(command)) and not (tree / run[1] / "config.toml").exists():
         config = run[1].replace("outputs/domain_", "examples/fields/") + ".toml" if "domain_" in run[1] else ""
         yield run[1], f"rm -rf {run[1]}; lct train {config} --checkpoint.enable --job.dump_folder {run[1]}"
 

@@ -90,8 +90,8 @@ EXCEPTIONS = [
     Instead(r"NODE_RANK=1 .*", why="it runs with the command of the first node"),
     Instead(
         r"lct train (.*s3://.*)",
-        why="a server on this machine stands in for the store",
-        instead=r"python -m tests.s3_server \g<0>",
+        why="a server on this machine stands in for the store, and ends",
+        instead=r"python -m tests.s3_server \g<0> --job.dump_folder=outputs/store",
         says="weights +s3://",
     ),
     Instead(
@@ -109,14 +109,14 @@ EXCEPTIONS = [
     Instead(
         r"python scripts/download_tokenizer.py .*",
         why="it needs the network and a token",
-        instead=r"HF_HUB_OFFLINE=1 \g<0>",
+        instead=r"WARM_SERVERS= HF_HUB_OFFLINE=1 \g<0>",
         code=2,
         says="the Hugging Face hub cannot be reached",
     ),
     Instead(
         r"lct tokenize --hub .*",
         why="it needs the network",
-        instead=r"HF_ENDPOINT=http://hub.invalid \g<0>",
+        instead=r"WARM_SERVERS= HF_ENDPOINT=http://hub.invalid \g<0>",
         code=2,
         says="is not found at the Hugging Face hub",
     ),

@@ -48,6 +48,19 @@ _PRINTED_WITH = {
 _WRITTEN = ("--output", "--json", "--html", "--picture", "--out", "--suggest")
 
 
+_MEASURE = ("scripts/benchmarks/", "scripts/compare_shard_tensor.py", "scripts/gpu_check.py", "tests.fake_cuda")
+"""Programs that measure: tests of their own run their parts (`test_benchmark_*.py` and others)."""
+_TRACE_MUCH = ("--training.sequence_chunks", "--max-seq-len", "--suggest")
+
+
+def is_slow(command: str) -> bool:
+    """Return whether a command takes many seconds even warm: one that measures, or that traces many jobs or chunks."""
+    program, _, arguments = parts(command)
+    if program in ("lct check", "lct estimate"):
+        return any(value_of(arguments, option) is not None for option in _TRACE_MUCH)
+    return program.startswith(_MEASURE) and "--help" not in arguments
+
+
 def expected(command: str, tree: Path) -> Iterator[str]:
     """Yield a regular expression for each thing that a command prints."""
     program, words, arguments = parts(command)

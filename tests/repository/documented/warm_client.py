@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.repository.documented.shortened import program_of, shorter
 
 SERVERS = "WARM_SERVERS"
-"""Variable: the folder with the sockets of the servers. Without it every program starts cold."""
+"""Variable: the folder with the sockets of the servers. Without it, or if it is empty, every program starts cold."""
 SHORTENED = "IS_SHORTENED"
 """Variable: this command is part of one that was shortened already."""
 PLAIN, WITH_SHIM = "plain", "with_shim"
@@ -42,7 +42,7 @@ def run(name: str, real: str) -> None:
 def _server(words: list[str]) -> Path | None:
     """Return the socket of the server that runs this command, or None if it has to start cold."""
     folder = os.environ.get(SERVERS)
-    if folder is None or not _is_warm(words):
+    if not folder or not _is_warm(words):
         return None
     address = Path(folder, WITH_SHIM if "LD_PRELOAD" in os.environ else PLAIN)
     return address if address.exists() else None
