@@ -26,9 +26,10 @@ PROGRAMS = {
     "docs/data.md": 1,
     "examples/fields/README.md": 1,
     "docs/context_parallelism.md": 2,
+    "docs/transformers.md": 2,
 }
 """Pages whose Python blocks are one program, and on how many ranks it runs."""
-RUN_BY_COMMANDS = ("docs/domain_parallelism.md", "docs/transformers.md")
+RUN_BY_COMMANDS = ("docs/domain_parallelism.md",)
 """Pages whose Python blocks are the my_model.py that a command of the page runs."""
 PACKAGE = "docs/your_own_model.md"
 """The page whose Python blocks are the files of a package, which test_your_own_model.py runs."""
@@ -36,7 +37,7 @@ PACKAGE = "docs/your_own_model.md"
 
 def cases() -> Iterator[object]:
     for text, command in COMMANDS.items():
-        marks = [pytest.mark.slow] if exception_of(text) is None and is_slow(text) else []
+        marks = [pytest.mark.slow] if exception_of(text) is None and is_slow(command) else []
         yield pytest.param(command, id=f"{command.page}: {text[:90]}", marks=marks)
 
 

@@ -32,7 +32,7 @@ _OURS = (
 )
 _TYPED = "2 + 3?\n"
 """What a command reads on its standard input."""
-_SECONDS = 300
+_SECONDS = 900
 
 
 class Clone:

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.repository.documented.pages import Command
 from tests.repository.documented.shortened import program_of, shorter, value_of
 
 _TRAINED, _CHECKED = r"training done", r"the settings are valid"
@@ -24,7 +25,6 @@ _PRINTED = {
     "examples.fields.forecast": "error of the model",
     "examples.fields.make_fields": r"\d+ trajectories of \d+ frames of",
     "examples.fields.netcdf": "has mean 1",
-    "my_model.py": "loss",
     "tensorboard": "loss",
     "scripts/benchmarks/planner.py": r"tested: \d+ runs",
     "scripts/benchmarks/calibrated.py": "median error",
@@ -51,13 +51,21 @@ _WRITTEN = ("--output", "--json", "--html", "--picture", "--out", "--suggest")
 _MEASURE = ("scripts/benchmarks/", "scripts/compare_shard_tensor.py", "scripts/gpu_check.py", "tests.fake_cuda")
 """Programs that measure: tests of their own run their parts (`test_benchmark_*.py` and others)."""
 _TRACE_MUCH = ("--training.sequence_chunks", "--max-seq-len", "--suggest")
+_LONG_TRACES = re.compile(r"_1m |deepseek|granite|kimi|qwen3_next|qwen3_moe")
+"""Traces of a million tokens, of experts and of linear attention."""
 
 
-def is_slow(command: str) -> bool:
-    """Return whether a command takes many seconds even warm: one that measures, or that traces many jobs or chunks."""
-    program, _, arguments = parts(command)
+def is_slow(command: Command) -> bool:
+    """Return whether a command takes more than about ten seconds of a core: it measures, compiles or traces much.
+
+    One whose output the page shows is not slow because of its model.
+    """
+    program, _, arguments = parts(command.text)
     if program in ("lct check", "lct estimate"):
-        return any(value_of(arguments, option) is not None for option in _TRACE_MUCH)
+        traces_long = command.shown is None and _LONG_TRACES.search(f"{' '.join(arguments)} ")
+        return bool(traces_long) or any(value_of(arguments, option) is not None for option in _TRACE_MUCH)
+    if program == "lct train":
+        return value_of(arguments, "--compile.enable") is not None
     return program.startswith(_MEASURE) and "--help" not in arguments
 
 
