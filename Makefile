@@ -15,7 +15,7 @@ ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tes
 	tests/distributed/test_exchange.py tests/distributed/test_context_parallel.py tests/distributed/test_parity.py \
 	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 
-.PHONY: train test test-of test-wide check check-all test-all test-gpu test-versions mutants docs lint format clean
+.PHONY: train test test-of test-wide test-ci check check-all test-all test-gpu test-versions mutants docs lint format clean
 
 train: $(INSTALLED)
 	./run_llama_train.sh --checkpoint.enable
@@ -31,6 +31,10 @@ test-of: $(INSTALLED_DEV)
 
 test-wide: $(INSTALLED_DEV)
 	$(PY) -m pytest $(TWO_FILES) -m "wide and not slow"
+
+# Both in one session, as continuous integration runs them: processes are started, and tests collected, once.
+test-ci: $(INSTALLED_DEV)
+	$(PY) -m pytest $(TWO_FILES) -m "not slow and not check"
 
 test-all: $(INSTALLED_DEV)
 	$(PY) -m pytest $(TWO_FILES) -m "not check"
