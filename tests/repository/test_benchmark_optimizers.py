@@ -1,5 +1,7 @@
 """The benchmark of optimizers: its table, and that each run is the default job with another optimizer."""
 
+import pytest
+
 from scripts.benchmarks import optimizers
 
 
@@ -12,6 +14,7 @@ def test_a_row_says_what_equal_time_gives() -> None:
     assert lines[3] == "| Muon | 45.500 | 35.500 | 25.500 | 15.500 | 2.00 | 35.500 |"
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_runs_differ_by_the_optimizer_alone() -> None:
     small = "--training.global_batch_size=4 --training.seq_len=64 --training.mixed_precision_param=float32"
     s = optimizers.parser().parse_args(["--steps=2", f"--arguments={small}"])

@@ -75,7 +75,7 @@ def test_the_verdict_is_by_the_tolerance(
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{verdict}: largest relative difference")
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("warm_programs")
 def test_a_run_is_the_same_as_itself(capsys: pytest.CaptureFixture):
     code, out, _ = compared(capsys, CONFIG, CONFIG)
     assert code == 0
@@ -83,7 +83,7 @@ def test_a_run_is_the_same_as_itself(capsys: pytest.CaptureFixture):
     assert len(out.splitlines()) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("warm_programs")
 def test_another_setting_is_seen(capsys: pytest.CaptureFixture):
     code, out, _ = compared(capsys, CONFIG, CONFIG, "--b", "--optimizer.lr=1e-2")
     assert code == 1

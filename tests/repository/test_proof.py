@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def proved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def proved(tmp_path_factory: pytest.TempPathFactory, warm_programs: None) -> Path:
     folder = tmp_path_factory.mktemp("proof")
     arguments = ["--tiny", "--output", str(folder / "runs"), "--json", str(folder / "numbers.json")]
     assert main([*arguments, "--picture", str(folder / "picture.svg")]) == 0

@@ -15,7 +15,7 @@ SMALL = ["--training.seq_len=64", "--training.global_batch_size=4", "--training.
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, warm_programs: None) -> Path:
     """The files of the page, with the observer that it registers."""
     folder = tmp_path_factory.mktemp("own")
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):

@@ -83,6 +83,7 @@ BROUGHT = {
     f"'import pickle, sys; pickle.dump({_RECORD}, sys.stdout.buffer)' > outputs/debug_model/comm_traces/rank_0",
 }
 _NAMED = {
+    "books": r"lct train books\.toml",
     "fields.zarr": _preset("unet", "nat"),
     "points.zarr": _preset("points"),
     "trajectories": r"qwen3_8b_trajectories .*--model\.path",
