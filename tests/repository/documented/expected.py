@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.repository.documented.pages import Command
 from tests.repository.documented.shortened import program_of, shorter, value_of
 
-_TRAINED, _CHECKED = r"training done", r"the settings are valid"
+_TRAINED, _CHECKED = r"training done|nothing to train: the checkpoint has", r"the settings are valid"
 _PRINTED = {
     "lct train": _TRAINED,
     "train.py": _TRAINED,

@@ -144,6 +144,7 @@ def _call(words: list[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = ["-m", *arguments[2:]]
         _set_path(os.getcwd())
+        sys.modules.pop(arguments[1], None)  # as in a process that has not imported what it runs
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
