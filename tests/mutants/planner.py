@@ -9,7 +9,7 @@ PLANNER = (
         "trainer/planner/device.py",
         'return func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")',
         "return func._can_decompose()",
-        f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[one]",
+        f"{_UNIT}::test_an_operator_with_a_kernel_is_traced_as_one_though_it_could_be_made_of_others",
     ),
     Mutant(
         "the parts of sharded tensors are in real memory",

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from trainer.config.loader import parse_command_line
 from trainer.distributed import ownership
 from trainer.families.layer_kinds import LayerKind
 from trainer.job import resolve
+from trainer.planner.device import _is_composite
 from trainer.planner.profile import Profile, deeper
 from trainer.planner.profiling import _Allocator, added_up
 from trainer.planner.tracing import trace
@@ -135,6 +137,14 @@ def test_depths_have_as_many_layers_of_each_kind() -> None:
     job = job_of("--model.name=glm4_moe", layers=32)
     dense_first = tuple(LayerKind(experts=layer > 2) for layer in range(32))
     assert shallow_depths(replace(job, model=replace(job.model, layers=dense_first))) == (7, 8)
+
+
+def test_an_operator_with_a_kernel_is_traced_as_one_though_it_could_be_made_of_others() -> None:
+    with_kernel, without = torch.ops.aten.silu_backward.default, torch.ops.aten.linear.default
+    assert with_kernel._can_decompose()
+    assert without._can_decompose()
+    assert not _is_composite(with_kernel)
+    assert _is_composite(without)
 
 
 def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
