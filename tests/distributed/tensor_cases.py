@@ -752,6 +752,7 @@ ROWS = [
     case("best of sharded rows", best, sharded=(2,)),
     case("equal edges of sharded rows", equal_edges, (11, 4), shape=(9, 4), sharded=(0,), others=(0,), ties=True),
     case("sampled in sharded rows", sampled, (3, 5, 6, 2), sharded=(2,)),
+    case("changed in sharded rows", changed_where_shown, (9, 4, 3, 2), shape=(9, 4, 3, 2), sharded=(0,), others=(0,)),
 ]
 FAMILIES = {
     "along": ALONG,

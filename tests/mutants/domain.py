@@ -457,7 +457,7 @@ DOMAIN = (
         f"{_DOMAIN}/indexing.py",
         "domain, shape = shown.domain, torch.Size(shown.shape)",
         "domain, shape = Domain({0: Axis(balanced(shown.shape[0], 3), shown.domain.axes[0].group)}), shown.shape",
-        _ALONG,
+        _ROWS,
     ),
     Mutant(
         "a row that two ranks ask for gets one gradient",
