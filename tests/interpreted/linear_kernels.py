@@ -84,7 +84,7 @@ def test_ranks(kind: str, length: int, is_uneven: bool, most: int, kernels: mock
     """Two sequences of packed documents: fragments of one length are one call, a rank may have no token."""
     layout = uneven(length) if is_uneven else head_tail(length, 2)
     with mock.patch.object(linear_scan, "GATHERED_BYTES", most):
-        parts = run_ranks(layout.degree, scanned, layout, kind, torch.float32, False)
+        parts = run_ranks(layout.degree, scanned, layout, kind, torch.float32, False, limit=600)
     assert differences(whole_of(layout, parts), recurrence(kind, 2, length, 0.1)) < PACKED
     lengths = sum(len({stop - start for start, stop in ranges}) for ranges in layout.ranges)
     assert kernels.call_count == 3 * lengths, "for the maps, forward, and in the backward"

@@ -39,7 +39,7 @@ def client(request, folder) -> Iterator[openai.OpenAI]:
     )
     try:
         assert server.stdout.readline() == f"{folder.name} answers at http://127.0.0.1:{port}/v1; Ctrl-C ends\n"
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)
         server.terminate()  # as Ctrl-C, which a job in the background may be told to ignore
         assert server.wait(20) != 0, "and all ranks"
     finally:
