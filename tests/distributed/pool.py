@@ -31,6 +31,10 @@ _PRELOAD = [
     *("torch.distributed._tools", "torch._dynamo.testing", "torch._inductor.compile_fx"),
     *("trainer.trainer", "train", "tests.distributed.harness"),
 ]
+_HEAVY = [
+    *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "tests.hf_families"),
+    *("peft", "diffusers", "tests.distributed.domain_models"),
+]
 
 
 class RankFailedError(AssertionError):
@@ -47,7 +51,8 @@ class WorkerPool:
         self.device = device
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else the server, and a rank that is killed, leave compilers
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        # What the tests of this session have imported, ranks need too.
+        self._context.set_forkserver_preload([*_PRELOAD, *(name for name in _HEAVY if name in sys.modules)])
         self._workers: list[tuple[Any, Connection]] = []
         catalog_of(DataSettings("python_stdlib"))  # its token files: these ranks may not start processes
 
