@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import trainer
+from tests.repository.documented.clone import installed_packages
 from trainer.commands.main import COMMANDS
 from trainer.config.toml import tomllib
 
@@ -48,7 +48,7 @@ def lct(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "pip", "install", *target, str(wheel)], check=True, timeout=120)
     script = folder / "bin" / "lct"
     script.write_text(re.sub(r"\A#!.*", f"#!{python}", script.read_text()))
-    Path(packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    Path(packages, "dependencies.pth").write_text("\n".join(installed_packages()) + "\n")
     return script
 
 

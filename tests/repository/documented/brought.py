@@ -56,7 +56,7 @@ BROUGHT = {
     "web.jsonl": _lines("web.jsonl", _TEXT.format("first")),
     "code.jsonl": _lines("code.jsonl", _TEXT.format("second")),
     "tokens": "lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
-    "assets/tokenizer": _TOKENIZER.format("assets/tokenizer/original"),
+    "assets/tokenizer/original": _TOKENIZER.format("assets/tokenizer/original"),
     # settings
     "books.toml": "sed -n '/^```toml/,/^```/p' README.md | grep -v '```' > books.toml",
     "my_torchtitan.toml": "cp tests/unit/torchtitan_configs/2026_02_llama3_8b.toml my_torchtitan.toml",
@@ -82,7 +82,9 @@ BROUGHT = {
     "outputs/debug_model/comm_traces/rank_0": "mkdir -p outputs/debug_model/comm_traces && python -c "
     f"'import pickle, sys; pickle.dump({_RECORD}, sys.stdout.buffer)' > outputs/debug_model/comm_traces/rank_0",
 }
+_MADE = r"(?<!--output)(?<!--json)(?<!--job\.dump_folder)"
 _NAMED = {
+    "assets/tokenizer/original": rf"{_MADE}[\s=]assets/tokenizer(?=$|\s)",
     "books": r"lct train books\.toml",
     "fields.zarr": _preset("unet", "nat"),
     "points.zarr": _preset("points"),
@@ -90,7 +92,6 @@ _NAMED = {
 }
 """Paths that commands do not name -> a regular expression for the commands that read them."""
 _RUN = re.compile(r"(?:lct (?:generate|chat|serve|evaluate|verify|convert to-\w+)|forecast) (outputs/\w+)")
-_MADE = r"(?<!--output)(?<!--json)(?<!--job\.dump_folder)"
 
 
 def brought(command: str, page: str, tree: Path, *, without: str = "") -> Iterator[tuple[str, str]]:

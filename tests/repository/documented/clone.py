@@ -148,14 +148,18 @@ def _copy(tree: Path) -> None:
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "what is tested"], cwd=tree, check=True)
 
 
+def installed_packages() -> list[str]:
+    """Return the folders of the packages of this environment, which may take those of another one."""
+    return [path for path in sys.path if "site-packages" in Path(path).parts]
+
+
 def _install(tree: Path, real: Path) -> None:
     """Make an environment with the packages of this one and the program of `tree`, and clients of it in `.venv`."""
     venv.create(real, with_pip=False)
     venv.create(tree / ".venv", with_pip=False)
     python = real / "bin" / "python"
     (packages,) = (real / "lib").glob("*/site-packages")
-    ours = [path for path in sys.path if "site-packages" in Path(path).parts]
-    (packages / "dependencies.pth").write_text("\n".join([str(tree), *ours, ""]))
+    (packages / "dependencies.pth").write_text("\n".join([str(tree), *installed_packages(), ""]))
     for name, module in _PROGRAMS.items():
         function = "run_main" if name == "tensorboard" else "main"
         (python.parent / name).write_text(_SCRIPT.format(python=python, module=module, function=function))
