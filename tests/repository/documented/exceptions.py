@@ -109,7 +109,7 @@ EXCEPTIONS = [
     Instead(
         r"python scripts/download_tokenizer.py .*",
         why="it needs the network and a token",
-        instead=r"rm -rf assets; WARM_SERVERS= HF_HUB_OFFLINE=1 \g<0>",
+        instead=r"trap 'rm -rf assets' EXIT; rm -rf assets; WARM_SERVERS= HF_HUB_OFFLINE=1 \g<0>",
         code=2,
         says="the Hugging Face hub cannot be reached",
     ),
