@@ -1,6 +1,7 @@
 """The environment of a process whose Triton kernels run in Triton's interpreter, which Triton decides at its import."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,3 +14,15 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{PACKAGES}", "TRIT
 needs_triton = pytest.mark.skipif(
     not PACKAGES.exists(), reason="no Triton in .venv/interpreted, where `make` installs it on Linux"
 )
+
+
+def assert_cases_pass(which: str) -> None:
+    """Run the cases of linear_kernels.py that a mark expression chooses, in a process of its own.
+
+    Triton decides at its import whether kernels are interpreted.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which]
+    command.append("tests/interpreted/linear_kernels.py")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout

@@ -9,7 +9,7 @@ _RANDOM = f"{_LINEAR}::test_random_layouts_and_documents"
 _SCANS = "tests/distributed/test_transformers_scans.py"
 _BITS = "tests/unit/test_thread_linear.py::test_deterministic_ranks_have_the_bits_of_one_process"
 _KERNELS = "tests/unit/test_linear_kernels.py"
-_INTERPRETED = f"{_KERNELS}::test_kernels_are_the_recurrence[quick]"
+_INTERPRETED = f"{_KERNELS}::test_kernels_are_the_recurrence"
 _METHODS = f"{_LATENT}::test_every_method_layout_and_mask_equals_one_process"
 
 HYBRID = (

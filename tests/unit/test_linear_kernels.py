@@ -1,29 +1,18 @@
 """Law: kernels of flash-linear-attention compute linear attention where they can, and they compute what it is."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.interpreted.process import ENVIRONMENT, ROOT, needs_triton
-from tests.slow import slow
+from tests.interpreted.process import assert_cases_pass, needs_triton
 from trainer.distributed.context_parallel.execution import linear_kernels
 from trainer.distributed.context_parallel.execution.linear_chunks import Tokens
 from trainer.distributed.context_parallel.planning.capabilities import runs_fla
 
-CASES = "tests/interpreted/linear_kernels.py"
-
 
 @needs_triton
-@pytest.mark.parametrize("which", ["not slow and not wide", "wide", *slow("slow")], ids=["quick", "wide", "slow"])
-def test_kernels_are_the_recurrence(which: str) -> None:
-    """In a process of its own: Triton decides at its import whether kernels are interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, CASES]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout
+def test_kernels_are_the_recurrence() -> None:
+    assert_cases_pass("not slow and not wide")
 
 
 @pytest.mark.parametrize(
