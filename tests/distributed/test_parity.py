@@ -110,6 +110,13 @@ def test_layout_equals_single_process(pool: WorkerPool, layout: str, dtype: str)
     assert_parity(got[0], reference(pool, precision), TOLERANCE[dtype])
 
 
+def test_the_update_of_cpus_equals_single_process(pool: WorkerPool) -> None:
+    """By lists of parameters, which is the default there: the host reads the norm before it clips."""
+    settings = ["--training.dtype=float32", "--optimizer.implementation=foreach"]
+    got = pool.run(2, run_layout, [*settings, *LAYOUTS["cp2"][1]])[0]
+    assert_parity(got, reference(pool, *settings), TOLERANCE["float32"])
+
+
 @pytest.mark.parametrize(
     ("layout", "rows"),
     [
