@@ -26,3 +26,21 @@ def device(request: pytest.FixtureRequest) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("--device cuda, and no CUDA device here")
     return name
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of token files and indices, for this process and for those that a test starts."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of text files, one of them in a folder of its own and one empty, and one file of another kind."""
+    for name, content in {"b.txt": "zwei\r\n", "a/x.txt": "eins ä", "c.md": "no", "empty.txt": ""}.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content.encode())
+    return tmp_path

@@ -12,22 +12,7 @@ import pytest
 from tests.unit.data_sources import check_source, refusal, texts, write_jsonl
 from trainer.data.sources.registry import check_streams
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """The cache of indices, for this process and for those that a test starts."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path):
-    for name, content in {"b.txt": "zwei\r\n", "a/x.txt": "eins ä", "c.md": "no", "empty.txt": ""}.items():
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(content.encode())
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_what_works_is_accepted(folder):

@@ -10,13 +10,7 @@ from tests.unit.data_sources import check_source, given, refusal, texts, write_j
 from trainer.data.sources.registry import all_documents
 from trainer.data.token_files.catalog import open_documents
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """The cache of indices, for this process and for those that a test starts."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

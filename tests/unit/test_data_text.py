@@ -11,13 +11,7 @@ import pytest
 from tests.unit.data_sources import check_source, given, refusal, texts
 from trainer.data.sources.registry import all_documents
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """The cache of indices, for this process and for those that a test starts."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 # --- python_stdlib
@@ -46,15 +40,6 @@ def test_the_standard_library_is_in_the_same_order_in_every_process():
 
 
 # --- text
-
-
-@pytest.fixture
-def folder(tmp_path):
-    for name, content in {"b.txt": "zwei\r\n", "a/x.txt": "eins ä", "c.md": "no", "empty.txt": ""}.items():
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(content.encode())
-    return tmp_path
 
 
 def test_text_is_a_file_a_folder_or_a_glob(folder):

@@ -10,11 +10,7 @@ from tests.unit.token_file_cases import megatron, opened, refusal
 from trainer.data import DataSettings
 from trainer.data.token_files.catalog import check_data
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """The cache of indices, for this process and for those that a test starts."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.mark.parametrize(

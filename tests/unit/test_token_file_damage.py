@@ -17,11 +17,7 @@ from trainer.data import DataSettings
 from trainer.data.sources.registry import files_of, source_of
 from trainer.data.token_files.made import write_shard
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """The cache of indices, for this process and for those that a test starts."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

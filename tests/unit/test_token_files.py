@@ -15,11 +15,7 @@ from trainer.data.sources.registry import all_documents
 from trainer.data.token_files.catalog import check_data
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """The cache of indices, for this process and for those that a test starts."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
