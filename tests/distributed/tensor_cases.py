@@ -754,6 +754,9 @@ ROWS = [
     case("sampled in sharded rows", sampled, (3, 5, 6, 2), sharded=(2,)),
     case("changed in sharded rows", changed_where_shown, (9, 4, 3, 2), shape=(9, 4, 3, 2), sharded=(0,), others=(0,)),
 ]
+_GROUPED = (grouped, (2, 2, 9, 4), (2, 2, 9, 4))
+# Heads that share keys are repeated for queries whose heads are cut, in some of the random layouts.
+SHARED_HEADS = [case(f"heads that share keys, {i}", *_GROUPED, shape=(2, 4, 9, 4), sharded=(1,)) for i in range(4)]
 FAMILIES = {
     "along": ALONG,
     "rows": ROWS,
@@ -762,4 +765,5 @@ FAMILIES = {
     "reductions": REDUCTIONS,
     "products": PRODUCTS,
     "space": SPATIAL,
+    "shared_heads": SHARED_HEADS,
 }

@@ -660,7 +660,7 @@ DOMAIN = (
         f"{_DOMAIN}/attention.py",
         "if enable_gqa and (q.ndim - 3 in q.domain.axes or k.shape[-3] != v.shape[-3]):",
         "if enable_gqa and k.shape[-3] != v.shape[-3]:",
-        _PRODUCTS,
+        f"{_TENSOR}[shared_heads-3-1]",
     ),
     Mutant(
         "the meter of memory counts tensors that have no bytes",
