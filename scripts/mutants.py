@@ -61,7 +61,7 @@ class Bench:
         if text.count(mutant.old) != 1:
             raise ValueError(f"{mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in {mutant.file}")
         times = path.stat()
-        # Python compares the size and the second of a file with its bytecode: each mistake has a second of its own.
+        # Python takes old bytecode if size and second of the file are the same: each mistake gets another second.
         self._planted += 1
         second = times.st_mtime_ns + self._planted * 10**9
         try:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# What the tests import of other packages, but for those that start threads (pyarrow, and what imports it).
+# Packages that the tests import. Packages that start threads are left out: pyarrow, and whatever imports it.
 _PACKAGES = (
     *("pytest", "_pytest.assertion.rewrite", "hypothesis", "xdist", "torch", "torch.distributed.fsdp"),
     *("torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental", "torch.distributed._tools"),

@@ -41,7 +41,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process, of those it has started, and of those of them that have ended."""
+    """Return the CPU seconds of a process and of all its descendants, also of those that have ended."""
     ticks = 0
     for process in descendants(pid):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -33,7 +33,7 @@ SETTINGS = [
 
 @contextlib.contextmanager
 def trainer_in(folder: str, arguments: list[str], settings: list[str] = SETTINGS) -> Iterator[Trainer]:
-    """The real trainer on this rank, which has loaded what is in `folder`."""
+    """Yield the real trainer of this rank. It has loaded the checkpoint in `folder`, if there is one."""
     process = Process.from_environment()
     config = parse_command_line([*settings, f"--job.dump_folder={folder}", *arguments]).config
     with process_group(process, config.comm):
@@ -45,7 +45,7 @@ def trainer_in(folder: str, arguments: list[str], settings: list[str] = SETTINGS
 
 
 def load_step_save(folder: str, arguments: list[str], steps: int) -> dict:
-    """Load what is there, train `steps`, save; all state before and after, whole."""
+    """Load the checkpoint, if there is one, train `steps` steps, and save. Return the whole state before and after."""
     with trainer_in(folder, arguments) as trainer:
         before = whole_state(trainer)
         for step in range(trainer.start_step + 1, trainer.start_step + steps + 1):

@@ -102,7 +102,7 @@ def own_group_or_none(own: bool):
 
 @pytest.mark.parametrize("layout", ["fsdp2", *slow("fsdp2+cp2", "hsdp2x2")])
 def test_gradients_are_reduced_over_a_communicator_of_their_own(pool: WorkerPool, tmp_path, layout: str) -> None:
-    """They are bit for bit the same as over that of the gathers."""
+    """Reductions over their own group give the same bits as over the group of the gathers."""
     world_size, arguments = LAYOUTS[layout]
     own = pool.run(world_size, reduced_case, str(tmp_path), arguments, True)
     shared = pool.run(world_size, reduced_case, str(tmp_path), arguments, False)
@@ -136,7 +136,7 @@ def zero_copy_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], d
 
 @pytest.mark.parametrize("layout", ["fsdp2", *slow("hsdp2x2")])
 def test_buffers_lie_in_the_memory_of_a_group_that_has_some(pool: WorkerPool, tmp_path, layout: str) -> None:
-    """Those of gathers in that of the mesh, those of reductions in that of their own; gloo has none."""
+    """Gathers run in the group of the mesh, reductions in a group of their own. With gloo there is one group."""
     world_size, arguments = LAYOUTS[layout]
     plain = pool.run(world_size, zero_copy_case, str(tmp_path), arguments)
     without = pool.run(world_size, reduced_case, str(tmp_path), [*arguments, "--parallelism.fsdp_zero_copy"], True)

@@ -1,4 +1,4 @@
-"""Laws of time-outs: each is that of its setting; the pool of tests names the rank with the cause."""
+"""Laws of time-outs: each group has the time-out of its setting, and the pool names the rank that failed first."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -17,7 +17,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def assert_cases_pass(which: str) -> None:
-    """Run the cases of linear_kernels.py that a mark expression chooses, in a process of its own.
+    """Run in another process the cases of linear_kernels.py that a mark expression chooses.
 
     Triton decides at its import whether kernels are interpreted.
     """

@@ -383,6 +383,13 @@ CACHES = (
 
 PROCESSES = (
     Mutant(
+        "the launcher makes token files, and may have threads when it forks",
+        "trainer/data/token_files/made.py",
+        "            if not makes_files:\n                return None\n",
+        "",
+        "tests/unit/test_token_cache.py::test_a_launcher_makes_no_token_files_and_takes_those_that_are_there",
+    ),
+    Mutant(
         "the store of one machine listens on all networks",
         "trainer/runtime/job_store.py",
         'socket.create_server(("127.0.0.1", 0), backlog=1024)',

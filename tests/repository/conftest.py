@@ -20,7 +20,9 @@ LONGEST = (
 
 
 def group_of(case: str) -> str:
-    """Return which cases run one after another in one process: those of a page, whose name the parameters begin with.
+    """Return the group of a case. The cases of a group run one after another in one process.
+
+    The group of a documented command is its page, with which the parameters of the case begin.
 
     Other cases are together with those of their file.
     """

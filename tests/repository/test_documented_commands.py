@@ -125,7 +125,7 @@ def test_a_documented_command_runs(command: Command, clone: Clone, request: pyte
 
 
 def check(clone: Clone, command: Command, *, cold: bool) -> None:
-    """Run a command, and compare what it prints and writes with what is expected."""
+    """Run a command. Check its exit code, its output and the files that it writes."""
     exception = exception_of(command.text)
     text = command.text if exception is None else exception.text(command.text)
     clone.bring(text, command.page)

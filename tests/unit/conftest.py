@@ -1,10 +1,13 @@
 """What tests of several files need."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.unit.token_file_cases import TEXTS
 
 
 @pytest.fixture
@@ -38,9 +41,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of text files, one of them in a folder of its own and one empty, and one file of another kind."""
+    """A folder with two text files, an empty one and a Markdown file. One text file is in a subfolder."""
     for name, content in {"b.txt": "zwei\r\n", "a/x.txt": "eins ä", "c.md": "no", "empty.txt": ""}.items():
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(content.encode())
     return tmp_path
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """A file of JSON lines with the texts of token_file_cases.py and the number of each."""
+    file = tmp_path / "in" / "a.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(TEXTS)))
+    return file

@@ -1,4 +1,4 @@
-"""Laws of conversations: texts and tokens are those of transformers, labels are on answers."""
+"""Laws of conversations: texts and tokens equal those of transformers, and answers have labels."""
 
 import json
 from pathlib import Path

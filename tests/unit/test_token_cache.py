@@ -19,6 +19,7 @@ from tests.numbered import Numbers, write_pair
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.packing import TooLong
+from trainer.data.sources.records import HubData
 from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.text_data import TextData, open_text
 from trainer.data.token_files import made
@@ -160,6 +161,21 @@ def test_what_is_made_is_said_with_place_and_size(lines: Path, cache: Path, capl
     first, second = (record.getMessage() for record in caplog.records)
     assert first == f"making token files of 0.0 MiB of jsonl, about 0.0 MiB of ids, in {folder}"
     assert second.startswith(f"{folder}: 263 tokens of 50 documents in 1 shards")
+
+
+def test_a_launcher_makes_no_token_files_and_takes_those_that_are_there(lines: Path, cache: Path) -> None:
+    settings = DataSettings("jsonl", str(lines))
+    assert catalog_of(settings, makes_files=False) is None
+    assert not cache.exists()
+    assert catalog_of(settings) == catalog_of(settings, makes_files=False)
+
+
+def test_a_launcher_that_cannot_note_a_revision_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(HubData, "found", lambda self: replace(self, revision="1"))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        catalog_of(DataSettings("hub", "a/b"), makes_files=False)
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(lines: Path, tmp_path: Path, monkeypatch) -> None:

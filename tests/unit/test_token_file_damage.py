@@ -20,14 +20,6 @@ from trainer.data.token_files.made import write_shard
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> Path:
-    file = tmp_path / "in" / "a.jsonl"
-    file.parent.mkdir()
-    file.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(TEXTS)))
-    return file
-
-
 @pytest.mark.slow
 def test_a_killed_run_resumes_and_gives_the_same(lines: Path, tmp_path: Path):
     lines.write_text("".join(json.dumps({"text": f"{i} " * 4000}) + "\n" for i in range(160)))

@@ -18,14 +18,6 @@ from trainer.data.tokenizers.tokenizer import open_tokenizer
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> Path:
-    file = tmp_path / "in" / "a.jsonl"
-    file.parent.mkdir()
-    file.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(TEXTS)))
-    return file
-
-
 def batches_of(data: TextData, number: int = 40) -> list[int]:
     shape = {"seq_len": 16, "local_batch_size": 2, "data_streams": 3, "seed": 5, "dp_rank": 0, "dp_degree": 1}
     return [batch_hash(batch) for batch in islice(iter(BatchLoader(data, **shape)), number)]

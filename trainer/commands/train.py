@@ -17,7 +17,7 @@ from trainer.config.loader import CommandLine, parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.data.text_data import all_data
-from trainer.data.token_files.catalog import catalog_of, has_token_files
+from trainer.data.token_files.catalog import catalog_of
 from trainer.families.registry import from_path
 from trainer.job import resolve
 from trainer.job.summary import summary
@@ -51,14 +51,12 @@ def main(argv: list[str]) -> int:
 
 
 def _tokenized(start: Start, config: JobConfig) -> bool:
-    """Make the catalogs of the data of a job, and the token files that are missing, and return the success.
+    """Make the catalogs of the data of a job, and the token files that are missing; return whether it worked.
 
-    Token files are made by another process, which may start more; this one must not have threads before it forks.
+    Another process makes token files, because it may start more: this one must not have threads before it forks.
     """
     data = all_data(from_path(config))
-    if all(map(has_token_files, data)):
-        for settings in data:
-            catalog_of(settings)
+    if all(catalog_of(settings, makes_files=False) is not None for settings in data):
         return True
     command = [sys.executable, "-m", "trainer.commands.tokenize_text", *start.arguments]
     return subprocess.run(command, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""A copy of the repository with an environment of its own, whose programs run warm and short. See `warm_client.py`."""
+"""A copy of the repository and its environment. Its programs run warm and in short form (`warm_client.py`)."""
 
 import hashlib
 import os
@@ -60,7 +60,7 @@ class Clone:
             server.wait()
 
     def turn_to(self, page: str) -> None:
-        """Make the copy as new, without what commands have written, if they were those of another page."""
+        """Remove what the commands of the previous page have written, if this is another page."""
         if self._page == page:
             return
         self._page = page
@@ -143,13 +143,13 @@ def _copy(tree: Path) -> None:
         ignored = shutil.ignore_patterns(".venv", "outputs", "__pycache__", ".*_cache")
         shutil.copytree(ROOT, tree, ignore=ignored)
         subprocess.run([*git, "init", "--quiet"], cwd=tree, check=True)
-    # `clear` goes back to this.
+    # `turn_to` goes back to this commit.
     subprocess.run(["git", "add", "--all"], cwd=tree, check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "what is tested"], cwd=tree, check=True)
 
 
 def installed_packages() -> list[str]:
-    """Return the folders of the packages of this environment, which may take those of another one."""
+    """Return the package folders of this environment. A .pth file may have added folders of another environment."""
     return [path for path in sys.path if "site-packages" in Path(path).parts]
 
 

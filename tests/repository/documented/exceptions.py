@@ -18,7 +18,7 @@ class Instead:
     code: int = 0
 
     def text(self, command: str) -> str | None:
-        """Return what is run in place of a command, or None if this exception is not about it."""
+        """Return the text that bash runs instead of a command; None if this exception does not match it."""
         match = re.fullmatch(self.pattern, command, re.DOTALL)
         return match and match.expand(self.instead)
 

@@ -2,8 +2,8 @@
 
     python -m tests.repository.documented.warm_server SOCKET
 
-It has one thread and has computed nothing, so that a child is as a process of its own that has imported much. It ends,
-and kills its children, when its standard input ends: with the tests that started it.
+It has one thread and has computed nothing, so a child behaves like a fresh process that has imported these modules.
+When its standard input ends, because the tests have ended, it kills its children and ends.
 """
 
 import atexit

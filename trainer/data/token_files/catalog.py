@@ -29,23 +29,30 @@ from trainer.data.token_files.format import (
     checked_pair,
     open_pair,
 )
-from trainer.data.token_files.made import cached, is_cached, made_by
+from trainer.data.token_files.made import cached, made_by
 from trainer.data.tokenizers.tokenizer import Encoded, tokenizer_hash, vocab_size_of
 
 _REMEDY = "copy the file again; or remove its .idx, and the same `lct tokenize` makes the shard again"
 
 
-def catalog_of(settings: DataSettings) -> str:
-    """Return the file of the catalog of a data set, whose token files are made if they are not there.
+def catalog_of(settings: DataSettings, *, makes_files: bool = True) -> str | None:
+    """Return the file of the catalog of a data set. An iterable has no files, and no catalog: "".
 
-    An iterable has no files, and no catalog: "".
+    Args:
+        settings: the data set.
+        makes_files: whether to make token files that are missing; if not, return None for them.
 
     Raises:
         ConfigError: the data set cannot be used.
     """
     if source_of(settings).iterable:
         return ""
-    found = _of_token_files(settings) if source_of(settings).token_files else _of_cache(settings)
+    if source_of(settings).token_files:
+        found = _of_token_files(settings)
+    elif (folder := cached(settings, makes_files=makes_files)) is not None:
+        found = _of_cache(settings, folder)
+    else:
+        return None
     content = json.dumps(found).encode()
     name = f"{sha256(content).hexdigest()[:32]}.json"
     for folder in (cache_folder() / "catalogs", Path(tempfile.gettempdir(), "long-context-trainer")):
@@ -54,12 +61,6 @@ def catalog_of(settings: DataSettings) -> str:
                 write_whole(file, content)
             return str(file)
     raise ConfigError(f"neither {cache_folder()} nor {tempfile.gettempdir()} can be written; set XDG_CACHE_HOME")
-
-
-def has_token_files(settings: DataSettings) -> bool:
-    """Return whether `catalog_of` makes no token files, because they are there or the data set needs none."""
-    source = source_of(settings)
-    return source.iterable or source.token_files or is_cached(settings)
 
 
 def open_documents(settings: DataSettings, catalog: str | None = None) -> TokenFiles:
@@ -95,8 +96,7 @@ def check_data(settings: DataSettings, data_streams: int | None = None) -> None:
     check_streams(f"{settings.keys.path} = {settings.path!r}", documents, data_streams)
 
 
-def _of_cache(settings: DataSettings) -> Catalog:
-    folder = cached(settings)
+def _of_cache(settings: DataSettings, folder: Path) -> Catalog:
     shards, manifest = _shards(folder, settings), json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     if not settings.skips and (bad := next((entry for entry in shards.values() if "first" in entry), None)):
         raise BadRecord(bad["first"])

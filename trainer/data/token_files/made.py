@@ -127,15 +127,23 @@ def _hash(*parts: object) -> int:
     return number_of(hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8))
 
 
-def cached(settings: DataSettings) -> Path:
-    """Return the folder of the token files of a data set in the cache, where they are made if they are not there.
+def cached(settings: DataSettings, *, makes_files: bool = True) -> Path | None:
+    """Return the folder of the token files of a data set in the cache.
+
+    Args:
+        settings: the data set.
+        makes_files: whether to make files that are missing; if not, return None for them.
 
     Raises:
         ConfigError: the data cannot be read, a record is bad and not to be skipped, or the cache cannot be written.
     """
     try:
-        inputs, folder = _place(settings)
+        inputs = Inputs.of(_pinned(settings))
+        key = hashlib.sha256(json.dumps(inputs.plan(None), sort_keys=True).encode()).hexdigest()[:32]
+        folder = cache_folder() / "tokens" / key
         if not (folder / MANIFEST).exists():
+            if not makes_files:
+                return None
             logger.info(f"making token files of {described(inputs.settings, inputs.size)} in {folder}")
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             processes = 1 if 0 < inputs.size <= _ALONE_BYTES else cpus
@@ -146,22 +154,6 @@ def cached(settings: DataSettings) -> Path:
             "another folder in XDG_CACHE_HOME; the same command then makes the token files that are missing"
         ) from None
     return folder
-
-
-def is_cached(settings: DataSettings) -> bool:
-    """Return whether the cache has the token files of a data set.
-
-    Raises:
-        ConfigError: the data cannot be read.
-    """
-    return (_place(settings)[1] / MANIFEST).exists()
-
-
-def _place(settings: DataSettings) -> tuple["Inputs", Path]:
-    """Return what the token files of a data set are made of, and their folder in the cache."""
-    inputs = Inputs.of(_pinned(settings))
-    key = hashlib.sha256(json.dumps(inputs.plan(None), sort_keys=True).encode()).hexdigest()[:32]
-    return inputs, cache_folder() / "tokens" / key
 
 
 def described(settings: DataSettings, size: int) -> str:
