@@ -287,7 +287,7 @@ def consistency_case(what: str, check: bool) -> str:
         tokens = torch.arange(24).reshape(2, 12) + (odd and what == "batch")
         options = ContextParallelOptions(load_balancer="contiguous" if odd and what == "layout" else "head_tail")
         mask: Mask = documents([5, 7] if odd and what == "mask" else [6, 6])
-        buffers: dict = {"buffers": [tokens], "buffer_seq_dims": [1]}
+        buffers: dict = {"buffers": [tokens], "buffer_seq_dims": [1], "local_attention": True}
         try:
             with context_parallel(mesh_of_all(process), **buffers, mask=mask, options=options, check_consistency=check):
                 return "entered"

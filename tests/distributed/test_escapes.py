@@ -197,7 +197,8 @@ def tables_case() -> list[str | float]:
         ):
             out = run(mesh, model, **settings)
             if isinstance(out, torch.Tensor):
-                with context_parallel(mesh, buffers=[data()], buffer_seq_dims=[1], **settings_of(settings)) as cp:
+                buffers = {"buffers": [data()], "buffer_seq_dims": [1]}
+                with context_parallel(mesh, **buffers, **settings_of(settings), local_attention=True) as cp:
                     mine = torch.from_numpy(cp.layout.indices(mesh.get_local_rank()))
                 out = relative(out, model(data())[:, mine])
             results.append(out)

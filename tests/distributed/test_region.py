@@ -129,7 +129,7 @@ def decoder_region(mesh: DeviceMesh, grad: str, method: str, faulty: bool) -> li
     style(toy.decoder, mesh)
     options = ContextParallelOptions(method)
     layout = options.layout(TARGET, mesh.size())
-    with region(mesh, layout, options=options) as part:
+    with region(mesh, layout, options=options, local_attention=True) as part:
         memory = toy.encoded(toy.embedded(source))
         x = part.shard(toy.embedded(target), 1, grad=grad)
         if grad == "replicated":
@@ -180,7 +180,7 @@ def encoder_region_case(grad: str) -> list[float]:
         mesh = mesh_of_all(process)
         style(toy.encoder, mesh)
         layout = head_tail(SOURCE, mesh.size())
-        with region(mesh, layout) as part:
+        with region(mesh, layout, local_attention=True) as part:
             x = part.shard(toy.embedded(source), 1, grad=grad)
             for block in toy.encoder:
                 weights = replicated(block, part) if grad == "replicated" else dict(block.named_parameters())
@@ -294,7 +294,7 @@ def guards_case() -> list[str]:
         messages.append(refusal(lambda: open_region(mesh, head_tail(8, 3))))
         messages.append(refusal(lambda: open_region(mesh, layout)))  # and no attention ran
         del module
-        open_region(mesh, layout)  # nothing is parallelised
+        open_region(mesh, layout, local_attention=True)  # nothing is parallelised
     return messages
 
 

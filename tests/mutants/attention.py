@@ -349,6 +349,27 @@ EXECUTION = (
         _GUARDS,
     ),
     Mutant(
+        "a context in which nothing ran over the plan passes",
+        f"{_CP}/live.py",
+        "if live.calls + live.other_calls == 0 and not local_attention:",
+        "if live.calls + live.other_calls < 0 and not local_attention:",
+        "tests/distributed/test_local_attention.py",
+    ),
+    Mutant(
+        "attention of one rank alone passes",
+        f"{_CP}/local_attention.py",
+        "if function in ATTENTION_CALLS or attends_inside(function):",
+        "if attends_inside(function):",
+        "tests/distributed/test_local_attention.py",
+    ),
+    Mutant(
+        "kernels of packages are not seen by their namespace",
+        f"{_CP}/local_attention.py",
+        "name = function._qualified_op_name",
+        "name = function.__name__",
+        "tests/distributed/test_local_attention.py",
+    ),
+    Mutant(
         "a scale may be negative",
         f"{_CP}/attention.py",
         "if not 0 < scale < math.inf:",

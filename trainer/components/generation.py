@@ -325,6 +325,7 @@ def _logits(
             hidden = cache.read(model, tokens, torch.arange(filled, device=device), None)
         else:  # windows and sinks exist in planned attention only; on one rank the plan has one stage
             settings = {"buffer_seq_dims": [1], "options": job.attention, "sequences": len(texts)}
+            settings["local_attention"] = True
             with context_parallel(cp, buffers=[tokens], **settings) as context:
                 rows = rows_on(context.layout, cp.get_local_rank(), device)
                 hidden = cache.read(model, tokens, rows, context.attention_plan)

@@ -9,16 +9,13 @@ A model that says something about the tokens of one rank, such as a dense mask, 
 Such a call is refused.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from types import BuiltinFunctionType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -26,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.context import Intercept
 from trainer.distributed.context_parallel.live import LivePlan
+from trainer.distributed.context_parallel.local_attention import ATTENTION_CALLS, attends_inside
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.integrations.calls import NOT_COMPILED, Call, attend, is_intercepted, outside_of_graphs, refusal_of_call
@@ -33,17 +31,9 @@ from trainer.integrations.inspection import Allowed
 from trainer.integrations.scans import run_scan, scanned
 from trainer.integrations.watch import ModelWatch
 
-_ATEN = torch.ops.aten.scaled_dot_product_attention
-_ATTENTION_CALLS = frozenset({F.scaled_dot_product_attention, _ATEN, _ATEN.default})
-# They attend inside one call, where no mode is in force.
-_CLOSED_CALLS = frozenset(
-    {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
-)
 # They mix rows along a dimension, which may be the dimension of tokens.
 _NAMES = ("roll", "cumsum", "flip", "mean")
 _SHIFTS = frozenset({F.pad, F.conv1d, *(getattr(of, name) for of in (torch, torch.Tensor) for name in _NAMES)})
-# Operators of one kernel, which models may call in place of F.scaled_dot_product_attention.
-_KERNELS = re.compile("scaled_dot_product|flash_att|efficient_attention|cudnn_attention|varlen_att|flex_attention")
 
 
 def intercept_sdpa(model: nn.Module | None = None, *, allow_modules: Collection[type | str] = ()) -> Intercept:
@@ -114,7 +104,7 @@ class Interception(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             # The compiler then breaks its graph here, or raises where it may not (fullgraph).
             raise ContextParallelError(NOT_COMPILED)
-        if func in _ATTENTION_CALLS:
+        if func in ATTENTION_CALLS:
             return self._attend(_sdpa_call(*args, **kwargs))
         if func is attend:
             return self._attend(*args)
@@ -128,7 +118,7 @@ class Interception(TorchFunctionMode):
             shifted = func(*args, **kwargs)
             self._watch.on_shift(func.__name__, args[0], shifted, args[1:], kwargs)
             return shifted
-        if func in _CLOSED_CALLS or _is_kernel(func):
+        if attends_inside(func):
             raise ContextParallelError(
                 f"{func.__name__} attends inside of one call, which `intercept_sdpa` does not reach; let the model "
                 "call F.scaled_dot_product_attention itself"
@@ -172,12 +162,6 @@ class Interception(TorchFunctionMode):
             refusal = refusal or positions.refusal_of_ranks([flags for _, flags in ranks])
         if refusal:
             raise ContextParallelError(refusal)
-
-
-@lru_cache(maxsize=4096)
-def _is_kernel(func: Callable) -> bool:
-    kinds = OpOverload | OpOverloadPacket | HigherOrderOperator | BuiltinFunctionType
-    return isinstance(func, kinds) and bool(_KERNELS.search(func.__name__))
 
 
 def _sdpa_call(

@@ -297,6 +297,7 @@ class LanguageTask:
             options=plan.options if plan else self.job.attention,
             sequences=batch["tokens"].shape[0],
             check_consistency=self.config.comm.check_consistency,
+            local_attention=True,  # the modules of our models know the plan, and a stage may have none
         ) as cp:
             cp.live.see = self.see_scores
             yield cp.attention_plan

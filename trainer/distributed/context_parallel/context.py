@@ -1,9 +1,11 @@
 """The context around forward and backward in which one sequence lies over many ranks, and regions of a model.
 
 Outside a region every rank of its group computes the same, on whole sequences; inside, each rank has its own rows.
-Attention in it has the style `ContextParallelAttention` and gets its plan; other attention stays local. At the border,
-a gradient on the outside is `partial` or `replicated`: see `sharding/placement.py`. Parameters that are used inside
-have partial gradients: `replicate` them, or let FSDP sum them.
+Attention in it has the style `ContextParallelAttention` and gets its plan; other attention is an error, unless
+`local_attention=True` says that it shall see the rows of one rank alone.
+
+At the border, a gradient on the outside is `partial` or `replicated`: see `sharding/placement.py`. Parameters that are
+used inside have partial gradients: `replicate` them, or let FSDP sum them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.execution.chunks import ChunkRows, KeptTensor
 from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, flat_mesh, opened
+from trainer.distributed.context_parallel.local_attention import RefusedLocalAttention
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.exchange import all_gather
@@ -61,16 +64,18 @@ def region(
     *,
     kv_layout: AxisLayout | None = None,
     sequences: int | None = None,
+    local_attention: bool = False,
 ) -> Iterator[Region]:
     """Open a region over the ranks of a mesh, around forward AND backward; several may be open at once.
 
     mesh: 1-D; for `hybrid` 2-D, (ring, head group). layout: who owns which tokens of the region (`options.layout(...)`
     makes one); mask: intersected with the mask of each attention; kv_layout: the layout of the keys, for cross
-    attention to another sharded sequence; sequences: of the batch, by default as many as the mask has.
+    attention to another sharded sequence; sequences: of the batch, by default as many as the mask has;
+    local_attention: allow attention calls inside that do not use the plan, and a region without attention.
 
     Raises:
-        ContextParallelError: a layout for another number of ranks; or, at the end, no attention ran in the region
-            although modules of this process are parallelised over `mesh`.
+        ContextParallelError: a layout for another number of ranks; attention was called without the plan; or, at the
+            end, no attention ran over the plan.
     """
     options = options or ContextParallelOptions()
     mesh, groups = flat_mesh(mesh, options)
@@ -89,7 +94,8 @@ def region(
             "one for all sequences"
         )
     live = LivePlan(mesh, layout, mask, options, kv_layout, groups)
-    with opened(live, sequences) as handle:
+    watched = nullcontext() if local_attention else RefusedLocalAttention(mesh.size())
+    with opened(live, sequences, local_attention=local_attention) as handle, watched:
         yield Region(handle, layout, mesh.get_group(), live)
 
 
@@ -107,6 +113,7 @@ def context_parallel(
     sequences: int | None = None,
     check_consistency: bool = False,
     intercept: Intercept | None = None,
+    local_attention: bool = False,
 ) -> Iterator[Region]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
 
@@ -120,12 +127,14 @@ def context_parallel(
     check_consistency: compare plan and buffers of all ranks first, by a hash.
     intercept: `trainer.integrations.intercept_sdpa(model)`, which runs calls of F.scaled_dot_product_attention over all
     ranks too; or any function that returns a context to enter with the plan.
+    local_attention: allow attention calls that see the rows of this rank alone.
 
-    Attention whose module has the style `ContextParallelAttention` runs over all ranks; other attention stays local.
+    Attention whose module has the style `ContextParallelAttention` runs over all ranks, and so does intercepted
+    attention. Other attention is refused, unless local_attention. PyTorch's function of this name intercepts by itself.
 
     Raises:
-        ContextParallelError: a context is open already; buffers, mask or layout do not fit; ranks differ; or, at the
-            end, no attention ran although modules of this process are parallelised over `mesh`.
+        ContextParallelError: a context is open already; buffers, mask or layout do not fit; ranks differ; attention was
+            called without the plan; or, at the end, no attention ran over the plan.
     """
     given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
     options = replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
@@ -144,8 +153,9 @@ def context_parallel(
             f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
             f"are {seq_len} on {flat.size()}; make it for them, or name a load balancer"
         )
+    unwatched = local_attention or intercept is not None  # an interception watches on its own
     with (
-        region(mesh, layout, mask, options, sequences=sequences) as cp,
+        region(mesh, layout, mask, options, sequences=sequences, local_attention=unwatched) as cp,
         _cut(cuts, layout, flat.get_local_rank(), no_restore_buffers or ()),
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):

@@ -70,6 +70,7 @@ def _fetched(rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Wi
         )
     if not live.layout.length:
         return rows, []
+    live.other_calls += 1
     windows = window_plan(live.layout, window)
     tiles, first = [], 0
     for outputs, inputs in windows.tiles[axis.rank]:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.distributed.context_parallel.execution.build import Execution, build_execution
 from trainer.distributed.context_parallel.execution.chunks import ChunkRows
 from trainer.distributed.context_parallel.execution.latent import value_dim
+from trainer.distributed.context_parallel.local_attention import WAYS_TO_THE_PLAN
 from trainer.distributed.context_parallel.planning.heads import check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import chunk_plan, make_plan
@@ -36,12 +37,13 @@ _LAYER = 1 << 52
 
 @dataclass(eq=False)
 class LivePlan:
-    """The plan of an open context: its layout and mask, and how often the operator ran in it.
+    """The plan of an open context: its layout and mask, and how often operators ran in it.
 
     mesh: 1-D. kv_layout: the layout of the keys, if they are not as many as the queries. groups: the group over which
     K/V are sent in stages, and the group that exchanges heads; by default the mesh's. chunk: the number of a chunk of
     the sequence, and what waits between chunks; the layout is then that of all chunks, and the mesh has one rank. see:
-    takes the layer, -1 if none is named, and the log-sum-exp of the scores of each call, (B, H, S).
+    takes the layer, -1 if none is named, and the log-sum-exp of the scores of each call, (B, H, S). calls: of attention
+    and scans; other_calls: of convolutions.
     """
 
     mesh: DeviceMesh
@@ -53,6 +55,7 @@ class LivePlan:
     chunk: tuple[int, ChunkRows] | None = None
     see: Callable[[int, torch.Tensor], None] | None = None
     calls: int = 0
+    other_calls: int = 0
     _executions: dict[tuple, Execution] = field(default_factory=dict)
 
     @property
@@ -160,14 +163,16 @@ def _check_latents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, up: torch.
 
 
 @contextmanager
-def opened(live: LivePlan, sequences: int | None) -> Iterator[torch.Tensor]:
+def opened(live: LivePlan, sequences: int | None, *, local_attention: bool = True) -> Iterator[torch.Tensor]:
     """Enter a plan into the table and yield its handle, (sequences,) int64, for the forward AND the backward.
 
-    sequences: of the batch; None: as many as the mask has.
+    Args:
+        live: the plan.
+        sequences: of the batch; None: as many as the mask has.
+        local_attention: let it pass that nothing ran over the plan, if no module is parallelised over the mesh.
 
     Raises:
-        ContextParallelError: at the end, no attention ran although modules of this process are parallelised over the
-            mesh.
+        ContextParallelError: at the end, nothing ran over the plan.
     """
     sequences = sequences or (1 if live.mask is None else live.mask.sequences)
     number = next(_numbers)
@@ -179,6 +184,11 @@ def opened(live: LivePlan, sequences: int | None) -> Iterator[torch.Tensor]:
             raise ContextParallelError(
                 f"the inputs were cut over {live.mesh.size()} ranks, but none of the {modules} context-parallel "
                 "attention modules ran inside the context; run the model's forward and backward inside it"
+            )
+        if live.calls + live.other_calls == 0 and not local_attention:
+            raise ContextParallelError(
+                f"the inputs were cut over {live.mesh.size()} ranks, but no attention ran over them; run the model's "
+                f"forward and backward inside the context, and {WAYS_TO_THE_PLAN}"
             )
     finally:
         del _live[number]
