@@ -358,8 +358,8 @@ EXECUTION = (
     Mutant(
         "attention of one rank alone passes",
         f"{_CP}/local_attention.py",
-        "if function in ATTENTION_CALLS or attends_inside(function):",
-        "if attends_inside(function):",
+        "if attends(function):",
+        "if types and attends(function):",
         "tests/distributed/test_local_attention.py",
     ),
     Mutant(

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.context import Intercept
 from trainer.distributed.context_parallel.live import LivePlan
-from trainer.distributed.context_parallel.local_attention import ATTENTION_CALLS, attends_inside
+from trainer.distributed.context_parallel.local_attention import ATTENTION_CALLS, attends
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.integrations.calls import NOT_COMPILED, Call, attend, is_intercepted, outside_of_graphs, refusal_of_call
@@ -118,7 +118,7 @@ class Interception(TorchFunctionMode):
             shifted = func(*args, **kwargs)
             self._watch.on_shift(func.__name__, args[0], shifted, args[1:], kwargs)
             return shifted
-        if attends_inside(func):
+        if attends(func):
             raise ContextParallelError(
                 f"{func.__name__} attends inside of one call, which `intercept_sdpa` does not reach; let the model "
                 "call F.scaled_dot_product_attention itself"

@@ -32,8 +32,8 @@ _KERNELS = re.compile(
 
 
 @lru_cache(maxsize=4096)
-def attends_inside(function: Callable) -> bool:
-    """Return whether a function attends in one call that an interception cannot give to the plan."""
+def attends(function: Callable) -> bool:
+    """Return whether a function attends in one call: also a kernel, which an interception cannot give to the plan."""
     if function in _CLOSED_CALLS:
         return True
     if isinstance(function, OpOverloadPacket):
@@ -64,7 +64,7 @@ class RefusedLocalAttention(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function in ATTENTION_CALLS or attends_inside(function):
+        if attends(function):
             raise ContextParallelError(
                 f"{function.__name__} was called inside a context over {self._ranks} ranks, and would see the rows "
                 f"of this rank alone; {WAYS_TO_THE_PLAN}"
