@@ -21,7 +21,7 @@ from tests.slow import slow
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.data.token_files.format import open_pair
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.degrees import resolve_degrees
@@ -85,6 +85,30 @@ def test_documents_keep_apart_also_in_windows_sinks_and_convolutions(pool: Worke
     assert_parity(same_rows(got, wanted), wanted, 1e-12)
 
 
+# What a step counts over its tokens: padding is no token, and a document without a label is one. Sequences of 7 tokens
+# have many documents of one token, which have no label.
+COUNTED = {
+    "QK-clip": ("--optimizer.qk_clip=0.01",),
+    "QK-clip, sequences in chunks": ("--optimizer.qk_clip=0.01", "--training.sequence_chunks=2"),
+    "balance loss": ("--model.name=qwen3_moe", "--model.router_aux_loss_coef=0.1"),
+    "biases of routers": ("--model.name=qwen3_moe", "--model.router_bias_update_rate=0.1"),
+    "further tokens": ("--model.mtp_layers=1", "--training.z_loss=0.1"),
+}
+
+
+DEALT = {"fsdp2": degrees(dp_shard=2), "ddp2": degrees(dp_replicate=2), "fsdp3": degrees(dp_shard=3)}
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("ddp2", "fsdp3")])
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_a_step_counts_is_that_of_one_process(pool: WorkerPool, name: str, layout: str) -> None:
+    given = [*DOCUMENTS, *COUNTED[name], "--training.seq_len=7", "--training.global_batch_size=24"]
+    given += ["--training.local_batch_size=4", "--training.steps=3"]
+    wanted = reference(pool, *given)
+    got, *_ = pool.run(3 if layout == "fsdp3" else 2, run_layout, [*given, *DEALT[layout], BALANCED])
+    assert_parity(same_rows(got, wanted), wanted, 1e-10)
+
+
 def faulty(arguments: list[str], fault: str) -> Record:
     def documents(batch: dict[str, torch.Tensor]) -> list[np.ndarray]:
         found = documents_of_batch(batch)
@@ -125,7 +149,13 @@ class Sequences:
             ids = torch.arange(64) // (4 + 4 * self.rank)
             tokens = 10_000 * self.rank + 100 * number + ids
             labels = torch.where(ids % 5 == 4, IGNORE_INDEX, tokens + 1)
-            yield {"tokens": tokens[None], "labels": labels[None], "document_ids": ids[None]}
+            batch = {
+                "tokens": tokens,
+                "labels": labels,
+                "document_ids": ids,
+                "positions": torch.arange(64) % (4 + 4 * self.rank),
+            }
+            yield {name: x[None] for name, x in batch.items()}
             number += 1
 
 
@@ -146,7 +176,7 @@ def cost_of(batch: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("ranks", [4, *slow(1, 2)])
-def test_every_document_with_a_label_is_somewhere_once(pool: WorkerPool, ranks: int) -> None:
+def test_every_document_is_somewhere_once(pool: WorkerPool, ranks: int) -> None:
     results = pool.run(ranks, exchanged)
     for step in range(2):
         batches = [batch for result in results for batch in result[3 * step : 3 * step + 3]]
@@ -170,9 +200,10 @@ def test_every_document_with_a_label_is_somewhere_once(pool: WorkerPool, ranks: 
             assert (rows, length % 8) == (1, 0)
             assert length <= 80
             assert batch["plan"] == (1, length)
-            changes = batch["document_ids"][0].diff() != 0
+            real = batch["positions"][0] != NO_POSITION
+            changes = (batch["document_ids"][0].diff() != 0) | ~real[1:]
             assert (batch["positions"][0].diff()[~changes] == 1).all()
-            assert (batch["positions"][0][1:][changes] == 0).all()
+            assert (batch["positions"][0][1:][changes & real[1:]] == 0).all()
             moved += (batch["tokens"][batch["labels"] != IGNORE_INDEX] // 10_000 != rank).sum().item()
     assert (moved > 0) == (ranks > 1)
 

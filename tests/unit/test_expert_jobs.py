@@ -117,9 +117,3 @@ def test_weights_of_experts_are_divided_by_all_ranks(tp: int, cp: int, ep: int) 
     gates = 4 * experts.number * model.dim
     others = (model.n_params() - of_experts - norms - gates) / 4 + gates / (4 / tp)
     assert job.task.memory(job).weights == pytest.approx(4 * (of_experts / 4 + others), rel=1e-6)
-
-
-def test_padding_of_balanced_steps_is_refused() -> None:
-    balanced = "--training.attention_mask=document", "--training.balance=step"
-    with pytest.raises(ConfigError, match="leaves out documents without a label, whose tokens routers"):
-        job_of(*balanced, ranks=2)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.families.args import ModelArgs, experts_of
+from trainer.families.args import ModelArgs
 from trainer.job.degrees import Degrees
 
 BALANCE_GROWTH = 1.25
@@ -135,15 +135,6 @@ def check_batch(config: JobConfig, degrees: Degrees, *, length_key: str = "train
         raise ConfigError(
             f"{length_key} = {training.seq_len} gives some of parallelism.context_parallel_degree = "
             f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
-        )
-
-
-def check_balance(config: JobConfig, model: ModelArgs) -> None:
-    """Check that the documents which balancing leaves out, those without a label, change nothing."""
-    if config.training.balance == "step" and experts_of(model) is not None:
-        raise ConfigError(
-            "training.balance = 'step' leaves out documents without a label, whose tokens routers of experts count; "
-            f"use 'off' with model.flavor = {config.model.flavor!r}"
         )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.data.loader import TextBatch, tensors_of
-from trainer.data.packing import IGNORE_INDEX, positions_of
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION, positions_of
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger
@@ -151,7 +151,7 @@ class BalancedBatches:
 
     A micro-batch is one row (1, S) of whole documents and padding, with another S in each. It has the arrays of a
     packed batch, and of a mixture the source of each token. Parts of a document in two sequences are two documents, as
-    they are when nothing is exchanged. Those without a label are left out.
+    they are when nothing is exchanged.
 
     group: the data-parallel ranks, for tensors in host memory; plan: as of `BatchLoader`. Making the first batch of a
     step is a collective.
@@ -221,14 +221,19 @@ class BalancedBatches:
 
 
 def documents_of_batch(batch: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
-    """Return each document of a batch that has a label, (n, 2) int32: tokens and labels; (n, 3) with its source."""
+    """Return each document of a batch, (n, 2) int32: tokens and labels; (n, 3) with its source.
+
+    Padding is no document. A document without a label is one: routers and QK-clip look at its tokens.
+    """
     found, columns = [], [batch["tokens"], batch["labels"]]
     if "sources" in batch:
         columns.append(batch["sources"][:, None].expand_as(batch["tokens"]))
     sequences = torch.stack(columns, -1).to(torch.int32).numpy()
-    for numbers, sequence in zip(batch["document_ids"].numpy(), sequences, strict=True):
-        documents = np.split(sequence, np.flatnonzero(np.diff(numbers)) + 1)
-        found += [document for document in documents if (document[:, 1] != IGNORE_INDEX).any()]
+    is_token = batch["positions"].numpy() != NO_POSITION
+    for numbers, sequence, real in zip(batch["document_ids"].numpy(), sequences, is_token, strict=True):
+        starts = np.flatnonzero(np.diff(numbers)) + 1
+        documents = zip(np.split(sequence, starts), np.split(real, starts), strict=True)
+        found += [document for document, in_document in documents if in_document.any()]
     return found
 
 

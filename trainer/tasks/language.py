@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
 from trainer.data.loader import BatchLoader, Loader, TextBatch, batch_hash
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.data.text_data import QUICK, contents_of, open_training_data, positions_of, summary, training_data
 from trainer.data.token_files.catalog import catalog_of
 from trainer.distributed.context_parallel.context import context_parallel, sequence_chunks
@@ -261,7 +261,8 @@ class LanguageTask:
             positions = torch.arange(seq_len, device=batch["tokens"].device).expand(rows, -1)
         layout = contiguous(seq_len, min(self.job.chunks, seq_len // tp), multiple_of=tp)
         mask, how = batch["plan"].mask if "plan" in batch else None, {"sequences": rows, "keep": self.keep_rows}
-        with sequence_chunks(self.dims["cp"], layout, mask, self.job.attention, **how, see=self.see_scores) as plans:
+        how |= {"see": self.see_scores, "padding": self._padding(batch)}
+        with sequence_chunks(self.dims["cp"], layout, mask, self.job.attention, **how) as plans:
             sizes = [stop - start for ((start, stop),) in layout.ranges]
             per_token = {"positions": positions, **of_tokens(batch)}
             columns = (x.split(sizes, 1) for x in (batch["tokens"], targets_of(batch), *per_token.values()))
@@ -284,6 +285,7 @@ class LanguageTask:
         if self.job.balances and "sources" in batch:
             per_token = [*per_token, (batch["sources"], 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
+        padding = self._padding(batch)
         plan: BatchPlan | None = batch.get("plan")
         if plan and plan.reason and plan.options.method not in self.methods_reported:
             self.methods_reported.add(plan.options.method)
@@ -300,12 +302,20 @@ class LanguageTask:
             local_attention=True,  # the modules of our models know the plan, and a stage may have none
         ) as cp:
             cp.live.see = self.see_scores
+            cp.live.padding = padding
             yield cp.attention_plan
 
     def _positions(self, batch: TextBatch) -> torch.Tensor | None:
         """Return positions (B, S) in packed documents, or if the batch asks for them; None: the model counts from 0."""
         used = self.config.masks_documents or batch.get("uses_positions")
         return batch["positions"] if used else None
+
+    def _padding(self, batch: TextBatch) -> torch.Tensor | None:
+        """Return where a batch of whole sequences has padding, (B, S) bool; None if nowhere, or if nobody asks."""
+        if self.see_scores is None:
+            return None
+        padding = batch["positions"] == NO_POSITION
+        return padding if padding.any() else None
 
 
 def of_tokens(batch: TextBatch) -> dict[str, torch.Tensor]:

@@ -83,8 +83,7 @@ def context_parallel_attention(
         )
     kept = {"keep": True} if keep_exchanged else {}
     out, lse, *exchanged = run.forward(q, k, v, terms=Terms(scale, sinks, up), **kept)
-    if live.see is not None:
-        live.see(layer_of(plan), lse)
+    live.show_scores(layer_of(plan), lse, sequences)
     return out, lse, *(exchanged or (q.new_empty(0, dtype=torch.uint8) for _ in range(2)))
 
 

@@ -172,17 +172,19 @@ def sequence_chunks(
     sequences: int,
     keep: Callable[[torch.Tensor], KeptTensor],
     see: Callable[[int, torch.Tensor], None] | None = None,
+    padding: torch.Tensor | None = None,
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield the handle of each chunk, for the forward AND the backward; inside, rows wait for later chunks.
 
     mesh: of one rank; layout: contiguous, of all chunks; mask: intersected with the mask of each attention; sequences:
-    of the batch; keep: makes keys and values wait; see: of `LivePlan`. The model gives each layer its own handle,
-    `of_layer(...)`.
+    of the batch; keep: makes keys and values wait; see, padding: of `LivePlan`. The model gives each layer its own
+    handle, `of_layer(...)`.
     """
     rows = ChunkRows(keep)
     with ExitStack() as stack:
         chunks = ((number, rows) for number in range(layout.degree))
-        plans = (LivePlan(mesh, layout, mask, options, chunk=chunk, see=see) for chunk in chunks)
+        shown = {"see": see, "padding": padding}
+        plans = (LivePlan(mesh, layout, mask, options, chunk=chunk, **shown) for chunk in chunks)
         yield tuple(stack.enter_context(opened(plan, sequences)) for plan in plans)
 
 

@@ -42,8 +42,9 @@ class LivePlan:
     mesh: 1-D. kv_layout: the layout of the keys, if they are not as many as the queries. groups: the group over which
     K/V are sent in stages, and the group that exchanges heads; by default the mesh's. chunk: the number of a chunk of
     the sequence, and what waits between chunks; the layout is then that of all chunks, and the mesh has one rank. see:
-    takes the layer, -1 if none is named, and the log-sum-exp of the scores of each call, (B, H, S). calls: of attention
-    and scans; other_calls: of convolutions.
+    takes the layer, -1 if none is named, and the log-sum-exp of the scores of each call, (B, H, S), -inf in padding.
+    padding: (B, S) bool of the whole sequences, True in padding; None: there is none. calls: of attention and scans;
+    other_calls: of convolutions.
     """
 
     mesh: DeviceMesh
@@ -54,6 +55,7 @@ class LivePlan:
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     chunk: tuple[int, ChunkRows] | None = None
     see: Callable[[int, torch.Tensor], None] | None = None
+    padding: torch.Tensor | None = None
     calls: int = 0
     other_calls: int = 0
     _executions: dict[tuple, Execution] = field(default_factory=dict)
@@ -62,6 +64,16 @@ class LivePlan:
     def rank(self) -> int:
         """The number of the layout's shard that is here: of this rank, or of the chunk."""
         return self.mesh.get_local_rank() if self.chunk is None else self.chunk[0]
+
+    def show_scores(self, layer: int, lse: torch.Tensor, sequences: Sequence[int]) -> None:
+        """Give `see` the log-sum-exp (B, H, S) of this rank's rows of some sequences of the batch."""
+        if self.see is None:
+            return
+        if self.padding is not None:
+            rows = rows_on(self.layout, self.rank, self.padding.device)
+            hidden = self.padding[list(sequences)][:, rows].to(lse.device)
+            lse = lse.masked_fill(hidden[:, None], -torch.inf)
+        self.see(layer, lse)
 
     def execution(
         self,
