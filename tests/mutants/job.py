@@ -17,6 +17,20 @@ DATA = (
         _BALANCE,
     ),
     Mutant(
+        "documents without a label are lost in a balanced step",
+        "trainer/tasks/balanced_batches.py",
+        "if in_document.any()]",
+        "if in_document.any() and (document[:, 1] != IGNORE_INDEX).any()]",
+        f"{_BALANCE}::test_what_a_step_counts_is_that_of_one_process",
+    ),
+    Mutant(
+        "QK-clip looks at padding",
+        "trainer/distributed/context_parallel/live.py",
+        "lse = lse.masked_fill(hidden[:, None], -torch.inf)",
+        "lse = lse.masked_fill(hidden[:, None] & False, -torch.inf)",
+        f"{_BALANCE}::test_what_a_step_counts_is_that_of_one_process",
+    ),
+    Mutant(
         "positions of assigned documents continue",
         "trainer/tasks/balanced_batches.py",
         "positions_of(lengths, padding=padding)",
@@ -660,7 +674,7 @@ PROCESSES = (
         "trainer/tasks/balanced_batches.py",
         "to = assigned.bins % ranks",
         "to = assigned.bins * 0",
-        "tests/distributed/test_balance.py::test_every_document_with_a_label_is_somewhere_once",
+        "tests/distributed/test_balance.py::test_every_document_is_somewhere_once",
     ),
     Mutant(
         "a replicated tensor adds up in its neighbour's gradient",
