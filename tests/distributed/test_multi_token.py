@@ -58,6 +58,23 @@ CASES: dict[str, tuple[int, list[str], list[str]]] = {
     ),
     "Qwen3-Next, cp4": (4, degrees(cp=4), ["--model.name=qwen3_next", DOCUMENTS]),
 }
+# What transforms a layer, also one for a further token.
+_SELECTIVE = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.offload_keep_last=0")
+TRANSFORMS = {
+    "attention on the host": (*_SELECTIVE, "--activation_checkpoint.offload=inputs+attention"),
+    "part of the attention on the host, experts": (
+        *_SELECTIVE,
+        "--activation_checkpoint.offload=inputs+attention",
+        "--activation_checkpoint.offload_fraction=0.3",
+        "--model.name=olmoe",
+    ),
+    "inputs on the host": (*_SELECTIVE, "--activation_checkpoint.offload=inputs"),
+    "every second layer": ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"),
+    "groups of recomputed layers": ("--activation_checkpoint.mode=full", "--activation_checkpoint.group=2"),
+    "feed-forward in chunks": ("--activation_checkpoint.mode=full", "--activation_checkpoint.mlp_chunk_tokens=3"),
+    "parameters on the host": ("--training.enable_cpu_offload",),
+    "compiled within a budget": (*COMPILED, "--activation_checkpoint.mode=memory_budget"),
+}
 QUICK = {"in chunks as at once", "experts divided, recomputed, cp2", "norm and output apart, zero bubble, cp2"}
 
 
@@ -71,6 +88,14 @@ def test_a_layout_equals_one_process(pool: WorkerPool, name: str) -> None:
         for key in ("mtp_loss_1", "mtp_loss_2"):
             assert mine[key] == pytest.approx(theirs[key], rel=TOLERANCE)
             assert mine[key] != pytest.approx(theirs["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_of_layers_changes_nothing(pool: WorkerPool, name: str) -> None:
+    transform = TRANSFORMS[name]
+    shared = [*BASE, *(x for x in transform if x.startswith("--model"))]
+    got = pool.run(1, run_layout, [*shared, *transform])[0]
+    assert_parity(got, reference(pool, *shared), TOLERANCE)
 
 
 def cut_before(arguments: list[str]) -> Record:

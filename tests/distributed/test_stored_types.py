@@ -15,6 +15,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, degrees, reference
 from tests.slow import slow
 from trainer.components.optimizer import ensure_state
+from trainer.distributed.sharding.tensors import local_part
 
 MOMENTS, WEIGHTS = "--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"
 EXPERTS = ["--model.name=qwen3_moe"]
@@ -115,6 +116,43 @@ def test_a_resumed_run_is_the_run_in_every_bit(
     for _ in range(2):
         got = merged(pool.run(ranks, load_step_save, str(tmp_path / "b"), [*given, *arguments], 2), "after")
     assert [name for name in wanted if not same(got[name], wanted[name])] == []
+
+
+def changes(arguments: list[str]) -> dict[str, torch.Tensor]:
+    """By how much two updates change weights of 1/4 to 1 by size, in float64."""
+    with trainer_of([*ONE_ROW, *arguments]) as trainer:
+        ensure_state(trainer.optimizer)
+        parameters = dict(trainer.model_parts[0].named_parameters())
+        before = {}
+        for name, parameter in parameters.items():
+            size = drawn(name, parameter.detach()).clamp(-1, 1)
+            local_part(parameter.detach()).copy_(local_part(size.sign() * (0.25 + 0.75 * size.abs())))
+            before[name] = local_part(parameter.detach()).double().clone()
+        for update in range(2):
+            for name, parameter in parameters.items():
+                parameter.grad = drawn(f"{name} {update}", parameter.detach())
+            trainer.optimizer.step()
+        return {name: local_part(p.detach()).double() - before[name] for name, p in parameters.items()}
+
+
+DTYPES = [(weights, state) for weights in ("float64", "float32", "bfloat16") for state in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize("implementation", ["fused", *slow("foreach", "for-loop")])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Muon"])
+@pytest.mark.parametrize(("weights", "state"), DTYPES)
+def test_each_optimizer_takes_each_pair_of_types(
+    pool: WorkerPool, name: str, weights: str, state: str, implementation: str
+) -> None:
+    """Two updates of the same weights are those of float64, but for the rounding of what is stored."""
+    given = [f"--optimizer.name={name}", f"--optimizer.implementation={implementation}", "--optimizer.lr=0.5"]
+    given += ["--optimizer.rounding=nearest"]
+    got = pool.run(1, changes, [*given, f"--training.dtype={weights}", f"--optimizer.state_dtype={state}"])[0]
+    exact = pool.run(1, changes, [*given, "--training.dtype=float64"])[0]
+    assert got.keys() == exact.keys()
+    for key, wanted in exact.items():
+        error = (got[key] - wanted).norm() / wanted.norm()
+        assert error < (0.05 if "bfloat16" in (weights, state) else 1e-3), f"{key}: {error:.1e}"
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("float32", "bfloat16"), *slow(("bfloat16", "float32"))])

@@ -16,6 +16,13 @@ _KINDS = f"{_MATRICES}::test_each_parameter_of_a_family_is_in_one_group"
 
 MUON = (
     Mutant(
+        "a gradient of float64 meets a momentum of float32",
+        "trainer/components/muon.py",
+        "gradient.to(both).lerp(momentum.to(both), self._settings.momentum)",
+        "gradient.lerp(momentum, self._settings.momentum)",
+        "tests/distributed/test_stored_types.py::test_each_optimizer_takes_each_pair_of_types",
+    ),
+    Mutant(
         "tall matrices are not turned",
         "trainer/components/muon.py",
         "tall = x.shape[1] > x.shape[2]",

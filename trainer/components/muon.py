@@ -122,8 +122,12 @@ class Muon(torch.optim.Optimizer):
         self._store(update, update.momentum, moved, first_row=0, bits_above=16)
 
     def _part(self, updates: Sequence["_Update"], number: int, rows: Range) -> torch.Tensor:
-        gradient, momentum = (wide(x[slice(*rows)]) for x in (updates[number].gradient, updates[number].momentum))
-        return gradient.lerp(momentum, self._settings.momentum) if self._settings.nesterov else momentum
+        gradient = wide(updates[number].gradient[slice(*rows)])
+        momentum = wide(updates[number].momentum[slice(*rows)])
+        if not self._settings.nesterov:
+            return momentum
+        both = torch.promote_types(gradient.dtype, momentum.dtype)  # weights of float64, momenta of bfloat16
+        return gradient.to(both).lerp(momentum.to(both), self._settings.momentum)
 
     def _change(self, updates: Sequence["_Update"], blocks: Iterable[Block], share: torch.Tensor | None) -> None:
         for matrix, rows, block in blocks:

@@ -92,7 +92,10 @@ def _checkpointed(part: str = "forward", **options: Any) -> Callable[..., Any]:
 
 
 def _forward_with_attention_on_host(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    contexts = partial(_contexts_with_attention_on_host, self.keep_attention)
+    keep_attention = getattr(self, "keep_attention", None)
+    if keep_attention is None:  # a layer whose input stays on the device, such as one for a further token
+        return _forward_keeping_operators(self, *args, **kwargs)
+    contexts = partial(_contexts_with_attention_on_host, keep_attention)
     return checkpoint(type(self).forward, self, *args, **_OPTIONS, context_fn=contexts, **kwargs)
 
 
