@@ -10,7 +10,7 @@ from itertools import combinations
 
 Row = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
-_TRIES = 40
+_TRIES = 80
 
 
 def pairs_of(row: Mapping[str, str]) -> Iterator[Pair]:

@@ -13,7 +13,7 @@ from torch.profiler import record_function as region
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.early_update import EarlyUpdates
-from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
+from trainer.components.lr_scheduler import build_lr_scheduler, check_restart, scheduled_rate
 from trainer.components.metrics import MetricsLogger, StepRecord
 from trainer.components.norms import UpdateNorms, clip_gradients, settle_gradients, squared_norm
 from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups, mask_update
@@ -264,7 +264,7 @@ class Trainer:
             self.optimizer_step(totals.norm)
         for observer in self.observers:
             observer.end_step(left_out)
-        lr, at_once = self.lr_scheduler.get_last_lr()[0], self.needs_outcome(step)
+        lr, at_once = scheduled_rate(self.lr_scheduler, self.config.optimizer.lr), self.needs_outcome(step)
         record = self.metrics.record(step, sums, counts, lr=lr, data=self.data, late=not at_once)
         self.unread = partial(self.finish_step, step, totals, record)
         if at_once:

@@ -92,7 +92,7 @@ COUNTED = {
     "QK-clip, sequences in chunks": ("--optimizer.qk_clip=0.01", "--training.sequence_chunks=2"),
     "balance loss": ("--model.name=qwen3_moe", "--model.router_aux_loss_coef=0.1"),
     "biases of routers": ("--model.name=qwen3_moe", "--model.router_bias_update_rate=0.1"),
-    "further tokens": ("--model.mtp_layers=1", "--training.z_loss=0.1"),
+    "further tokens": ("--model.mtp_layers=1", "--training.z_loss=0.1", "--optimizer.qk_clip=0.01"),
 }
 
 

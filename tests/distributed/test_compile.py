@@ -269,6 +269,9 @@ def settings_case() -> tuple[dict[str, bool], bool, float]:
     functorch = torch._functorch.config
     with compiling.compiler_settings(compilation):
         seen = functorch.donated_buffer, functorch.activation_memory_budget
+        longer = torch.compile(lambda x, name: x + len(name), backend="eager", fullgraph=True)
+        for length in range(12):  # a graph for each name: more than the 8 that PyTorch allows
+            longer(torch.ones(2), "a" * length)
     assert functorch.activation_memory_budget == 1.0
     return compile_.call_args.kwargs["options"], *seen
 

@@ -36,10 +36,17 @@ OF_MODEL: dict[str, dict[str, list[str]]] = {
     "tied": {"no": [], "yes": ["--model.flavor=tiny_tied"]},
     "length": {"16": [], "14": ["--training.seq_len=14"]},
     "rope": {"plain": [], "scaled": ["--model.rope_scaling=8", "--model.rope_theta=10000"]},
+    "further": {"no": [], "yes": ["--model.mtp_layers=1", "--training.z_loss=0.01"]},
+    "clip": {"no": [], "yes": ["--optimizer.qk_clip=0.5"]},
+    "rates": {
+        "no": [],
+        "yes": ["--optimizer.groups", "layers.*.wq.weight lr=0.5", "tok_embeddings.* weight_decay=0.2"],
+    },
     "optimizer": {
         "foreach": ["--optimizer.implementation=foreach"],
         "fused": ["--optimizer.implementation=fused"],
         "Adam": ["--optimizer.name=Adam", "--optimizer.implementation=for-loop"],
+        "Muon": ["--optimizer.name=Muon"],
     },
 }
 # How the work is shared and done; "-": there is nothing that this is about.
@@ -65,6 +72,21 @@ OF_WORK: dict[str, dict[str, list[str]]] = {
         "yes": ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
     },
     "offload": {"no": [], "yes": ["--training.enable_cpu_offload"]},
+    "chunks": {
+        "no": [],
+        "3": ["--training.sequence_chunks=3"],
+        "on the host": ["--training.sequence_chunks=2", "--training.sequence_chunks_offload"],
+    },
+    "logits": {"whole": [], "5 tokens": ["--training.loss_chunk_tokens=5"]},
+    "kept": {
+        "here": [],
+        "inputs": ["--activation_checkpoint.offload=inputs", "--activation_checkpoint.offload_keep_last=0"],
+        "attention": [
+            "--activation_checkpoint.offload=inputs+attention",
+            "--activation_checkpoint.offload_keep_last=0",
+        ],
+    },
+    "network": {"whole": [], "3 tokens": ["--activation_checkpoint.mlp_chunk_tokens=3"]},
     "loss": {"-": [], "parallel": [], "whole": ["--parallelism.disable_loss_parallel"]},
     "step": {
         "as read": [],
@@ -93,6 +115,8 @@ def allowed(row: Row) -> bool:
     shards = max(degree["fsdp"], 1) * max(degree["cp"], 1)
     planned = degree["cp"] != 1 or has("mask") != "causal" or has("sinks") != "no"
     balanced = has("step", "").startswith("balanced")
+    compiled = has("step", "").endswith("compiled")
+    in_chunks = has("logits", "5 tokens") != "whole"
     resharded = has("reshard", "always") == "always" or (has("reshard") == "default" and degree["pp"] < 2)
     return all(
         (
@@ -113,6 +137,15 @@ def allowed(row: Row) -> bool:
             needs("reshard", "default", 0 in (degree["fsdp"], degree["cp"]) or shards > 1),
             needs("prefetch", "no", resharded and (0 in (degree["fsdp"], degree["cp"]) or shards > 1)),
             needs("loss", "-", degree["tp"] != 1) and not (degree["tp"] > 1 and has("loss") == "-"),
+            needs("chunks", "no", degree["pp"] < 2 and degree["cp"] < 2 and has("convolution", "no") == "no"),
+            needs("kept", "here", has("recompute") != "none"),
+            has("kept") != "attention" or (has("recompute", "op") == "op" and not compiled and planned),
+            has("kept", "here") == "here" or degree["pp"] < 4,  # a stage has a layer with a kept input
+            has("kept", "here") == "here" or degree["pp"] < 2 or has("recompute") != "2",
+            needs("network", "whole", has("recompute") != "op" and not compiled),
+            has("further", "no") == "no" or degree["pp"] < 2,
+            has("further", "no") == "no" or degree["tp"] < 2 or not (compiled and balanced),
+            has("further", "no") == "no" or degree["tp"] < 2 or has("loss", "whole") == "whole" or in_chunks,
             not balanced or degree["pp"] < 2,
             not balanced or has("mask", "document").startswith("document"),
             not balanced or 0 in (degree["ddp"], degree["fsdp"]) or degree["ddp"] * degree["fsdp"] > 1,
@@ -140,6 +173,8 @@ def arguments(row: Row) -> tuple[list[str], list[str]]:
     d = {axis: int(row[axis]) for axis in DEGREES}
     work = [a for axis in OF_WORK for a in OF_WORK[axis][row[axis]]]
     mesh = degrees(dp_replicate=d["ddp"], dp_shard=d["fsdp"], cp=d["cp"], tp=d["tp"], pp=d["pp"])
+    if "compiled" in row["step"] and ("balanced" in row["step"] or row["chunks"] != "no"):
+        model.append("--training.steps=8")  # so that a graph for each of the sizes that vary is made, or is too many
     one = [*model]
     if row["batch"] == "at once":  # the rows that all data-parallel ranks have together
         one += ["--training.global_batch_size=-1", f"--training.local_batch_size={rows * d['ddp'] * d['fsdp']}"]

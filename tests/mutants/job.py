@@ -17,6 +17,20 @@ DATA = (
         _BALANCE,
     ),
     Mutant(
+        "a function has eight graphs at most",
+        "trainer/transforms/compile.py",
+        "recompile_limit=max(config.recompile_limit, _GRAPHS)",
+        "recompile_limit=config.recompile_limit",
+        "tests/distributed/test_compile.py::test_the_compiler_is_told_of_overlap_split_backwards_and_budgets",
+    ),
+    Mutant(
+        "a layer for further tokens sees the first tokens of the next document",
+        "trainer/tasks/language.py",
+        "next_tokens.append(_shifted(tokens, distance, 0).masked_fill(~is_inside, 0))",
+        "next_tokens.append(_shifted(tokens, distance, 0))",
+        f"{_BALANCE}::test_what_a_step_counts_is_that_of_one_process",
+    ),
+    Mutant(
         "documents without a label are lost in a balanced step",
         "trainer/tasks/balanced_batches.py",
         "if in_document.any()]",

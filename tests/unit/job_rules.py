@@ -149,6 +149,14 @@ RULES = [
             ([HOST, FREE, "--parallelism.pipeline_parallel_degree=2"], 2, ["pipeline_parallel_degree = 2"]),
         )
     ),
+    (
+        [
+            *("--training.balance=step", "--training.attention_mask=document", "--compile.enable"),
+            *("--model.mtp_layers=1", "--parallelism.tensor_parallel_degree=2"),
+        ],
+        4,
+        ["training.balance = 'step' gives each micro-batch another length", "compile.components = ['loss']"],
+    ),
     ([f"{CHUNKS}0"], 1, ["training.sequence_chunks = 0 must be at least 1"]),
     (
         [f"{CHUNKS}300", "--training.seq_len=256"],

@@ -38,6 +38,14 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: LRScheduler, st
     return LambdaLR(optimizer, lambda step: lr_factor(max(step - start, 0), config, total_steps))
 
 
+def scheduled_rate(scheduler: LambdaLR, peak: float) -> float:
+    """Return the learning rate of the next step of a parameter without a rule of its own: the same on all ranks.
+
+    peak: `optimizer.lr`. Groups of parameters may have other rates, and pipeline stages have other groups.
+    """
+    return peak * scheduler.lr_lambdas[0](scheduler.last_epoch)
+
+
 def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
     """Set `scheduler` and the learning rates of its optimizer to their values after `steps` steps of this schedule."""
     lrs = [lr * factor(steps) for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]

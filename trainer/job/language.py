@@ -19,7 +19,7 @@ from trainer.job.lora import check_lora
 from trainer.job.memory import host_memory, memory_of_stage
 from trainer.job.pipeline_stages import layers_of_stages, resolve_pipeline
 from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, TaskDecisions, TaskSpec, size_words
-from trainer.job.training import check_chunks
+from trainer.job.training import check_chunks, check_varying_lengths
 from trainer.job.transforms import check_float8
 
 
@@ -76,6 +76,7 @@ class Language(TaskSpec):
 
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
         check_float8(config, model, degrees)
+        check_varying_lengths(config, model, degrees)
         check_chunks(config, model, degrees)
         check_qk_clip(config, model)
         check_mixture(config)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.families.args import ModelArgs
+from trainer.families.args import ModelArgs, mtp_layers_of
 from trainer.job.degrees import Degrees
 
 BALANCE_GROWTH = 1.25
@@ -135,6 +135,22 @@ def check_batch(config: JobConfig, degrees: Degrees, *, length_key: str = "train
         raise ConfigError(
             f"{length_key} = {training.seq_len} gives some of parallelism.context_parallel_degree = "
             f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
+        )
+
+
+def check_varying_lengths(config: JobConfig, model: ModelArgs, degrees: Degrees) -> None:
+    """Raise a ConfigError for rows of varying lengths where PyTorch 2.13 fails to compile a layer for them.
+
+    With tensor parallelism, a layer for a further token ends in a RecursionError of the compiler.
+    """
+    settings = config.compile
+    traced = settings.enable and "model" in settings.components and settings.backend != "eager"
+    if traced and config.training.balance == "step" and degrees.tp > 1 and mtp_layers_of(model):
+        raise ConfigError(
+            "training.balance = 'step' gives each micro-batch another length, for which PyTorch cannot compile layers "
+            f"for further tokens with parallelism.tensor_parallel_degree = {degrees.tp}; use balance = 'off', "
+            "model.mtp_layers = 0, tensor_parallel_degree = 1, or compile the loss alone with "
+            "compile.components = ['loss']"
         )
 
 

@@ -75,9 +75,10 @@ class FurtherTokens(_Totals):
         tokens, labels, documents = batch["tokens"], batch["labels"], batch["document_ids"].to(batch["tokens"].device)
         next_tokens, next_labels = [], []
         for distance in range(1, self._layers + 1):
-            shifted = _shifted(documents, distance, -1) == documents
-            next_tokens.append(_shifted(tokens, distance, 0))
-            next_labels.append(_shifted(labels, distance, IGNORE_INDEX).masked_fill(~shifted, IGNORE_INDEX))
+            is_inside = _shifted(documents, distance, -1) == documents
+            # Beyond the end of a document no token of another one, so that nothing depends on which one follows.
+            next_tokens.append(_shifted(tokens, distance, 0).masked_fill(~is_inside, 0))
+            next_labels.append(_shifted(labels, distance, IGNORE_INDEX).masked_fill(~is_inside, IGNORE_INDEX))
         batch["next_tokens"], batch["next_labels"] = torch.stack(next_tokens, -1), torch.stack(next_labels, -1)
 
     def count(self, losses: torch.Tensor, labels: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ from trainer.job.transforms import CompileOptions
 
 logger = logging.getLogger("trainer")
 F = TypeVar("F", bound=Callable)
+_GRAPHS = 64
+"""The most graphs of one function. PyTorch allows 8, and then the run ends: a layer has a graph for each kind of
+layers, with and without gradients, with optional arguments and without, and one more where sizes begin to vary."""
 _TAG = " rank "  # the part of the caches' key before it belongs to the user
 
 
@@ -119,8 +122,17 @@ def compiler_settings(options: CompileOptions) -> Iterator[None]:
         settings["donated_buffer"] = False  # else the first run overwrites inputs of the second
     if options.memory_budget is not None:
         settings |= _budget(options.memory_budget)
-    with torch._functorch.config.patch(settings) if options.any and settings else nullcontext():
+    if not options.any:
         yield
+        return
+    with torch._functorch.config.patch(settings) if settings else nullcontext(), _more_graphs():
+        yield
+
+
+def _more_graphs() -> AbstractContextManager[None]:
+    from torch._dynamo import config  # the import of the compiler takes a second
+
+    return config.patch(recompile_limit=max(config.recompile_limit, _GRAPHS))
 
 
 def keep_caches_apart(dims: ParallelDims) -> None:
