@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.chat_files import CHATML, chat_folder
+from tests.chat_files import CALLS, chat_folder
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 TOOLS = [{"name": "add"}]
-WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{% if language %}{{ language }}{% endif %}" + CHATML
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{% if language %}{{ language }}{% endif %}" + CALLS
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 

@@ -184,6 +184,20 @@ CHAT = (
         "tests/distributed/test_packing.py::test_the_share_of_padding_is_that_of_all_ranks",
     ),
     Mutant(
+        "keys of null that clients send reach the template",
+        "trainer/data/tokenizers/chat_messages.py",
+        "for key, value in given.items() if value is not None}",
+        "for key, value in given.items()}",
+        "tests/unit/test_chat_prompts.py::test_a_prompt_is_what_training_writes_before_the_answer",
+    ),
+    Mutant(
+        "a prompt has arguments of calls in the form that was sent",
+        "trainer/data/tokenizers/chat_messages.py",
+        "    yield objects\n    if messages != objects:\n        yield messages\n",
+        "    yield messages\n    if messages != objects:\n        yield objects\n",
+        "tests/unit/test_chat_prompts.py::test_a_prompt_is_what_training_writes_before_the_answer",
+    ),
+    Mutant(
         "what may begin a stop is lost",
         "trainer/commands/talk.py",
         'self._held = "" if places else text[end:]',

@@ -119,7 +119,7 @@ BAD = [
     ({"messages": [*TURNS, {"role": "bot", "content": "a"}]}, "message 5: \"role\" = 'bot' must be one of 'system'"),
     ({"messages": [{"content": "a"}]}, 'message 1: "role" = None must be'),
     ({"messages": [{"role": "user", "content": None}]}, 'message 1: "content" must be a string'),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images, cannot be trained on"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has a part of type 'image'"),
     ({"messages": [TURNS[0], {"role": "assistant", "content": ""}]}, "message 2: the answer is empty"),
     ({"messages": [TURNS[0], {"role": "assistant", "content": None}]}, 'message 2: "content" must be a string'),
     ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": ["add"]}]}, 'message 2: "tool_calls" must be a list'),

@@ -5,59 +5,17 @@ The templates are those that TRL ships. Its `_training` twins mark the answers b
 
 import json
 import re
-from datetime import date
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from tests.chat_files import chat_folder
+from tests.published_templates import OF_TEXT, PUBLISHED, TOOL, answer, special_names, template, tool, user
 from tests.unit.chat_encoding import read, refusal
-from trainer.config.data import Chat
 from trainer.config.errors import ConfigError
 from trainer.data.packing import IGNORE_INDEX, sample_of
-from trainer.data.tokenizers.chat_template import ChatTemplate, ConversationEncoder
+from trainer.data.tokenizers.chat_template import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer
-
-FOLDER = Path(next(iter(find_spec("trl").submodule_search_locations))) / "chat_templates"
-PUBLISHED = {file.stem: file.read_text() for file in sorted(FOLDER.glob("*.jinja"))}
-OF_TEXT = [name for name in PUBLISHED if not name.endswith("_training")]
-# ruff: noqa: RUF001 - DeepSeek's names have a wide bar
-# Names of special tokens, as the templates write them.
-NAMES = re.compile(
-    r"<\|[^|<>{}\s]+\|>|<｜[^｜<>]+｜>|<[a-z]+_of_[a-z]+>|</?s>|<bos>|<eos>|<\|?turn\|?>|<\|?tool_response\|?>"
-)
-BEGIN, END = "<|begin|>", "<|eos|>"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "the weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "where"}}},
-    },
-}
-
-
-def user(content: str) -> dict:
-    return {"role": "user", "content": content}
-
-
-def answer(content: str, *calls: str, reasoning: str = "") -> dict:
-    found = {"role": "assistant", "content": content}
-    if reasoning:
-        found |= {"reasoning_content": reasoning, "thinking": reasoning}
-    if calls:
-        found["tool_calls"] = [
-            {"id": f"call{i:05d}", "type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}}
-            for i, city in enumerate(calls)
-        ]
-    return found
-
-
-def tool(content: str, number: int = 0) -> dict:
-    return {"role": "tool", "name": "get_weather", "tool_call_id": f"call{number:05d}", "content": content}
-
 
 CONVERSATIONS = {
     "one": [user("Hi there"), answer("Hello!")],
@@ -97,19 +55,10 @@ def line(name: str) -> dict:
     return {"messages": messages} | ({"tools": [TOOL]} if "call" in name else {})
 
 
-def template(name: str) -> ChatTemplate:
-    special = {"bos_token": BEGIN, "eos_token": END}
-    return ChatTemplate(PUBLISHED[name], name, special, Chat(date=date.today().isoformat()), _names())
-
-
-def _names() -> list[str]:
-    return sorted(set().union(*(NAMES.findall(text) for text in PUBLISHED.values())) | {BEGIN, END})
-
-
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> tuple:
     """One with the special tokens of all templates, as transformers and as this program read it."""
-    folder = chat_folder(tmp_path_factory.mktemp("published"), None, specials=_names())
+    folder = chat_folder(tmp_path_factory.mktemp("published"), None, specials=special_names())
     return AutoTokenizer.from_pretrained(folder), open_tokenizer(str(folder))
 
 
@@ -188,6 +137,7 @@ def check_learnt(learnt: str, messages: list[dict], conversation: str) -> None:
         assert not [word for word in others if word in learnt], (conversation, learnt)
 
 
+# ruff: noqa: RUF001 - DeepSeek's names have a wide bar
 # What TRL's marks have beside an answer: parts of the prompt, and white space or a second token behind its end.
 BESIDE = re.compile(
     r"\s*|<｜Assistant｜>\s*|<｜tool▁outputs▁end｜>|<\|start\|>assistant|(<think>\s*(</think>)?\s*)?|\s*<\|eos\|>"

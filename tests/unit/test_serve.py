@@ -1,5 +1,6 @@
 """Law of `lct serve`: a client of OpenAI's API gets the answers that transformers writes."""
 
+import json
 import os
 import socket
 import subprocess
@@ -62,6 +63,33 @@ def test_a_conversation_is_answered_whole_and_in_pieces(client, folder):
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == got.choices[0].finish_reason
 
 
+def test_messages_as_clients_send_them_are_those_of_data(client, folder):
+    """Parts of text, arguments as a string of JSON, no content beside a call, and an answer as the client dumps it."""
+    first = client.chat.completions.create(messages=[QUESTION], **GREEDY).choices[0].message
+    arguments = {"a": 2, "to": "three"}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    as_sent = call | {"function": {"name": "add", "arguments": json.dumps(arguments)}}
+    sent = [
+        {"role": "user", "content": [{"type": "text", "text": "two and "}, {"type": "text", "text": "three?"}]},
+        first.model_dump(),
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [as_sent]},
+        {"role": "tool", "tool_call_id": "1", "content": "five"},
+    ]
+    data = [
+        QUESTION,
+        {"role": "assistant", "content": first.content},
+        QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "five"},
+    ]
+    got = client.chat.completions.create(messages=sent, **GREEDY)
+    assert got.choices[0].message.content == theirs(folder, data, None)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    with pytest.raises(openai.BadRequestError, match=r"message 1: .* has a part of type 'image_url'"):
+        client.chat.completions.create(messages=[image], **GREEDY)
+
+
 def test_a_text_is_completed_up_to_a_stop(client, folder):
     whole = client.completions.create(prompt="the quick", **GREEDY)
     text = whole.choices[0].text
@@ -88,7 +116,8 @@ def test_wrong_requests_are_refused_in_one_sentence_and_the_next_one_is_answered
         ({"seed": 2**64}, "seed = 18446744073709551616 must be a number"),
         ({"stop": [""]}, "must be a text, or a list of texts"),
         ({"stream": True, "extra_body": {"stream_options": "x"}}, "stream_options = 'x' must be an object"),
-        ({"messages": [{"content": "?"}]}, "messages must be a list of objects with role and content"),
+        ({"messages": []}, '"messages" must be a list of objects with "role" and "content"'),
+        ({"messages": [{"content": "?"}]}, 'message 1: "role" = None must be one of'),
         ({"messages": [{"role": "user", "content": "five " * 600}]}, "and the model takes 1 to 511"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):

@@ -130,10 +130,7 @@ class Server:
     def _conversation(self, body: Mapping[str, Any]) -> list[int]:
         if isinstance(self._talk, ConfigError):
             raise self._talk
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(x, dict) and "role" in x for x in messages):
-            raise ConfigError("messages must be a list of objects with role and content")
-        return self._talk.prompt(messages, body)
+        return self._talk.prompt(body.get("messages"), body)
 
     def _text(self, body: Mapping[str, Any]) -> list[int]:
         given = body.get("prompt")

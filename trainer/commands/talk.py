@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.data.tokenizers.chat_messages import read_messages, read_template_arguments
 from trainer.data.tokenizers.chat_template import ChatTemplate, end_ids, find_template
 from trainer.stores.folder import hf_folder
 
@@ -72,13 +73,14 @@ class Talk:
             raise ConfigError(f"--tools {tools} must be a list of objects; write what the template's model expects")
         return cls(tokenizer, template, given or (), frozenset(ends_of(config, tokenizer, template)))
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any] = _NOTHING) -> list[int]:
+    def prompt(self, messages: object, more: Mapping[str, Any] = _NOTHING) -> list[int]:
         """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages.
 
-        more: may have tools, and chat_template_kwargs with arguments of the template.
+        messages: as of data; more: may have tools, and chat_template_kwargs with arguments of the template.
         """
-        brought = {"tools": more.get("tools") or self.tools or None, "values": more.get("chat_template_kwargs") or {}}
-        text = self.template.prompt({"messages": messages, **brought})
+        values = read_template_arguments(more.get("chat_template_kwargs"))
+        brought = {"tools": more.get("tools") or self.tools or None, "values": values}
+        text = self.template.prompt({"messages": read_messages(messages), **brought})
         return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
 
     def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:

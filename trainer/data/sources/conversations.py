@@ -22,13 +22,12 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.data.sources.records import BadRecord, Where
-from trainer.data.tokenizers.chat_answers import function_of
+from trainer.data.tokenizers.chat_messages import EXAMPLE, read_messages, read_template_arguments
 from trainer.data.tokenizers.tokenizer import replace_surrogates
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWER_KEYS = ("answer", "completion", "response")
 _SHARE_GPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
-_EXAMPLE = '{"prompt": "...", "answer": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
+_EXAMPLE = f'{{"prompt": "...", "answer": "..."}} or {EXAMPLE}'
 _PAIR = '{"chosen": [{"role": "user", "content": "..."}, ...], "rejected": [...]}'
 
 
@@ -56,9 +55,7 @@ def _checked(content: bytes) -> dict[str, Any]:
     if not isinstance(line, dict):
         raise ConfigError(f"it must be a JSON object in UTF-8, such as {_EXAMPLE}")
     if (given := _given_messages(line)) is not None:
-        values = line.get("chat_template_kwargs") or {}
-        if not isinstance(values, dict):
-            raise ConfigError('"chat_template_kwargs" must be an object, such as {"enable_thinking": false}')
+        values = read_template_arguments(line.get("chat_template_kwargs"))
         others = {"tools": _tools(line.get("tools")), "values": values}
         return {"messages": _messages(given)} | {name: value for name, value in others.items() if value}
     answer = next((key for key in ANSWER_KEYS if key in line), None)
@@ -91,9 +88,13 @@ def _given_messages(line: Mapping[str, Any]) -> object:
 
 
 def _messages(given: object) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
-        raise ConfigError(f'"messages" must be a list of objects with "role" and "content"; write {_EXAMPLE}')
-    messages = [_message(message, number) for number, message in enumerate(given, 1)]
+    messages = read_messages(given)
+    for number, message in enumerate(messages, 1):
+        if message.get("weight", 1) not in (0, 1):
+            raise ConfigError(f'message {number}: "weight" = {message["weight"]!r} must be 0 (not learned) or 1')
+        is_answer = message["role"] == "assistant"
+        if is_answer and not message["content"].strip() and not message.get("tool_calls"):
+            raise ConfigError(f"message {number}: the answer is empty; leave the message or the line out")
     if not any(message["role"] == "assistant" and message.get("weight", 1) for message in messages):
         raise ConfigError(
             "no message is of the role 'assistant' with a weight above 0, so that there is no answer; leave the line "
@@ -110,35 +111,6 @@ def _tools(given: object) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError('"tools" must be a list of objects, or a string of JSON that is one')
     return tools
-
-
-def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
-    role, content = given.get("role"), given.get("content")
-    if role not in ROLES:
-        raise ConfigError(f'message {number}: "role" = {role!r} must be one of {", ".join(map(repr, ROLES))}')
-    if content is None and given.get("tool_calls"):
-        content = ""  # so the call is all that there is
-    if isinstance(content, list) and all(_is_text(part) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise ConfigError(
-            f'message {number}: "content" must be a string, or a list of {{"type": "text", "text": "..."}}; '
-            "other parts, such as images, cannot be trained on"
-        )
-    if given.get("weight", 1) not in (0, 1):
-        raise ConfigError(f'message {number}: "weight" = {given["weight"]!r} must be 0 (not learned) or 1')
-    if role == "assistant" and not content.strip() and not given.get("tool_calls"):
-        raise ConfigError(f"message {number}: the answer is empty; leave the message or the line out")
-    if not all(function_of(call) for call in given.get("tool_calls") or ()):
-        raise ConfigError(
-            f'message {number}: "tool_calls" must be a list of {{"function": {{"name": ..., "arguments": '
-            "{...}}}, with the arguments as an object or a string of JSON"
-        )
-    return {key: value for key, value in given.items() if value is not None} | {"content": content}
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def preference(content: bytes, where: Where) -> Iterator[dict[str, Any] | BadRecord | str]:

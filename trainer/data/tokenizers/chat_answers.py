@@ -15,11 +15,11 @@ its end token, which stands behind its content both in the whole text and alone.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.data.tokenizers.chat_messages import function_of
 
 CHECKED = ("user", "assistant", "tool")  # a system message may be written inside another one
 MARK_ANSWERS = "mark the answers in the template with {% generation %} ... {% endgeneration %}"
@@ -164,14 +164,6 @@ class Answers:
 # ---- what a template has written: many leave out what they lack
 
 
-def function_of(call: object) -> tuple[str, object] | None:
-    """Return the name and the arguments of a tool call, or None if it is none."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        return None
-    return function["name"], function.get("arguments", {})
-
-
 def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
     """Return what of the messages is not in the rendered text, in words, or '' if all is there.
 
@@ -188,29 +180,22 @@ def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
         for call in message.get("tool_calls") or ():
             function, arguments = function_of(call)
             end = _end_of(function, text, start)
-            twice = isinstance(arguments, str) and arguments.strip() not in text and _quoted(arguments) in text
-            if twice or end < 0 or any(_end_of(value, text, start) < 0 for value in _values(arguments)):
+            if (
+                _is_misspelled(arguments, text)
+                or end < 0
+                or any(_end_of(value, text, start) < 0 for value in _values(arguments))
+            ):
                 return f"the call of {function!r} in message {number}"
             start, place = end, max(place, end)
     return ""
 
 
-def other_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the messages with arguments of calls as objects in the place of strings of JSON, and the other way round.
-
-    None if no message calls a tool.
-    """
-    changed = json.loads(json.dumps(messages))
-    for message in changed:
-        for call in message.get("tool_calls") or ():
-            function = call.get("function", call)
-            arguments = function.get("arguments", {})
-            if not isinstance(arguments, str):
-                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-            else:
-                with suppress(ValueError):
-                    function["arguments"] = json.loads(arguments)
-    return None if changed == list(messages) else changed
+def _is_misspelled(arguments: object, text: str) -> bool:
+    """Return whether a text has a string of JSON that is quoted once more, or an object as Python writes it."""
+    if isinstance(arguments, str):
+        return arguments.strip() not in text and _quoted(arguments) in text
+    as_json = json.dumps(arguments, ensure_ascii=False)
+    return isinstance(arguments, Mapping) and as_json not in text and str(arguments) in text
 
 
 def _without_reasoning(content: str) -> str:

@@ -1,7 +1,8 @@
 """Chat templates of tokenizers, in Jinja: messages to text, and which part of the text is an answer. Torch-free.
 
-Texts equal those of transformers' `apply_chat_template`, with one exception: the clock of a template (`strftime_now`)
-is the date chat.date, because data must not depend on the day. Without it templates write a date of their own.
+Texts equal those of transformers' `apply_chat_template`, with two exceptions. The clock of a template (`strftime_now`)
+is the date chat.date, because data must not depend on the day. Without it templates write a date of their own. And
+arguments of calls are given as objects, if the template takes these, whatever the data has: see `argument_forms`.
 
 rendered   <|user|>\n2 + 2?<|end|>\n<|assistant|>\n4<|end|>\n     the template writes all but the contents
 answers                                           ------          with the token that ends them
@@ -23,7 +24,8 @@ import numpy as np
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.registry import Registry
 from trainer.config.schema import Chat
-from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages, left_out, other_arguments
+from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages, left_out
+from trainer.data.tokenizers.chat_messages import argument_forms
 from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer, open_tokenizer, special_names
 from trainer.data.tokenizers.tokenizer_json import read_settings
 
@@ -77,19 +79,19 @@ class ChatTemplate:
         roles, how = {"user": found.get("prompt"), "assistant": found.get("answer")}, _brought(found)
         messages = found.get("messages") or [{"role": role, "content": text} for role, text in roles.items()]
         try:
-            return self._rendered(messages, how)
+            messages, text = self._written(messages, how)
+            return text, self._answers(messages, text, how)
         except ConfigError as error:
-            reason = error
-        # Some templates write arguments of calls as JSON, and others take them as such.
-        with suppress(ConfigError):
-            if (others := other_arguments(messages)) is not None:
-                return self._rendered(others, how)
-        raise ConfigError(f"{found['where']()}: the chat template {self._name} {reason}")
+            raise ConfigError(f"{found['where']()}: the chat template {self._name} {error}") from None
 
     def prompt(self, found: Mapping[str, Any]) -> str:
-        """Return the text that asks a model for the next answer; ConfigError if the template refuses it."""
+        """Return the text that asks a model for the next answer: what `render` writes up to it.
+
+        Raises:
+            ConfigError: the template refuses the messages, or leaves one out.
+        """
         try:
-            return self._text(self._plain, found["messages"], **_brought(found), prompts=True)
+            return self._written(found["messages"], _brought(found), prompts=True)[1]
         except ConfigError as error:
             raise ConfigError(f"the chat template {self._name} {error}") from None
 
@@ -103,27 +105,38 @@ class ChatTemplate:
         answer = text[spans[0][0] : spans[0][1]].rstrip()
         return next((token for token in self._tokens if token and answer.endswith(token)), "")
 
-    def _rendered(self, messages: Messages, how: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        text = self._text(self._plain, messages, **how)
-        if missing := left_out(messages, text):
-            raise ConfigError(
+    def _written(self, messages: Messages, how: Mapping[str, Any], *, prompts: bool = False) -> tuple[Messages, str]:
+        """Return the messages, with arguments of calls in the form that the template takes, and the text of all."""
+        reason = None
+        for form in argument_forms(messages):
+            try:
+                text = self._text(self._plain, form, **how, prompts=prompts)
+            except ConfigError as error:
+                reason = reason or error
+                continue
+            if not (missing := left_out(form, text)):
+                return form, text
+            reason = reason or ConfigError(
                 f"does not write {missing}; use the template of a model that has it, or leave the line out"
             )
+        raise reason
+
+    def _answers(self, messages: Messages, text: str, how: Mapping[str, Any]) -> list[tuple[int, int]]:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learnt = [i for i in answers if messages[i].get("weight", 1)]
         learnt = learnt[-1:] if self._chat.answers == "last" else learnt
         if self._marked is None:
             finder = Answers(messages, text, partial(self._text, self._plain, **how), self._tokens)
-            return text, [finder.span(i) for i in learnt]
+            return [finder.span(i) for i in learnt]
         spans = _spans_by_marks(self._text(self._marked, messages, **how), text)
         if learnt == answers:
-            return text, spans
+            return spans
         if len(spans) != len(answers):
             raise ConfigError(
                 f"marks {len(spans)} parts of {len(answers)} answers, so that some answers alone cannot be trained on; "
                 "mark each answer once, or train on all of them"
             )
-        return text, [spans[answers.index(i)] for i in learnt]
+        return [spans[answers.index(i)] for i in learnt]
 
     def _text(
         self,

@@ -1,0 +1,116 @@
+"""Read messages, from data or from a client of OpenAI's API, into what chat templates take. Torch-free.
+
+    {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}     {"role": "user", "content": "2 + 2?"}
+    {"role": "assistant", "content": null, "tool_calls": [...]}           {"role": "assistant", "content": "", ...}
+    {"role": "assistant", "content": "4", "refusal": null}                {"role": "assistant", "content": "4"}
+
+Training and every command that writes an answer read messages here, so that the same messages become the same text.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from trainer.config.errors import ConfigError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+
+
+def read_messages(given: object) -> list[dict[str, Any]]:
+    """Return messages as templates take them: contents are strings, and keys without a value are left out.
+
+    Raises:
+        ConfigError: a message has another form, or a part that is no text.
+    """
+    if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
+        raise ConfigError(f'"messages" must be a list of objects with "role" and "content"; write {EXAMPLE}')
+    return [_message(message, number) for number, message in enumerate(given, 1)]
+
+
+def read_template_arguments(given: object) -> dict[str, Any]:
+    """Return arguments of the template, from `chat_template_kwargs`; ConfigError if they are no object."""
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError('"chat_template_kwargs" must be an object, such as {"enable_thinking": false}')
+    return given or {}
+
+
+def function_of(call: object) -> tuple[str, object] | None:
+    """Return the name and the arguments of a tool call, or None if it is none."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        return None
+    return function["name"], function.get("arguments", {})
+
+
+def argument_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Yield the messages with arguments of calls as objects, then as they are, then as strings of JSON.
+
+    Clients send strings of JSON. Most templates take objects alone, and some write a string otherwise than an object.
+    A form that is equal to the one before is left out.
+    """
+    objects, strings = _with_arguments(messages, _as_object), _with_arguments(messages, _as_string)
+    yield objects
+    if messages != objects:
+        yield messages
+    if strings != messages:
+        yield strings
+
+
+def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+    role, calls = given.get("role"), given.get("tool_calls")
+    if role not in ROLES:
+        raise ConfigError(f'message {number}: "role" = {role!r} must be one of {", ".join(map(repr, ROLES))}')
+    if calls is not None and not (isinstance(calls, list) and all(map(function_of, calls))):
+        raise ConfigError(
+            f'message {number}: "tool_calls" must be a list of {{"function": {{"name": ..., "arguments": '
+            "{...}}}, with the arguments as an object or a string of JSON"
+        )
+    kept = {key: value for key, value in given.items() if value is not None}
+    if not calls:
+        kept.pop("tool_calls", None)
+    return kept | {"content": _content(given.get("content"), number, may_be_missing=bool(calls))}
+
+
+def _content(content: object, number: int, *, may_be_missing: bool) -> str:
+    """Return the text of a content. It may be missing beside calls, which then are all that there is."""
+    if content is None and may_be_missing:
+        return ""
+    parts = content if isinstance(content, list) else []
+    if parts and all(_is_text(part) for part in parts):
+        return "".join(part["text"] for part in parts)
+    if isinstance(content, str):
+        return content
+    kinds = [part.get("type") for part in parts if isinstance(part, dict)]
+    other = next((kind for kind in kinds if isinstance(kind, str) and kind != "text"), None)
+    found = f"has a part of type {other!r}" if other else "is neither"
+    raise ConfigError(
+        f'message {number}: "content" must be a string, or a list of {{"type": "text", "text": "..."}}, and it '
+        f"{found}; other parts, such as images, are not read"
+    )
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _with_arguments(messages: Sequence[Mapping[str, Any]], form: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    changed = json.loads(json.dumps(messages))
+    for message in changed:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            function["arguments"] = form(function.get("arguments", {}))
+    return changed
+
+
+def _as_object(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(arguments), dict):
+                return found
+    return arguments
+
+
+def _as_string(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
