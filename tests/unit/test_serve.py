@@ -17,7 +17,9 @@ from tests.answering import SYSTEM, TOOLS, saved_model, theirs
 from tests.distributed.pool import free_port
 from tests.slow import slow
 from trainer.commands import serve
-from trainer.commands.openai_format import Request, request_of
+from trainer.commands.http_server import Server
+from trainer.commands.openai_request import Request, request_of
+from trainer.commands.talk import Pieces
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
@@ -106,14 +108,37 @@ def test_a_text_is_completed_up_to_a_stop(client, folder):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_scores_of_tokens_come_whole_and_in_pieces(client):
+    asked = {"prompt": "the quick", "logprobs": 3, "echo": True, **GREEDY | {"max_tokens": 4}}
+    choice = client.completions.create(**asked).choices[0]
+    scores = choice.logprobs
+    assert choice.text == "".join(scores.tokens)
+    assert all(choice.text[at:].startswith(t) for at, t in zip(scores.text_offset, scores.tokens, strict=True))
+    assert (scores.token_logprobs[0], scores.top_logprobs[0]) == (None, None)
+    written = list(zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True))[-4:]
+    assert all(top[token] == score == max(top.values()) for token, score, top in written), "the likeliest are taken"
+    pieces = [piece.choices[0] for piece in client.completions.create(**asked, stream=True)]
+    assert "".join(piece.text for piece in pieces) == choice.text
+    assert [x for piece in pieces if piece.logprobs for x in piece.logprobs.token_logprobs] == scores.token_logprobs
+    prompt = client.completions.create(**asked | {"max_tokens": 0}).choices[0]
+    assert prompt.text == "the quick"
+    assert prompt.logprobs.token_logprobs == scores.token_logprobs[:-4]
+    assert client.completions.create(prompt="the quick", echo=True, **GREEDY).choices[0].text.startswith("the quick")
+    answer = client.chat.completions.create(messages=[QUESTION], logprobs=True, top_logprobs=2, **GREEDY).choices[0]
+    first = answer.logprobs.content[0]
+    assert (first.token, first.logprob) == (first.top_logprobs[0].token, first.top_logprobs[0].logprob)
+    assert answer.message.content.startswith(first.token)
+    assert len(first.top_logprobs) == 2
+
+
 def test_wrong_requests_are_refused_in_one_sentence_and_the_next_one_is_answered(client):
     for wrong, message in (
         ({"n": 2}, "n = 2 is not offered"),
-        ({"logit_bias": {"1": 2}}, "logit_bias is not offered"),
-        ({"max_tokens": 0}, "max_tokens = 0 must be a number of at least 1"),
+        ({"logit_bias": {"1": 2}}, "logit_bias = .* is not offered"),
+        ({"max_tokens": 0}, "max_tokens = 0 must be a whole number of at least 1"),
         ({"temperature": -1}, "temperature = -1 must be a number of at least 0"),
         ({"temperature": 1e300}, "temperature = 1e.300 must be a number of at least 0"),
-        ({"seed": 2**64}, "seed = 18446744073709551616 must be a number"),
+        ({"seed": 2**64}, "seed = 18446744073709551616 must be a whole number"),
         ({"stop": [""]}, "must be a text, or a list of texts"),
         ({"stream": True, "extra_body": {"stream_options": "x"}}, "stream_options = 'x' must be an object"),
         ({"messages": []}, '"messages" must be a list of objects with "role" and "content"'),
@@ -150,10 +175,10 @@ def test_numbers_that_are_none_are_refused():
 
 def test_what_may_begin_a_stop_waits():
     tokenizer = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
-    answer = serve.Pieces(tokenizer.decode, ["\n\n", "END"])
+    answer = Pieces(tokenizer.decode, ["\n\n", "END"])
     assert [answer.put(ord(x)) for x in "aEN\nb"] == ["", "", "a", "E", "N"]
     assert (answer.finish(), answer.stopped) == ("\nb", False)
-    answer = serve.Pieces(tokenizer.decode, ["\n\n", "END"])
+    answer = Pieces(tokenizer.decode, ["\n\n", "END"])
     assert "".join(answer.put(ord(x)) for x in "aEND") == "a"
     assert (answer.finish(), answer.stopped) == ("", True)
 
@@ -161,7 +186,7 @@ def test_what_may_begin_a_stop_waits():
 def test_an_answer_has_at_most_the_tokens_that_are_left():
     usual = Request([], 1024, 0.7, 0, 1.0, 3, [])
     asked = request_of({"top_p": 0, "stop": "x"}, [1] * 10, usual, 16)
-    assert (asked.tokens, asked.top_p, asked.stops, asked.seed) == (6, 1.0, ["x"], 3)
+    assert (asked.tokens, asked.top_p, asked.stops, asked.seed) == (6, 0.0, ["x"], 3)
     assert request_of({"max_completion_tokens": 2, "max_tokens": 5}, [1], usual, 16).tokens == 2
 
 
@@ -170,7 +195,7 @@ def test_a_port_that_is_taken_and_a_package_that_is_missing_are_one_sentence(fol
         args, job = serve.checked([str(folder), f"--port={taken.getsockname()[1]}"])
         tokenizer = open_tokenizer(str(folder))
         with pytest.raises(ConfigError, match=r"is not available \(.*Address already in use.*\); name another"):
-            serve.Server(args, 16, tokenizer, serve._talk_of(job)).start()
+            Server(args, 16, tokenizer, serve.talk_of(job)).start()
     monkeypatch.setattr(serve, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=r"needs starlette and uvicorn; install them with pip install '\.\[serve\]'"):
         serve.checked([str(folder)])
@@ -182,7 +207,7 @@ def test_a_model_without_a_template_completes_texts(folder, tmp_path: Path):
     for file in folder.iterdir():
         (bare / file.name).write_bytes(file.read_bytes().replace(b'"chat_template"', b'"no_template"'))
     args, job = serve.checked([str(bare)])
-    server = serve.Server(args, 64, open_tokenizer(str(bare)), serve._talk_of(job))
+    server = Server(args, 64, open_tokenizer(str(bare)), serve.talk_of(job))
     assert server._asked({"prompt": "the"}, chat=False).prompt
     with pytest.raises(ConfigError, match="has no chat template"):
         server._asked({"messages": [QUESTION]}, chat=True)

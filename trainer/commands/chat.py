@@ -9,6 +9,7 @@ tool that the model has called, and Ctrl-D ends. Without a terminal, each line o
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,11 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
         pieces = Pieces(talk.tokenizer.decode)
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         settings = {"tokens": args.tokens, "sampling": sampling, "seed": args.seed, "ends": talk.ends}
-        put = (lambda _, token, put=pieces.put: print(put(token), end="", flush=True)) if is_first else None
+
+        def put(_: int, token: int, __: object, put: Callable[[int], str] = pieces.put) -> None:
+            if is_first and token not in talk.ends:
+                print(put(token), end="", flush=True)
+
         (written,) = generate(model, job, dims, [prompt], **settings, on_token=put)
         if is_first:
             print(pieces.finish(), flush=True)

@@ -1,28 +1,30 @@
-"""Requests and answers in the format of OpenAI's API (platform.openai.com/docs/api-reference). Torch-free."""
+"""Answers in the format of OpenAI's API (platform.openai.com/docs/api-reference). Torch-free."""
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from trainer.config.errors import ConfigError
-
-_NOT_OFFERED = ("logprobs", "logit_bias", "frequency_penalty", "presence_penalty", "response_format", "echo", "suffix")
+_LEAST = -9999.0  # what OpenAI writes in the place of minus infinity, which JSON has not
 
 
 @dataclass(frozen=True)
-class Request:
-    """What all ranks need to know of a request. stops: texts that end the answer, which does not have them."""
+class Score:
+    """The log-probability of a token, None at the start of a text, and the likeliest tokens with theirs."""
 
-    prompt: list[int]
-    tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    stops: list[str]
+    token: int
+    log_probability: float | None
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer: text, and the scores of its tokens if they were asked for."""
+
+    text: str
+    scores: tuple[Score, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,93 +35,121 @@ class Ended:
     reason: str
 
 
-def request_of(body: Mapping[str, Any], prompt: list[int], usual: Request, longest: int) -> Request:
-    """Return what a request asks for.
-
-    usual: the values that it may leave out; longest: tokens of prompt and answer that the model takes.
-
-    Raises:
-        ConfigError: a wrong value, or something that is not offered.
-    """
-
-    def given(key: str, kind: type, default: Any, *, least: float = 0) -> Any:
-        value = body.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not least <= value < 2**63:
-            raise ConfigError(f"{key} = {value!r} must be a number of at least {least}")
-        return kind(value)
-
-    for key in _NOT_OFFERED:
-        if body.get(key):
-            raise ConfigError(f"{key} is not offered; leave it out")
-    if body.get("n") not in (None, 1):
-        raise ConfigError(f"n = {body['n']!r} is not offered; ask again for another answer")
-    if not 0 < len(prompt) < longest:
-        raise ConfigError(f"the prompt has {len(prompt)} tokens, and the model takes 1 to {longest - 1}")
-    most = given("max_completion_tokens", int, given("max_tokens", int, usual.tokens, least=1), least=1)
-    stops = body.get("stop") or []
-    stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ConfigError(f"stop = {stops!r} must be a text, or a list of texts")
-    return Request(
-        prompt,
-        min(most, longest - len(prompt)),
-        given("temperature", float, usual.temperature),
-        given("top_k", int, usual.top_k),
-        given("top_p", float, usual.top_p) or 1.0,
-        given("seed", int, usual.seed),
-        stops,
-    )
+class AnswerError(Exception):
+    """Says why an answer could not be written; the fault is not the request's."""
 
 
-@dataclass(frozen=True)
+def error_object(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """Return an error as clients of OpenAI's API expect it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def model_object(name: str) -> dict[str, Any]:
+    """Return the model as clients expect it in the list of models."""
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "lct"}
+
+
+@dataclass
 class Reply:
-    """How one request is answered: pieces of text and an `Ended` become objects of JSON.
+    """How one request is answered: `Piece`s and an `Ended` become objects of JSON.
 
-    opening: text of the answer that its prompt has.
+    opening: text of the answer that its prompt has; decode: text of tokens; scored: whether scores are asked for.
     """
 
     model: str
     chat: bool
     prompt_tokens: int
     opening: str = ""
+    decode: Callable[[Sequence[int]], str] = str
+    scored: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    _offset: int = 0
 
-    async def whole(self, pieces: AsyncIterator[str | Ended]) -> dict[str, Any]:
+    async def whole(self, pieces: AsyncIterator[Piece | Ended]) -> dict[str, Any]:
         """Return the answer when it has ended."""
-        *texts, ended = [piece async for piece in pieces]
-        text = self.opening + "".join(texts)
+        *parts, ended = [piece async for piece in pieces]
+        text = self.opening + "".join(part.text for part in parts)
         content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return self._object(content, ended.reason) | {"usage": self._usage(ended)}
+        scores = self._scores([score for part in parts for score in part.scores])
+        return self._object(content, ended.reason, scores) | {"usage": self._usage(ended)}
 
-    async def events(self, pieces: AsyncIterator[str | Ended], *, with_usage: bool) -> AsyncIterator[str]:
+    async def events(self, pieces: AsyncIterator[Piece | Ended], *, with_usage: bool) -> AsyncIterator[str]:
         """Yield server-sent events: the pieces as they come, how it ended, and how many tokens there were if asked."""
         if self.chat:
             yield _event(self._chunk({"role": "assistant", "content": self.opening}))
-        async for piece in pieces:
-            if isinstance(piece, str):
-                if piece:
-                    yield _event(self._chunk({"content": piece}))
-                continue
-            yield _event(self._chunk({}, piece.reason))
-            if with_usage:
-                yield _event(self._chunk({}) | {"choices": [], "usage": self._usage(piece)})
+        try:
+            async for piece in pieces:
+                if isinstance(piece, Piece):
+                    if piece.text or piece.scores:
+                        yield _event(self._chunk({"content": piece.text}, scores=self._scores(piece.scores)))
+                    continue
+                yield _event(self._chunk({}, piece.reason))
+                if with_usage:
+                    yield _event(self._chunk({}) | {"choices": [], "usage": self._usage(piece)})
+        except AnswerError as error:
+            yield _event(error_object(str(error), "server_error"))
+            return
         yield "data: [DONE]\n\n"
 
-    def _chunk(self, delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
+    def _chunk(
+        self, delta: dict[str, str], reason: str | None = None, scores: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        return self._object(content, reason, kind="chat.completion.chunk")
+        return self._object(content, reason, scores, kind="chat.completion.chunk")
 
-    def _object(self, content: dict[str, Any], reason: str | None, kind: str = "chat.completion") -> dict[str, Any]:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+    def _object(
+        self,
+        content: dict[str, Any],
+        reason: str | None,
+        scores: dict[str, Any] | None = None,
+        kind: str = "chat.completion",
+    ) -> dict[str, Any]:
+        choice = {"index": 0, **content, "logprobs": scores, "finish_reason": reason}
         about = {"id": self.id, "object": kind if self.chat else "text_completion", "created": self.created}
         return about | {"model": self.model, "choices": [choice]}
 
     def _usage(self, ended: Ended) -> dict[str, int]:
         read, written = self.prompt_tokens, ended.tokens
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def _scores(self, scores: Sequence[Score]) -> dict[str, Any] | None:
+        if not self.scored:
+            return None
+        if self.chat:
+            return {"content": [self._chat_score(score) for score in scores], "refusal": None}
+        texts, offsets = [self.decode([score.token]) for score in scores], []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if x.log_probability is None else _finite(x.log_probability) for x in scores],
+            "top_logprobs": [self._by_text(score) for score in scores],
+            "text_offset": offsets,
+        }
+
+    def _by_text(self, score: Score) -> dict[str, float] | None:
+        """Return the likeliest tokens and the one that was taken; of two with the same text the likelier one."""
+        if score.log_probability is None:
+            return None
+        found: dict[str, float] = {}
+        for token, value in (*score.likeliest, (score.token, score.log_probability)):
+            found.setdefault(self.decode([token]), _finite(value))
+        return found
+
+    def _chat_score(self, score: Score) -> dict[str, Any]:
+        likeliest = [self._named(token, value) for token, value in score.likeliest]
+        return self._named(score.token, score.log_probability or 0.0) | {"top_logprobs": likeliest}
+
+    def _named(self, token: int, value: float) -> dict[str, Any]:
+        text = self.decode([token])
+        as_bytes = None if "\ufffd" in text else list(text.encode())  # a part of a character
+        return {"token": text, "logprob": _finite(value), "bytes": as_bytes}
+
+
+def _finite(value: float) -> float:
+    return max(value, _LEAST)
 
 
 def _event(content: dict[str, Any]) -> str:

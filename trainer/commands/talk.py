@@ -76,10 +76,12 @@ class Talk:
     def prompt(self, messages: object, more: Mapping[str, Any] = _NOTHING) -> list[int]:
         """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages.
 
-        messages: as of data; more: may have tools, and chat_template_kwargs with arguments of the template.
+        messages: as of data; more: fields of a request, which may have tools, tool_choice, chat_template_kwargs with
+        arguments of the template, and add_generation_prompt.
         """
         values = read_template_arguments(more.get("chat_template_kwargs"))
-        brought = {"tools": more.get("tools") or self.tools or None, "values": values}
+        tools = None if more.get("tool_choice") == "none" else more.get("tools") or self.tools or None
+        brought = {"tools": tools, "values": values, "asks": more.get("add_generation_prompt") is not False}
         text = self.template.prompt({"messages": read_messages(messages), **brought})
         return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
 

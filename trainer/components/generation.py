@@ -36,6 +36,9 @@ from trainer.models.attention import InnerAttention
 from trainer.models.linear_attention import InnerLinearAttention
 from trainer.models.short_convolution import InnerConvolution
 
+_PROMPT_PART = 256
+"""Tokens of a prompt whose logits are in memory at once."""
+
 
 class GenerationCache:
     """Keys and values, or latents, of attention, states of linear attention, and last inputs of short convolutions.
@@ -55,12 +58,18 @@ class GenerationCache:
         self._states: dict[nn.Module, torch.Tensor] = {}
 
     def read(
-        self, model: nn.Module, tokens: torch.Tensor, rows: torch.Tensor, plan: torch.Tensor | None
+        self,
+        model: nn.Module,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        plan: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Read this rank's tokens of the prompts, which are filled up at their ends; collective.
 
         tokens: (B, S), S as on every rank and divided by the size of `tp`; rows: (S,), their positions; plan: the
-        handle of the open context, None without one -> the hidden states of the last token of each text, (B, 1, dim).
+        handle of the open context, None without one; positions: (B, N), by default the last token of each text, N = 1
+        -> the hidden states at the positions, (B, N, dim), the same on every rank.
         """
         self._rows, self._used = rows, len(rows)
         self._positions[:, : self._used] = torch.where(rows < self.lengths[:, None], rows, -1)
@@ -72,7 +81,8 @@ class GenerationCache:
         with _replaced(model, keep):
             hidden = model(tokens) if plan is None else model(tokens, attention_plan=plan)
         own = rows.chunk(self._tp.size())[self._tp.get_local_rank()]
-        return all_reduce(self._rows_at(hidden, own, self.lengths[:, None] - 1), self._tp)
+        wanted = self.lengths[:, None] - 1 if positions is None else positions
+        return all_reduce(self._rows_at(hidden, own, wanted), self._tp)
 
     def run(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of new tokens: (B, S) -> (B, S, dim), the same on every rank; collective.
@@ -239,7 +249,7 @@ class Sampling:
     """How a token is drawn.
 
     temperature: 0 takes the likeliest token, 1 draws by the model's probabilities; top_k: of the k likeliest tokens,
-    0 for all; top_p: of the fewest likeliest tokens that together have this probability (arXiv 1904.09751).
+    0 for all; top_p: of the fewest likeliest tokens that together have this probability (arXiv 1904.09751), 0 for one.
     """
 
     temperature: float = 0.7
@@ -254,7 +264,9 @@ class Sampling:
         chances, tokens = torch.softmax(below / self.temperature, 0).cpu().sort(descending=True, stable=True)
         if self.top_k:
             chances[self.top_k :] = 0
-        chances[chances.cumsum(0) - chances >= self.top_p * chances.sum()] = 0
+        behind = chances.cumsum(0) - chances >= self.top_p * chances.sum()
+        behind[0] = False  # with top_p = 0, too
+        chances[behind] = 0
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
@@ -269,13 +281,16 @@ def generate(
     sampling: Sampling,
     seed: int,
     ends: Collection[int] = (),
-    on_token: Callable[[int, int], bool | None] | None = None,
+    on_token: Callable[[int, int, torch.Tensor], bool | None] | None = None,
+    on_prompt: Callable[[int, torch.Tensor], None] | None = None,
 ) -> list[list[int]]:
     """Return for each prompt, of one token at least, what the model writes after it: at most `tokens` tokens.
 
     A text ends before a token of `ends`. What is drawn for a prompt depends on `seed` and on its number, not on the
     other prompts. The model sees at most `training.seq_len` tokens: the older half of a longer text is dropped.
-    on_token: called with the number of a prompt and each token when it is written; True ends the text, on all ranks.
+    on_token: called with the number of a prompt, each token when it is drawn, also one of `ends`, and the logits (V,)
+    that it was drawn by; True ends the text, on all ranks.
+    on_prompt: called with parts of the logits (B, N, V) of the tokens of the prompts, and the position of the first.
 
     Raises:
         SharedConfigError: on every rank, if logits are not numbers.
@@ -284,7 +299,9 @@ def generate(
     texts, open_texts = [list(prompt) for prompt in prompts], list(range(len(prompts)))
     written: list[list[int]] = [[] for _ in prompts]
     most = min(job.config.training.seq_len, max(map(len, texts)) + tokens)
-    reading = _logits(model, job, dims, texts, most)
+    reading = _logits(model, job, dims, texts, most, on_prompt)
+    if on_prompt is not None and not tokens:
+        next(reading)
     for _ in range(tokens):
         logits = next(reading)
         if logits.isnan().any():
@@ -294,12 +311,11 @@ def generate(
             )
         for i in tuple(open_texts):
             token = sampling.draw(logits[i], generators[i])
-            if token in ends:
-                open_texts.remove(i)
-            else:
+            stops = on_token is not None and on_token(i, token, logits[i])
+            if token not in ends:
                 written[i].append(token)
-                if on_token is not None and on_token(i, token):
-                    open_texts.remove(i)
+            if token in ends or stops:
+                open_texts.remove(i)
         if not open_texts:
             break
         for i, text in enumerate(texts):  # an ended text continues with any token, which nobody reads
@@ -308,9 +324,17 @@ def generate(
 
 
 def _logits(
-    model: nn.Module, job: ResolvedJob, dims: ParallelDims, texts: list[list[int]], most: int
+    model: nn.Module,
+    job: ResolvedJob,
+    dims: ParallelDims,
+    texts: list[list[int]],
+    most: int,
+    on_prompt: Callable[[int, torch.Tensor], None] | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Yield the logits (B, V) of the token after each text. They grow by a token in between, up to `most` tokens."""
+    """Yield the logits (B, V) of the token after each text. They grow by a token in between, up to `most` tokens.
+
+    on_prompt: see `generate`; called when the texts are read for the first time.
+    """
     longest, device = job.config.training.seq_len, torch.device(job.device_type)
     cp, tp = dims["cp"], dims["tp"]
     unit = tp.size() * (2 * cp.size() if cp.size() > 1 else 1)
@@ -320,15 +344,22 @@ def _logits(
         filled = length + -length % unit
         tokens = torch.tensor([text + [0] * (filled - len(text)) for text in read], device=device)
         capacity = filled // cp.size() + -(-(most - length) // cp.size())
-        cache = GenerationCache(torch.tensor([len(text) for text in read], device=device), capacity, cp, tp)
+        lengths = torch.tensor([len(text) for text in read], device=device)
+        cache = GenerationCache(lengths, capacity, cp, tp)
+        positions = None if on_prompt is None else torch.arange(length, device=device).expand(len(texts), -1)
         if job.attention is None:
-            hidden = cache.read(model, tokens, torch.arange(filled, device=device), None)
+            hidden = cache.read(model, tokens, torch.arange(filled, device=device), None, positions)
         else:  # windows and sinks exist in planned attention only; on one rank the plan has one stage
             settings = {"buffer_seq_dims": [1], "options": job.attention, "sequences": len(texts)}
             settings["local_attention"] = True
             with context_parallel(cp, buffers=[tokens], **settings) as context:
                 rows = rows_on(context.layout, cp.get_local_rank(), device)
-                hidden = cache.read(model, tokens, rows, context.attention_plan)
+                hidden = cache.read(model, tokens, rows, context.attention_plan, positions)
+        if on_prompt is not None:
+            for start in range(0, length, _PROMPT_PART):
+                on_prompt(start, whole_logits(model, hidden[:, start : start + _PROMPT_PART], tp))
+            hidden = hidden.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2]))
+            on_prompt = None
         for written in range(most - length + 1):
             yield whole_logits(model, hidden, tp)[:, -1]
             if written < most - length:

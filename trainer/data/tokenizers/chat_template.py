@@ -87,11 +87,13 @@ class ChatTemplate:
     def prompt(self, found: Mapping[str, Any]) -> str:
         """Return the text that asks a model for the next answer: what `render` writes up to it.
 
+        Without the generation prompt if `asks` of `found` is false.
+
         Raises:
             ConfigError: the template refuses the messages, or leaves one out.
         """
         try:
-            return self._written(found["messages"], _brought(found), prompts=True)[1]
+            return self._written(found["messages"], _brought(found), prompts=found.get("asks", True))[1]
         except ConfigError as error:
             raise ConfigError(f"the chat template {self._name} {error}") from None
 

@@ -1,0 +1,143 @@
+"""Write the answers of requests on all ranks: one request after the other, whatever becomes of one of them.
+
+After each token the ranks agree in a group of their own: go on, or the client has left, or a rank has failed.
+
+rank 0   forward  draw  send  agree(left)     agree(end)
+rank 1   forward  draw        agree(on)       agree(end)     both end the answer
+"""
+
+import sys
+from collections.abc import Collection
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.commands.http_server import Waiting
+from trainer.commands.openai_format import AnswerError, Ended, Piece, Score
+from trainer.commands.openai_request import Request
+from trainer.commands.talk import Pieces
+from trainer.components.generation import Sampling, generate
+from trainer.data.tokenizers.tokenizer import Tokenizer
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
+from trainer.job import ResolvedJob
+from trainer.runtime.process_group import is_peer_failure
+
+_ON, _LEFT, _FAILED = range(3)
+_SECONDS = 300
+
+
+class _OtherRankError(Exception):
+    """Another rank has failed in this request."""
+
+
+def control_group() -> dist.ProcessGroup:
+    """Return the group in which ranks agree, in host memory. A rank that has failed alone ends it after a time-out."""
+    if dist.get_world_size() == 1:
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=_SECONDS))
+
+
+class Writer:
+    """Writes answers. ends: tokens that end a text; control: see `control_group`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: ResolvedJob,
+        dims: ParallelDims,
+        tokenizer: Tokenizer,
+        ends: Collection[int],
+        control: dist.ProcessGroup,
+    ) -> None:
+        self._model, self._job, self._dims = model, job, dims
+        self._tokenizer, self._ends, self._control = tokenizer, ends, control
+
+    def answer(self, asked: Request, waiting: Waiting | None) -> None:
+        """Write the answer of a request. A collective over all ranks; `waiting`, of rank 0, takes it.
+
+        An error is the request's own: the client gets it, and all ranks go on.
+        """
+        try:
+            ended = self._written(asked, waiting)
+            self._agree(_ON)
+        except Exception as error:
+            if is_peer_failure(error):
+                raise
+            if not isinstance(error, _OtherRankError):
+                self._agree_failed()
+            if waiting is not None:
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                message = f"the answer could not be written ({type(error).__name__}: {lines[0][:300]})"
+                print(f"error: {message}", file=sys.stderr, flush=True)
+                waiting.send(AnswerError(message))
+            return
+        if waiting is not None:
+            waiting.send(ended)
+
+    def _written(self, asked: Request, waiting: Waiting | None) -> Ended:
+        text = Pieces(self._tokenizer.decode, asked.stops)
+        if waiting is not None and asked.echo and asked.scores is None:
+            waiting.send(Piece(self._tokenizer.decode(asked.prompt)))
+
+        def put(_: int, token: int, logits: torch.Tensor) -> bool:
+            piece = "" if token in self._ends else text.put(token)
+            if waiting is not None:
+                scores = () if asked.scores is None else scores_of(logits[None], [token], asked.scores)
+                waiting.send(Piece(piece, scores))
+            left = waiting is not None and waiting.gone.is_set()
+            return self._agree(_LEFT if left else _ON) == _LEFT or text.stopped
+
+        def put_prompt(start: int, logits: torch.Tensor) -> None:
+            if waiting is None or asked.scores is None:
+                return
+            tokens = asked.prompt[start : start + logits.shape[1] + 1]
+            first = () if start else (Score(tokens[0], None),)
+            following = tokens[1:]
+            scores = first + scores_of(logits[0, : len(following)], following, asked.scores)
+            waiting.send(Piece(self._tokenizer.decode(asked.prompt) if not start else "", scores))
+
+        (written,) = generate(
+            self._model,
+            self._job,
+            self._dims,
+            [asked.prompt],
+            tokens=asked.tokens,
+            sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
+            seed=asked.seed,
+            ends=self._ends,
+            on_token=put,
+            on_prompt=put_prompt if asked.echo and asked.scores is not None else None,
+        )
+        if waiting is not None:
+            waiting.send(Piece(text.finish()))
+        is_full = len(written) == asked.tokens and not text.stopped
+        return Ended(len(written), "length" if is_full else "stop")
+
+    def _agree(self, status: int) -> int:
+        """Return the gravest status of all ranks; _OtherRankError if one has failed."""
+        agreed = int(all_reduce(torch.tensor(status), self._control, "max"))
+        if agreed == _FAILED:
+            raise _OtherRankError("another rank has failed in this request")
+        return agreed
+
+    def _agree_failed(self) -> None:
+        all_reduce(torch.tensor(_FAILED), self._control, "max")
+
+
+def scores_of(logits: torch.Tensor, tokens: list[int], likeliest: int) -> tuple[Score, ...]:
+    """Return how likely tokens were by the model, at temperature 1 and among all tokens.
+
+    Args:
+        logits: (N, V), what each token was drawn by.
+        tokens: N of them.
+        likeliest: how many of the likeliest tokens are told with each.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    values = logits.to(dtype).log_softmax(-1)
+    taken = values.gather(1, torch.tensor(tokens, device=values.device, dtype=torch.int64)[:, None])[:, 0].tolist()
+    top = values.topk(min(likeliest, values.shape[1]))
+    pairs = [tuple(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+    return tuple(Score(*row) for row in zip(tokens, taken, pairs, strict=True))

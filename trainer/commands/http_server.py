@@ -1,0 +1,311 @@
+"""The HTTP server of `lct serve`: what a request may be, and how its answer is sent. It runs in a thread of its own.
+
+A request is bounded before it is read: the size and the time of its headers and of its body, and the number of
+connections. A client that leaves ends its answer.
+"""
+
+import argparse
+import asyncio
+import json
+import queue
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from trainer.commands.openai_format import AnswerError, Ended, Piece, Reply, error_object, model_object
+from trainer.commands.openai_request import Request, check_fields, request_of
+from trainer.commands.talk import Talk, text_tokens
+from trainer.config.errors import ConfigError
+from trainer.data.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HTTPRequest
+    from starlette.responses import Response
+
+_CONNECTIONS = 512
+_HEADER_BYTES = 64 * 1024
+_SECONDS = 30.0
+"""How long a client may take to send headers, and to send a body."""
+_BYTES_PER_TOKEN = 64  # of JSON: text with escapes has 4 to 30
+_BYTES_BESIDE = 2**20  # of tools, names of roles and settings
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Part = Piece | Ended | AnswerError
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that waits for its answer. send: takes the parts of the answer; gone: the client has left."""
+
+    request: Request
+    send: Callable[[Part], object]
+    gone: threading.Event = field(default_factory=threading.Event)
+
+
+class _Refused(Exception):
+    """A request that is refused with an HTTP status of its own."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Server:
+    """The server of rank 0: it queues requests, and sends the parts of their answers."""
+
+    def __init__(self, args: argparse.Namespace, longest: int, tokenizer: Tokenizer, talk: Talk | ConfigError) -> None:
+        """longest: tokens of prompt and answer; talk: the chat template, or the error that says why there is none."""
+        self._args, self._longest, self._tokenizer, self._talk = args, longest, tokenizer, talk
+        self._most_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * longest
+        self._name = args.folder.resolve().name
+        self._requests: queue.Queue[Waiting] = queue.Queue()
+        self._usual = Request([], args.tokens, args.temperature, args.top_k, args.top_p, args.seed, [])
+        self._number = 0
+        self._reading = threading.Lock()  # a tokenizer is told whether names of special tokens are text
+
+    def start(self) -> None:
+        """Listen, and print where; ConfigError if the address is not available."""
+        import uvicorn
+
+        host, port = self._args.host, self._args.port
+        try:
+            listening = socket.create_server((host, port))
+        except OSError as error:
+            raise ConfigError(f"--host {host} --port {port} is not available ({error}); name another") from None
+        settings = uvicorn.Config(
+            self._app(),
+            http=_bounded_protocol(),
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            limit_concurrency=_CONNECTIONS,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+        )
+        threading.Thread(target=uvicorn.Server(settings).run, args=([listening],), daemon=True).start()
+        print(f"{self._name} answers at http://{host}:{port}/v1; Ctrl-C ends", flush=True)
+
+    def next(self) -> bytes:
+        """Wait for the next request whose client is there, and return it. `current` is then this request."""
+        while True:
+            with suppress(queue.Empty):
+                self.current = self._requests.get(timeout=0.5)  # so that a signal ends the wait
+                if not self.current.gone.is_set():
+                    return json.dumps(asdict(self.current.request)).encode()
+
+    # ---- in the server's thread
+
+    def _app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+
+        async def wrong_path(_: "HTTPRequest", error: Exception) -> "Response":
+            status = error.status_code if isinstance(error, HTTPException) else 500
+            return JSONResponse(error_object("there is no such path or method; /v1/models is one"), status_code=status)
+
+        paths = {"/v1/chat/completions": True, "/v1/completions": False}
+        routes = [Route(path, partial(self._answer, chat=chat), methods=["POST"]) for path, chat in paths.items()]
+        routes += [Route("/v1/models", self._models), Route("/v1/models/{name:path}", self._model)]
+        routes.append(Route("/health", self._health))
+        return Starlette(routes=routes, exception_handlers={404: wrong_path, 405: wrong_path})
+
+    async def _health(self, request: "HTTPRequest") -> "Response":
+        return self._checked(request, {"status": "ok"})
+
+    async def _models(self, request: "HTTPRequest") -> "Response":
+        return self._checked(request, {"object": "list", "data": [model_object(self._name)]})
+
+    async def _model(self, request: "HTTPRequest") -> "Response":
+        name = request.path_params["name"]
+        if name == self._name:
+            return self._checked(request, model_object(name))
+        return self._checked(request, error_object(f"there is no model {name!r}; {self._name!r} is one"), 404)
+
+    def _checked(self, request: "HTTPRequest", content: dict[str, Any], status: int = 200) -> "Response":
+        from starlette.responses import JSONResponse
+
+        try:
+            check_origin(request.headers, self._args.host)
+        except _Refused as error:
+            content, status = error_object(str(error)), error.status
+        return JSONResponse(content, status_code=status)
+
+    async def _answer(self, request: "HTTPRequest", *, chat: bool) -> "Response":
+        from starlette.concurrency import run_in_threadpool
+        from starlette.requests import ClientDisconnect
+        from starlette.responses import JSONResponse, Response
+
+        try:
+            check_origin(request.headers, self._args.host)
+            body = read_body(await self._content(request))
+            asked = await run_in_threadpool(self._asked, body, chat=chat)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
+        except _Refused as error:
+            closed = {"Connection": "close"}  # what has not been read is not read
+            return JSONResponse(error_object(str(error)), status_code=error.status, headers=closed)
+        except ConfigError as error:
+            return JSONResponse(error_object(str(error)), status_code=400)
+        return await self._send(request, body, asked, chat=chat)
+
+    async def _content(self, request: "HTTPRequest") -> bytes:
+        """Return the body of a request of JSON, which is not read beyond its limits."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise _Refused(415, f"Content-Type = {kind[:60]!r} must be application/json")
+        length = request.headers.get("content-length", "")
+        too_long = _Refused(
+            413, f"the request is longer than the {self._most_bytes:,} bytes that the model's window takes"
+        )
+        if length.isdigit() and int(length) > self._most_bytes:
+            raise too_long
+
+        async def read() -> bytes:
+            content = bytearray()
+            async for part in request.stream():
+                content += part
+                if len(content) > self._most_bytes:
+                    raise too_long
+            return bytes(content)
+
+        try:
+            return await asyncio.wait_for(read(), _SECONDS)
+        except asyncio.TimeoutError:
+            raise _Refused(408, f"the request did not end within {_SECONDS:g} seconds") from None
+
+    async def _send(self, request: "HTTPRequest", body: Mapping[str, Any], asked: Request, *, chat: bool) -> "Response":
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        parts: asyncio.Queue[Part] = asyncio.Queue()
+        waiting = Waiting(asked, partial(asyncio.get_running_loop().call_soon_threadsafe, parts.put_nowait))
+        self._requests.put(waiting)
+        leaves = asyncio.create_task(_leaves(request, waiting.gone, parts))
+        opening = self._talk.opening(asked.prompt) if chat and isinstance(self._talk, Talk) else ""
+        scored = asked.scores is not None
+        reply = Reply(self._name, chat, len(asked.prompt), opening, self._tokenizer.decode, scored)
+        answer = _all(parts, leaves)
+        if body.get("stream"):
+            options = body.get("stream_options") or {}
+            events = reply.events(answer, with_usage=bool(options.get("include_usage")))
+            return StreamingResponse(events, media_type="text/event-stream")
+        try:
+            return JSONResponse(await reply.whole(answer))
+        except AnswerError as error:
+            return JSONResponse(error_object(str(error), "server_error"), status_code=500)
+
+    def _asked(self, body: Mapping[str, Any], *, chat: bool) -> Request:
+        check_fields(body, chat=chat)
+        with self._reading:
+            self._number += 1
+            usual = replace(self._usual, seed=self._usual.seed + self._number)
+            prompt = self._conversation(body) if chat else self._text(body)
+        return request_of(body, prompt, usual, self._longest, chat=chat)
+
+    def _conversation(self, body: Mapping[str, Any]) -> list[int]:
+        if isinstance(self._talk, ConfigError):
+            raise self._talk
+        return self._talk.prompt(body.get("messages"), body)
+
+    def _text(self, body: Mapping[str, Any]) -> list[int]:
+        given = body.get("prompt")
+        if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
+            (given,) = given
+        if isinstance(given, str):
+            return text_tokens(self._tokenizer, given)
+        size = self._tokenizer.vocab_size
+        if not isinstance(given, list) or not all(type(token) is int for token in given):
+            raise ConfigError("prompt must be one text, or the numbers of its tokens")
+        for token in given:
+            if not 0 <= token < size:
+                raise ConfigError(f"prompt has the token {token}, and the model's tokens are 0 to {size - 1}")
+        return given
+
+
+def check_origin(headers: Mapping[str, str], host: str) -> None:
+    """Refuse requests that a page in a browser on this machine sends to a server at a loopback address."""
+    if host not in _LOOPBACK:
+        return
+    for name in ("Host", "Origin"):
+        given = headers.get(name.lower())
+        if given is None:
+            continue
+        with suppress(ValueError):
+            if urlsplit(given if "//" in given else f"//{given}").hostname in _LOOPBACK:
+                continue
+        raise _Refused(403, f"{name} = {given[:60]!r} is not this machine, and the server answers at {host} alone")
+
+
+def read_body(content: bytes) -> dict[str, Any]:
+    """Return the object of a request; ConfigError if it is none, or has text that is no Unicode."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise ConfigError("a request must be an object of JSON in UTF-8")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ConfigError("the request is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ConfigError("the request has one half of a surrogate pair, which is no character; leave it out") from None
+    return body
+
+
+async def _leaves(request: "HTTPRequest", gone: threading.Event, parts: "asyncio.Queue[Part]") -> None:
+    """Wait until the client has left, and end its answer."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    gone.set()
+    parts.put_nowait(AnswerError("the client has left"))
+
+
+async def _all(parts: "asyncio.Queue[Part]", leaves: "asyncio.Task[None]") -> AsyncIterator[Piece | Ended]:
+    """Yield the parts of an answer as they come, up to its end; AnswerError if it has failed."""
+    try:
+        while isinstance(part := await parts.get(), Piece):
+            yield part
+        if isinstance(part, AnswerError):
+            raise part
+        yield part
+    finally:
+        leaves.cancel()
+
+
+def _bounded_protocol() -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol, which closes connections that send no whole header in time."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Bounded(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._wait_no_longer()
+            elif self._deadline is None:
+                self._wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._wait_no_longer()
+            super().connection_lost(exc)
+
+        def _wait(self) -> None:
+            self._deadline = self.loop.call_later(_SECONDS, self.transport.close)
+
+        def _wait_no_longer(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._deadline = None
+
+    return Bounded

@@ -1,0 +1,148 @@
+"""Requests in the format of OpenAI's API (platform.openai.com/docs/api-reference). Torch-free.
+
+Each field of a request is obeyed, or has no meaning for a model on this machine (`_UNUSED`), or is refused by its name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.errors import ConfigError
+
+_USED = {
+    *("model", "stream", "stream_options", "stop", "seed", "temperature", "top_k", "top_p", "logprobs"),
+    *("max_tokens", "max_completion_tokens"),
+}
+_USED_BY_CHAT = {"messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "top_logprobs"}
+_USED_BY_TEXTS = {"prompt", "echo"}
+_UNUSED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+}
+"""Fields for the provider's books, which change no answer."""
+_ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "continue_final_message": (False,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "logit_bias": ({},),
+    "stop_token_ids": ([],),
+    "suffix": ("",),
+    "echo": (False,),
+}
+"""Fields that have one meaning here: the values with this meaning."""
+_MOST_SCORES = 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """What all ranks need to know of a request. stops: texts that end the answer, which does not have them.
+
+    scores: how many likeliest tokens are told with each token, None for no log-probabilities at all; echo: the answer
+    begins with the prompt.
+    """
+
+    prompt: list[int]
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stops: list[str]
+    scores: int | None = None
+    echo: bool = False
+
+
+def check_fields(body: Mapping[str, Any], *, chat: bool) -> None:
+    """Refuse the fields of a request that are not offered; null stands for a field that is left out.
+
+    Raises:
+        ConfigError: it names the field.
+    """
+    used = _USED | (_USED_BY_CHAT if chat else _USED_BY_TEXTS)
+    for key, value in body.items():
+        if value is None or key in used or key in _UNUSED:
+            continue
+        if key not in _ONE_VALUE:
+            raise ConfigError(f"{key} is not offered; leave it out")
+        if value not in _ONE_VALUE[key]:
+            raise ConfigError(f"{key} = {_short(value)} is not offered; leave it out, or write {_ONE_VALUE[key][0]!r}")
+    if chat and body.get("tool_choice") not in (None, "auto", "none"):
+        raise ConfigError(f"tool_choice = {_short(body['tool_choice'])} is not offered; write 'auto' or 'none'")
+    tools = body.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ConfigError("tools must be a list of objects")
+    for key in ("stream", "echo", "add_generation_prompt"):
+        if not isinstance(body.get(key, False), bool | None):
+            raise ConfigError(f"{key} = {_short(body[key])} must be true or false")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise ConfigError(f"stream_options = {_short(body['stream_options'])} must be an object")
+
+
+def request_of(
+    body: Mapping[str, Any], prompt: list[int], usual: Request, longest: int, *, chat: bool = False
+) -> Request:
+    """Return what a request asks for; its fields have been checked.
+
+    usual: the values that it may leave out; longest: tokens of prompt and answer that the model takes.
+
+    Raises:
+        ConfigError: a wrong value.
+    """
+
+    def given(key: str, kind: type, default: Any, *, least: float = 0, most: float = 2**63 - 1) -> Any:
+        value = body.get(key)
+        if value is None:
+            return default
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or (kind is int and value != int(value)):
+            number = "whole number" if kind is int else "number"
+            limit = f"of at least {least}" if most > 2**62 else f"from {least} to {most}"
+            raise ConfigError(f"{key} = {_short(value)} must be a {number} {limit}")
+        return kind(value)
+
+    if not 0 < len(prompt) < longest:
+        raise ConfigError(f"the prompt has {len(prompt)} tokens, and the model takes 1 to {longest - 1}")
+    echo = bool(body.get("echo"))
+    least = 0 if echo else 1
+    most = given("max_completion_tokens", int, given("max_tokens", int, usual.tokens, least=least), least=least)
+    return Request(
+        prompt,
+        min(most, longest - len(prompt)),
+        given("temperature", float, usual.temperature),
+        given("top_k", int, usual.top_k),
+        given("top_p", float, usual.top_p, most=1),
+        given("seed", int, usual.seed),
+        _stops(body.get("stop")),
+        _chat_scores(body, given) if chat else given("logprobs", int, None, most=_MOST_SCORES),
+        echo,
+    )
+
+
+def _stops(given: Any) -> list[str]:
+    stops = [given] if isinstance(given, str) else given or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ConfigError(f"stop = {_short(stops)} must be a text, or a list of texts")
+    return stops
+
+
+def _chat_scores(body: Mapping[str, Any], given: Any) -> int | None:
+    wanted = body.get("logprobs")
+    if wanted is not None and not isinstance(wanted, bool):
+        raise ConfigError(f"logprobs = {_short(wanted)} must be true or false; top_logprobs says how many")
+    scores = given("top_logprobs", int, 0, most=_MOST_SCORES)
+    if scores and not wanted:
+        raise ConfigError(f"top_logprobs = {scores} needs logprobs = true")
+    return scores if wanted else None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
