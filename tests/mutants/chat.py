@@ -247,6 +247,20 @@ CHAT = (
         "tests/distributed/test_answering.py::test_scores_are_the_log_probabilities_of_one_forward",
     ),
     Mutant(
+        "the last answer has no end where a template writes none",
+        "trainer/data/tokenizers/chat_template.py",
+        "                if found and end:\n",
+        "                if False:\n",
+        "tests/unit/test_chat_templates.py::test_every_answer_that_is_learned_ends_in_a_special_token",
+    ),
+    Mutant(
+        "reasoning that is lost is not counted",
+        "trainer/data/tokenizers/chat_notes.py",
+        "return bool(given) and not any(",
+        "return False and not any(",
+        "tests/unit/test_chat_notes.py::test_reasoning_that_no_text_has_is_counted",
+    ),
+    Mutant(
         "what may begin a stop is lost",
         "trainer/commands/talk.py",
         'self._held = "" if places else text[end:]',

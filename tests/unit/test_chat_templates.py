@@ -68,6 +68,7 @@ WITHOUT_CALLS = {"cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", 
 }
 OF_IMAGES = {"idefics3", "llava_next", "smolvlm"}
 WITHOUT_SYSTEM = {"gemma"}
+WITHOUT_END = {"glm4moe"}  # the start of the next message ends an answer
 ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}
 NO_TEXT_WITH_A_CALL = ONE_CALL | {"muse_glimmer", "diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"}
 
@@ -98,6 +99,9 @@ def test_tokens_are_those_of_transformers_and_labels_those_of_answers(name, toke
             continue
         sample = sample_of(encoder.encode(found))
         wanted = their_tokens(theirs, PUBLISHED[name], line(conversation))
+        if name in WITHOUT_END:  # the last answer has the end that earlier ones have
+            assert ours.decode(sample.tokens.tolist()[-1:]) == "<|user|>"
+            wanted += sample.tokens.tolist()[-1:]
         assert sample.tokens.tolist() == wanted, conversation
         learnt = ours.decode(sample.labels[sample.labels != IGNORE_INDEX].tolist())
         check_learnt(learnt, CONVERSATIONS[conversation], conversation)
@@ -135,6 +139,30 @@ def check_learnt(learnt: str, messages: list[dict], conversation: str) -> None:
     others = [message["content"].strip() for message in messages if message["role"] != "assistant"]
     if conversation not in ("short", "injected"):
         assert not [word for word in others if word in learnt], (conversation, learnt)
+
+
+# ruff: noqa: RUF001 - DeepSeek's names have a wide bar
+ENDINGS = {
+    "reasoning last": [user("Q1?"), answer("R1.", reasoning="idea1")],
+    "call last": [user("Weather?"), answer("", "Rome")],
+    "call and text last": [user("Weather?"), answer("Look.", "Rome")],
+}
+MARKED_WITHOUT_END = {"diffusion_gemma_training"}  # its marks leave out what stands behind a call
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_answer_that_is_learned_ends_in_a_special_token(name, tokenizers):
+    encoder, compared = ConversationEncoder(tokenizers[1], template(name)), 0
+    for conversation, messages in (CONVERSATIONS | ENDINGS).items():
+        try:
+            encoded = encoder.encode(read({"messages": messages, "tools": [TOOL] if "call" in conversation else []}))
+        except ConfigError:
+            continue
+        compared += 1
+        assert "end" not in encoded.notes or name in MARKED_WITHOUT_END, conversation
+        ends = template(name).ends_of_answers()
+        assert "call" in conversation or tokenizers[1].decode(encoded.ids[encoded.answers][-1:]).strip() in (*ends, "")
+    assert compared or name.removesuffix("_training") in OF_IMAGES
 
 
 # ruff: noqa: RUF001 - DeepSeek's names have a wide bar

@@ -11,6 +11,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.data.text_data import first_start
 from trainer.job import resolve
+from trainer.job.data import conversation_notes
 from trainer.job.memory import check_memory
 from trainer.job.record import size_words
 from trainer.job.summary import summary
@@ -49,7 +50,9 @@ def check(command: CommandLine, start: Start) -> None:
         for text in first_start(config):
             print(text)
         print("the settings are valid", flush=True)
-    for note in (*(f"missing here: {text}" for text in dict.fromkeys(missing)), *command.notes, *job.notes, *here):
+    absent = [f"missing here: {text}" for text in dict.fromkeys(missing)]
+    data = [] if missing else conversation_notes(config)
+    for note in (*absent, *command.notes, *job.notes, *here, *data):
         print(f"note: {note}", file=sys.stderr)
     if taken := holder_of(folders_of(config)):
         raise taken

@@ -23,7 +23,7 @@ from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.data.text_data import contents_of, runs_of, table
+from trainer.data.text_data import contents_of, runs_of, table, what_is_lacking
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.families.registry import from_path
 from trainer.runtime.console import set_up_logging
@@ -141,6 +141,7 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     found = contents_of(data)
     counts = [table(found, training.seq_len)] if found else []
+    counts += [f"note: {sentence}" for sentence in what_is_lacking(found)]
     return "\n\n".join([*counts, title, on_console(documents, color=color)])
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from trainer.data.sources.registry import DataSettings, check_streams, files_of,
 from trainer.data.token_files.catalog import open_documents
 from trainer.data.token_files.format import TokenFiles
 from trainer.data.token_files.made import described
+from trainer.data.tokenizers import chat_notes
 from trainer.runtime.console import logger
 
 
@@ -283,10 +284,11 @@ QUICK = 10**7
 
 @dataclass(frozen=True)
 class Contents:
-    """lengths: (n,) tokens of each document that has some; learned: tokens with a label."""
+    """lengths: (n,) tokens of each document that has some; learned: tokens with a label; notes: see `TokenFiles`."""
 
     lengths: np.ndarray
     learned: int
+    notes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -307,7 +309,12 @@ def contents_of(data: TextData | Mixture) -> dict[str, Contents]:
 def _contents(source: TokenFiles) -> Contents:
     lengths = source.lengths()
     lengths, learned = lengths[lengths > 0], source.answers()
-    return Contents(lengths, int((lengths - 1).sum()) if learned is None else learned)
+    return Contents(lengths, int((lengths - 1).sum()) if learned is None else learned, source.notes())
+
+
+def what_is_lacking(found: Mapping[str, Contents]) -> list[str]:
+    """Return a sentence for each thing that conversations of the sources have and their text has not."""
+    return chat_notes.sentences(chat_notes.sum_of([one.notes for one in found.values()]))
 
 
 def summary(found: Mapping[str, Contents], seq_len: int) -> str:

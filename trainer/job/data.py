@@ -3,6 +3,8 @@
 import re
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, MissingFile
@@ -10,9 +12,12 @@ from trainer.config.schema import JobConfig
 from trainer.data.sources.registry import DATASETS, all_documents, source_of
 from trainer.data.text_data import training_data, validation_data
 from trainer.data.token_files.catalog import check_data
+from trainer.data.tokenizers import chat_notes
 from trainer.data.tokenizers.chat_template import find_template, plain_text
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch
+
+_FIRST = 100  # conversations that `lct check` reads of each source
 
 
 def check_mixture(config: JobConfig) -> None:
@@ -95,6 +100,21 @@ def check_chat(config: JobConfig) -> None:
                     )
             else:
                 template.render(found)
+
+
+def conversation_notes(config: JobConfig) -> list[str]:
+    """Return a sentence for each thing that the first conversations of the data have and their text has not."""
+    notes: dict[str, dict[str, Any]] = {}
+    number = 0
+    for source in training_data(config):
+        if source.dataset not in CONVERSATIONS:
+            continue
+        encode = source_of(source).encoder(source)
+        for found in islice(filter(None, all_documents(replace(source, skips=True))), _FIRST):
+            with suppress(ConfigError):  # the start refuses it
+                chat_notes.add(notes, encode(found).notes, found["where"]())
+                number += 1
+    return [f"of the first {number:,} conversations: {sentence}" for sentence in chat_notes.sentences(notes)]
 
 
 def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:

@@ -26,7 +26,15 @@ from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
 from trainer.data.loader import BatchLoader, Loader, TextBatch, batch_hash
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION
-from trainer.data.text_data import QUICK, contents_of, open_training_data, positions_of, summary, training_data
+from trainer.data.text_data import (
+    QUICK,
+    contents_of,
+    open_training_data,
+    positions_of,
+    summary,
+    training_data,
+    what_is_lacking,
+)
 from trainer.data.token_files.catalog import catalog_of
 from trainer.distributed.context_parallel.context import context_parallel, sequence_chunks
 from trainer.distributed.context_parallel.execution.chunks import KeptTensor, OnDevice
@@ -160,6 +168,8 @@ class LanguageTask:
         documents = data.items if isinstance(data.items, int) else sum(data.items)
         if dims.rank("world") == 0 and documents <= QUICK and (found := contents_of(data)):
             logger.info(summary(found, training.seq_len))
+            for sentence in what_is_lacking(found):
+                logger.warning(sentence)
         return BatchLoader(
             data,
             seq_len=training.seq_len,

@@ -5,9 +5,10 @@
       shard-00000.idx       Megatron's index: data type, length and place of every document
       shard-00000.crc       uint32, the check sum (zlib.crc32) of each document
       shard-00000.answers   of conversations only: a byte for each id, 1 if the token is part of an answer
+      shard-00000.notes     of conversations only: how many answers there are, and how many lack something, as JSON
       tokens.json           the tokenizer, and the number of documents and the check sums of each shard
 
-The last three are of this program only. The check sum is that of the ids, and behind them the bytes of the answers.
+The last four are of this program only. The check sum is that of the ids, and behind them the bytes of the answers.
 
 An .idx is, little-endian: b"MMIDIDX\\0\\0", version 1 (u64), data type (u8), sequences n (u64), document ends m (u64),
 lengths (n int32), places in the .bin in bytes (n int64), the first sequence of each document and the end (m int64).
@@ -19,21 +20,24 @@ import resource
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.sources.files import reading
 from trainer.data.sources.records import BadRecord, Tally
+from trainer.data.tokenizers.chat_notes import sum_of
 from trainer.data.tokenizers.tokenizer import NOTHING, Encoded
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 MANIFEST, UNFINISHED = "tokens.json", "unfinished.json"
+NOTES = ".notes"
 _OTHER_FILES = 512  # of a process that trains: connections, libraries, devices
 _MOST_FILES = 1 << 16
 _CHECKED = 1 << 20  # places of an index that are checked at once
@@ -213,6 +217,14 @@ class TokenFiles:
         if not files:
             return None
         return sum(int(np.count_nonzero(np.fromfile(file, dtype=bool))) for file in files)
+
+    def notes(self) -> dict[str, dict[str, Any]]:
+        """Return what conversations lack, see `chat_notes`; empty for files of another program."""
+        found = []
+        for pair in self._catalog.pairs:
+            with suppress(OSError, ValueError):
+                found.append(json.loads(Path(pair.idx).with_suffix(NOTES).read_text(encoding="utf-8")))
+        return sum_of(found)
 
     def fingerprint(self, documents: int) -> int:
         """Return a 63-bit hash of the content of the first documents; 0: they end within a file."""

@@ -30,7 +30,8 @@ from trainer.config.loader import IMPORTED, import_packages
 from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
 from trainer.data.sources.records import HubData, Tally, text_of_file
 from trainer.data.sources.registry import DataSettings, Part, documents_of, files_of, source_of
-from trainer.data.token_files.format import CODES, MANIFEST, UNFINISHED, index_bytes, open_pair
+from trainer.data.token_files.format import CODES, MANIFEST, NOTES, UNFINISHED, index_bytes, open_pair
+from trainer.data.tokenizers import chat_notes
 from trainer.data.tokenizers.chat_template import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import NOTHING, open_tokenizer, tokenizer_hash, vocab_size_of
 from trainer.runtime.console import logger
@@ -325,13 +326,17 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
     code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4  # uint16, or int32: the format has no uint32
     encode, dtype = source_of(settings).encoder(settings), np.dtype(CODES[code])
     index, lengths, sums, answers, skipped = stem.with_suffix(".idx"), [], [], [], Tally()
+    notes: dict[str, dict[str, Any]] = {}
     with stem.with_suffix(".bin").open("ab") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
         if index.exists():
             return
         stream.truncate(0)
         for document in documents_of(settings, part, skipped):
-            ids, marks, _ = encode(document) if document else NOTHING
+            encoded = encode(document) if document else NOTHING
+            ids, marks = encoded.ids, encoded.answers
+            if encoded.notes:
+                chat_notes.add(notes, encoded.notes, document["where"]())
             stream.write(content := ids.astype(dtype).tobytes())
             lengths.append(len(ids))
             sums.append(zlib.crc32(content))
@@ -343,6 +348,7 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
         write_whole(stem.with_suffix(".crc"), np.array(sums, dtype="<u4").tobytes())
         if settings.dataset in CONVERSATIONS:
             write_whole(stem.with_suffix(".answers"), *answers)
+            write_whole(stem.with_suffix(NOTES), json.dumps(notes).encode())
         if skipped.number:
             note = {"skipped": skipped.number, "first": skipped.first}
             write_whole(stem.with_suffix(".skipped"), json.dumps(note).encode())

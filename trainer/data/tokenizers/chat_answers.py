@@ -57,7 +57,7 @@ class Answers:
         stop = self._stop(number, start)
         if not self._text[start:stop].endswith(self._tokens):  # the next message's first token ends the answer
             stop += len(next((token for token in self._tokens if self._text.startswith(token, stop)), ""))
-        if _end_of(_without_reasoning(self._messages[number]["content"]), self._text[start:stop], 0) < 0:
+        if end_of(_without_reasoning(self._messages[number]["content"]), self._text[start:stop], 0) < 0:
             raise ConfigError(_NOT_WRITTEN.format(number + 1))
         return start, stop
 
@@ -174,16 +174,16 @@ def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
         if message["role"] not in CHECKED:
             continue
         start, content = place, _without_reasoning(message["content"])
-        if content and (place := _end_of(content, text, start)) < 0:
+        if content and (place := end_of(content, text, start)) < 0:
             what = "answer" if message["role"] == "assistant" else "content"
             return f"the {what} of message {number} ({message['role']})"
         for call in message.get("tool_calls") or ():
             function, arguments = function_of(call)
-            end = _end_of(function, text, start)
+            end = end_of(function, text, start)
             if (
                 _is_misspelled(arguments, text)
                 or end < 0
-                or any(_end_of(value, text, start) < 0 for value in _values(arguments))
+                or any(end_of(value, text, start) < 0 for value in _values(arguments))
             ):
                 return f"the call of {function!r} in message {number}"
             start, place = end, max(place, end)
@@ -203,7 +203,7 @@ def _without_reasoning(content: str) -> str:
     return content.rpartition("</think>")[2].strip()
 
 
-def _end_of(content: str, text: str, start: int) -> int:
+def end_of(content: str, text: str, start: int) -> int:
     """Return where a content ends that is written as it is, or as a string of JSON; -1 if it is not there."""
     for form in (content, _quoted(content), json.dumps(content)[1:-1]):
         if (found := text.find(form, start)) >= 0:

@@ -26,6 +26,7 @@ from trainer.config.registry import Registry
 from trainer.config.schema import Chat
 from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages, left_out
 from trainer.data.tokenizers.chat_messages import argument_forms
+from trainer.data.tokenizers.chat_notes import ANSWERS, ends_of_spans, notes_of
 from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer, open_tokenizer, special_names
 from trainer.data.tokenizers.tokenizer_json import read_settings
 
@@ -37,6 +38,8 @@ GENERATION_FILE = "generation_config.json"
 TEMPLATES: Registry[str] = Registry("chat template")
 """Templates that packages add, as Jinja text; see `register_chat_template`."""
 _MARKS = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
+_USER = {"role": "user"}
+_TAILS = (16, 8, 4, 2, 1)  # characters of an answer by which its end is found; an earlier one may begin otherwise
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DEFAULT = Chat()
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -76,11 +79,11 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses it, leaves out a message, or hides where an answer is.
         """
-        roles, how = {"user": found.get("prompt"), "assistant": found.get("answer")}, _brought(found)
-        messages = found.get("messages") or [{"role": role, "content": text} for role, text in roles.items()]
+        messages, how = _messages_of(found), _brought(found)
         try:
             messages, text = self._written(messages, how)
-            return text, self._answers(messages, text, how)
+            spans = self._answers(messages, text, how)
+            return self._ended(messages, text, spans, how)
         except ConfigError as error:
             raise ConfigError(f"{found['where']()}: the chat template {self._name} {error}") from None
 
@@ -97,15 +100,24 @@ class ChatTemplate:
         except ConfigError as error:
             raise ConfigError(f"the chat template {self._name} {error}") from None
 
-    def end_of_answer(self) -> str:
-        """Return the special token that ends an answer, or "" if the template writes none."""
-        messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-        try:
-            text, spans = self.render({"messages": messages, "where": str})
-        except ConfigError:
-            return ""
-        answer = text[spans[0][0] : spans[0][1]].rstrip()
-        return next((token for token in self._tokens if token and answer.endswith(token)), "")
+    def notes(self, found: Mapping[str, Any], text: str, spans: Sequence[tuple[int, int]]) -> dict[str, int]:
+        """Return what a rendered conversation lacks, see `notes_of`. text, spans: of `render`."""
+        messages = _messages_of(found)
+        learned = [messages[i] for i in self._learned(messages)]
+        return notes_of(found, learned, text, ends_of_spans(text, spans, self._tokens))
+
+    def ends_of_answers(self) -> list[str]:
+        """Return the special tokens that end an answer, and one that calls a tool; a template may write none."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "3"}}}
+        answers = [{"content": "2"}, {"content": "", "tool_calls": [call]}]
+        found = []
+        for answer in answers:
+            messages = [{"role": "user", "content": "1"}, {"role": "assistant", **answer}]
+            with suppress(ConfigError):
+                text, spans = self.render({"messages": messages, "where": str})
+                written = text[spans[-1][0] : spans[-1][1]].rstrip()
+                found += [token for token in self._tokens if token and written.endswith(token)][-1:]
+        return found
 
     def _written(self, messages: Messages, how: Mapping[str, Any], *, prompts: bool = False) -> tuple[Messages, str]:
         """Return the messages, with arguments of calls in the form that the template takes, and the text of all."""
@@ -125,8 +137,7 @@ class ChatTemplate:
 
     def _answers(self, messages: Messages, text: str, how: Mapping[str, Any]) -> list[tuple[int, int]]:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        learnt = [i for i in answers if messages[i].get("weight", 1)]
-        learnt = learnt[-1:] if self._chat.answers == "last" else learnt
+        learnt = self._learned(messages)
         if self._marked is None:
             finder = Answers(messages, text, partial(self._text, self._plain, **how), self._tokens)
             return [finder.span(i) for i in learnt]
@@ -139,6 +150,32 @@ class ChatTemplate:
                 "mark each answer once, or train on all of them"
             )
         return [spans[answers.index(i)] for i in learnt]
+
+    def _learned(self, messages: Messages) -> list[int]:
+        """Return the numbers of the messages that are learned."""
+        found = [i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight", 1)]
+        return found[-1:] if self._chat.answers == "last" else found
+
+    def _ended(
+        self, messages: Messages, text: str, spans: list[tuple[int, int]], how: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and the answers; the last answer has the end that earlier ones have.
+
+        Some templates, as GLM-4.5's, write no end: the start of the next message is the end of an answer, and the last
+        answer has no message behind it.
+        """
+        is_last = bool(spans) and spans[-1][1] == len(text) and messages[-1]["role"] == "assistant"
+        if self._marked is not None or not is_last or text.endswith(tuple(filter(None, self._tokens))):
+            return text, spans
+        asks = {"role": "tool", "name": "f", "tool_call_id": "call00000"} if messages[-1].get("tool_calls") else _USER
+        with suppress(ConfigError):
+            longer = self._text(self._plain, [*messages, {**asks, "content": _MARKS[0]}], **how)
+            for size in _TAILS:
+                _, found, behind = longer.partition(_MARKS[0])[0].rpartition(text[spans[-1][0] :][-size:])
+                end = next((token for token in self._tokens if token and behind.startswith(token)), "")
+                if found and end:
+                    return text + end, [*spans[:-1], (spans[-1][0], len(text) + len(end))]
+        return text, spans
 
     def _text(
         self,
@@ -166,6 +203,12 @@ def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
         raise ConfigError(f"marks no answer in it; {MARK_ANSWERS}")
     ends = list(accumulate(map(len, parts)))
     return list(zip(ends[:-1:2], ends[1::2], strict=True))
+
+
+def _messages_of(found: Mapping[str, Any]) -> Messages:
+    """Return the messages of a conversation, which may be a prompt and an answer."""
+    roles = {"user": found.get("prompt"), "assistant": found.get("answer")}
+    return found.get("messages") or [{"role": role, "content": text} for role, text in roles.items()]
 
 
 def _brought(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,13 +265,13 @@ def find_template(
 
 
 def end_ids(tokenizer: Tokenizer, folders: Iterable[Path | None], template: ChatTemplate | None) -> set[int]:
-    """Return the tokenizer's end, all that a `generation_config.json` names, and that of an answer of the template."""
+    """Return the tokenizer's end, all that a `generation_config.json` names, and those of the template's answers."""
     ends: set[Any] = {tokenizer.eos_id}
     for folder in set(folders) - {None}:
         named = read_settings(folder / GENERATION_FILE).get("eos_token_id")
         ends |= set(named) if isinstance(named, list) else {named}
-    if template is not None:
-        ends |= set(tokenizer.encode_with_places(template.end_of_answer(), special=True)[0].tolist())
+    for end in template.ends_of_answers() if template is not None else ():
+        ends |= set(tokenizer.encode_with_places(end, special=True)[0].tolist())
     return {end for end in ends if type(end) is int and 0 <= end < tokenizer.vocab_size}
 
 
@@ -304,7 +347,8 @@ class ConversationEncoder:
         if self._template is None:
             return self._plain(**plain_text(document))
         rendered, answers = self._template.render(document)
-        return _marked(*self._tokenizer.encode_with_places(rendered, special=True), answers)
+        encoded = _marked(*self._tokenizer.encode_with_places(rendered, special=True), answers)
+        return encoded._replace(notes=self._template.notes(document, rendered, answers))
 
     def _plain(self, prompt: str, answer: str) -> Encoded:
         ids, places = self._tokenizer.encode_with_places(prompt + answer, special=False)
@@ -314,7 +358,8 @@ class ConversationEncoder:
             ids, places = np.append(tokenizer.bos_id, ids), np.concatenate([[[-1, 0]], places])
         if tokenizer.eos_id is not None:
             ids, places = np.append(ids, tokenizer.eos_id), np.concatenate([places, [[end, end + 1]]])
-        return _marked(ids, places, [(len(prompt), end + 1)])
+        notes = {ANSWERS: 1} | ({"end": 1} if tokenizer.eos_id is None else {})
+        return _marked(ids, places, [(len(prompt), end + 1)])._replace(notes=notes)
 
 
 def plain_text(found: Mapping[str, Any]) -> dict[str, str]:

@@ -10,9 +10,10 @@ The first one that a folder has is taken. All other modules know tokenizers by `
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +30,14 @@ HINT = (
 class Encoded(NamedTuple):
     """A document. ids: (n,) integers; answers: (n,) bool, whether a token is learned; None: all are.
 
-    lengths: of its parts, which do not see each other but are packed together; empty: it is one part.
+    lengths: of its parts, which do not see each other but are packed together; empty: it is one part. notes: of a
+    conversation, how many answers it has, and how many lack something; see `chat_notes`.
     """
 
     ids: np.ndarray
     answers: np.ndarray | None = None
     lengths: tuple[int, ...] = ()
+    notes: Mapping[str, int] = MappingProxyType({})
 
 
 NOTHING = Encoded(np.empty(0, dtype=np.int64))
