@@ -261,6 +261,20 @@ CHAT = (
         "tests/unit/test_chat_notes.py::test_reasoning_that_no_text_has_is_counted",
     ),
     Mutant(
+        "the cache gives the labels of older code",
+        "trainer/data/token_files/made.py",
+        'names |= {"labels": LABELS, ',
+        "names |= {",
+        "tests/unit/test_label_code.py::test_labels_of_another_number_are_made_again",
+    ),
+    Mutant(
+        "token files whose documents end in another token are taken",
+        "trainer/data/token_files/catalog.py",
+        'if ends is not None and ends != made_by(settings)["tokenizer"]:',
+        "if False:",
+        "tests/unit/test_label_code.py::test_token_files_of_other_ends_or_of_another_template_are_refused",
+    ),
+    Mutant(
         "what may begin a stop is lost",
         "trainer/commands/talk.py",
         'self._held = "" if places else text[end:]',

@@ -29,7 +29,7 @@ from trainer.data.token_files.format import (
     checked_pair,
     open_pair,
 )
-from trainer.data.token_files.made import cached, made_by
+from trainer.data.token_files.made import cached, made_by, template_hash
 from trainer.data.tokenizers.tokenizer import Encoded, tokenizer_hash, vocab_size_of
 
 _REMEDY = "copy the file again; or remove its .idx, and the same `lct tokenize` makes the shard again"
@@ -174,4 +174,20 @@ def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
             f"{folder} has the token ids of another tokenizer ({tokenizer['name']}, {tokenizer['vocab_size']:,} tokens)"
             "; name that one in model.tokenizer_path, or run `lct tokenize` with this one"
         )
+    _check_files_beside(folder, manifest, settings)
     return shards
+
+
+def _check_files_beside(folder: Path, manifest: Mapping[str, Any], settings: DataSettings) -> None:
+    """Check that the files beside the tokenizer's say today what they said when the token files were made."""
+    ends, template = manifest.get("made_by", {}).get("tokenizer"), manifest.get("template")
+    changed = ""
+    if ends is not None and ends != made_by(settings)["tokenizer"]:
+        changed = "other tokens at the beginning or end of documents"
+    elif template is not None and template_hash(settings) not in (None, template):
+        changed = "another chat template, or other special tokens in it,"
+    if changed:
+        raise ConfigError(
+            f"{folder} was made with {changed} than the files beside model.tokenizer_path = {settings.tokenizer!r} "
+            "have now; restore these files, or run `lct tokenize` again with another --output"
+        )

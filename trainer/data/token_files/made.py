@@ -39,6 +39,9 @@ from trainer.runtime.dump_folder import wait_for_lock
 from trainer.runtime.launcher_watch import end_with
 
 _FORMAT = 2
+LABELS = 1
+"""The number of the code that makes labels of conversations: each change of labels raises it, so that no run takes the
+labels of older code from the cache (tests/unit/test_label_code.py)."""
 _SHARD_BYTES = 1 << 20, 1 << 28  # fewest and most bytes of input for a shard, of which small data have 64
 _ALONE_BYTES = 1 << 24  # input of about a second, in which other processes would only start
 _LOG_SECONDS = 5.0
@@ -90,6 +93,8 @@ class Inputs:
         described["vocab_size"] = vocab_size_of(tokenizer)
         names = {"format": _FORMAT, "dataset": self.settings.dataset, "shard_bytes": shard_bytes}
         names |= {"path": self.settings.path} if self.settings.dataset == "hub" else {}
+        if self.settings.dataset in CONVERSATIONS:
+            names |= {"labels": LABELS, "template": template_hash(self.settings)}
         return names | {"tokenizer": described, "made_by": dict(self.made_by), "inputs": list(self.digests)}
 
     def content(self, parts: Sequence[Part], entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
@@ -122,6 +127,12 @@ def made_by(settings: DataSettings) -> dict[str, int]:
         encoder = ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat)
         found["template"] = _hash(encoder.identity)
     return found
+
+
+def template_hash(settings: DataSettings) -> int | None:
+    """Return a hash of the chat template and of its special tokens; None if there is no template."""
+    files = ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat).files
+    return None if files is None else _hash(files)
 
 
 def _hash(*parts: object) -> int:

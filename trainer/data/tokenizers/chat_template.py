@@ -64,7 +64,9 @@ class ChatTemplate:
         self._name, self._chat, self._tokens = name, chat, sorted({*special.values(), *tokens})
         self._given = special | chat.values
         how = "" if (given := (chat.arguments, chat.date, chat.answers)) == ((), None, "all") else f"\0{given}"
-        self.identity = f"{source}\0{sorted(special.items())}{how}"
+        self.files = f"{source}\0{sorted(special.items())}"
+        """The template and the special tokens that files say, without the settings of [chat]."""
+        self.identity = f"{self.files}{how}"
         """What the texts and their answers depend on, beside the conversations."""
         try:
             self._plain = _environment(("", ""), chat.date).from_string(source)
@@ -341,6 +343,11 @@ class ConversationEncoder:
     def identity(self) -> str | None:
         """What the texts depend on, beside the conversations."""
         return self._template and self._template.identity
+
+    @property
+    def files(self) -> str | None:
+        """The template and the special tokens that files say; None without a template."""
+        return self._template and self._template.files
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
         """Return the tokens of a conversation, and which lie in an answer; ConfigError if the template refuses it."""
