@@ -275,6 +275,20 @@ CHAT = (
         "tests/unit/test_label_code.py::test_token_files_of_other_ends_or_of_another_template_are_refused",
     ),
     Mutant(
+        "a long conversation loses its system message",
+        "trainer/commands/talk.py",
+        "kept = before + list(messages[starts[left_out] :])",
+        "kept = list(messages[starts[left_out] :])",
+        "tests/unit/test_conversation.py::test_the_first_turns_of_a_long_conversation_are_left_out",
+    ),
+    Mutant(
+        "control characters of a model reach the terminal",
+        "trainer/runtime/console.py",
+        "return escaped(text) if sys.stdout.isatty() else text",
+        "return text",
+        "tests/unit/test_conversation.py::test_control_characters_of_data_and_models_do_not_reach_a_terminal",
+    ),
+    Mutant(
         "what may begin a stop is lost",
         "trainer/commands/talk.py",
         'self._held = "" if places else text[end:]',

@@ -21,7 +21,7 @@ CODE = (
     "trainer/data/tokenizers/chat_messages.py",
     "trainer/data/tokenizers/chat_template.py",
 )
-HASHES = {1: "d83c9ea2aec9c0f3"}
+HASHES = {1: "cd9abe090e0041cf"}
 
 
 def code_of(source: str) -> str:

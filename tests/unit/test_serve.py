@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from trainer.commands.http_server import Server
 from trainer.commands.openai_request import Request, request_of
 from trainer.commands.talk import Pieces
 from trainer.config.errors import ConfigError
+from trainer.data.tokenizers.chat_template import ChatTemplate
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,6 +201,15 @@ def test_a_port_that_is_taken_and_a_package_that_is_missing_are_one_sentence(fol
     monkeypatch.setattr(serve, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=r"needs starlette and uvicorn; install them with pip install '\.\[serve\]'"):
         serve.checked([str(folder)])
+
+
+def test_an_error_of_a_template_has_no_path_of_the_server(folder):
+    args, job = serve.checked([str(folder)])
+    refuses = ChatTemplate("{{ raise_exception('never') }}", "/home/me/chat_template.jinja", {})
+    talk = replace(serve.talk_of(job), template=refuses)
+    server = Server(args, 64, open_tokenizer(str(folder)), talk)
+    with pytest.raises(ConfigError, match=r"^the chat template refuses it \(never\)"):
+        server._asked({"messages": [QUESTION]}, chat=True)
 
 
 def test_a_model_without_a_template_completes_texts(folder, tmp_path: Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chat_files import CHATML, chat_folder, conversations, write_lines
 from trainer.commands import start
 from trainer.commands.start import job_notes, opening
 from trainer.config.errors import ConfigError
@@ -125,6 +126,15 @@ def test_the_first_line_says_what_starts() -> None:
     config = job_of("--job.description=my run").config
     assert opening(config, 4, "cuda") == "my run on 4 GPUs; output goes to ./outputs/debug_model"
     assert opening(config, 1, "cpu") == "my run on 1 CPU rank; output goes to ./outputs/debug_model"
+
+
+def test_after_training_on_conversations_the_model_is_talked_to(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "chat.jsonl", conversations(8))
+    folder = chat_folder(tmp_path / "model", CHATML)
+    words = "--training.dataset=chat", f"--training.dataset_path={file}", f"--model.tokenizer_path={folder}"
+    job = job_of(*words, "--job.dump_folder=out")
+    text = closing(job, checkpoint=Path("out/checkpoint/step-1"), program="lct")
+    assert "next         lct chat out\n" in text
 
 
 def test_the_end_says_where_everything_lies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,15 @@ def broken(folder: Path, name: str, content: str | bytes) -> str:
 
 
 @pytest.mark.parametrize(
-    "content", ['{"model": {}}', "{", '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": {"a": 0}}}']
+    "content",
+    [
+        '{"model": {}}',
+        "{",
+        '{"model": {"vocab": {"a": "b"}}}',
+        '{"model": {"vocab": {"a": 0}}}',
+        '{"model": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"model": {"vocab": {"a": 0}}, "added_tokens": ["b"]}',
+    ],
 )
 def test_a_damaged_json_is_one_sentence(tmp_path: Path, content: str) -> None:
     message = broken(write_json(tmp_path, config=CONFIG), "tokenizer.json", content)

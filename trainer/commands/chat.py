@@ -3,22 +3,26 @@
 chat outputs/chat
 chat ./Qwen3-8B --ngpu 4 --system 'Be brief.' --tools tools.json
 
-Each line is a message. An answer is printed as it is written. /reset begins again, /tool TEXT gives the result of a
-tool that the model has called, and Ctrl-D ends. Without a terminal, each line of the input is a message.
+Each line is a message. An answer is printed as it is written, and Ctrl-C ends it. /reset begins again, /tool TEXT gives
+the result of a tool that the model has called, /help says so, and /exit or Ctrl-D leaves. Without a terminal, each line
+of the input is a message. When the conversation is too long for the model, its first turns are left out.
 """
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer.commands.generate import job_of, model_parser
 from trainer.commands.options import Parser
 from trainer.commands.ranks import run
-from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, talk_options
+from trainer.commands.talk import PATIENCE_SECONDS, Message, Pieces, Talk, talk_options
 from trainer.config.errors import ConfigError
 from trainer.job import ResolvedJob
+from trainer.runtime.console import for_terminal
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +44,64 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     return args, job
 
 
+HELP = "/reset begins again, /tool TEXT gives the result of a tool, /exit or Ctrl-D leaves; Ctrl-C ends an answer"
+
+
 def next_line() -> bytes:
     """Return the next line of the user with its end, or nothing at the end of the input."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     return sys.stdin.buffer.readline()
+
+
+class Conversation:
+    """The messages so far, and what the user's lines do with them. window: tokens of prompt and answer of the model."""
+
+    def __init__(self, talk: Talk, system: str | None, tokens: int, window: int, say: Callable[[str], object]) -> None:
+        """tokens: the most of an answer; say: takes a line for the user beside the answers."""
+        self._talk, self._tokens, self._window, self._say = talk, tokens, window, say
+        self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._first)
+        self.has_ended = False
+
+    def prompt(self, line: str) -> list[int] | None:
+        """Do what a line says; return the tokens that ask for an answer, or None if none is asked for."""
+        command, _, rest = line.partition(" ")
+        if command == "/reset":
+            self._messages = list(self._first)
+        elif command == "/help":
+            self._say(HELP)
+        self.has_ended = command == "/exit"
+        if not line or command in ("/reset", "/help", "/exit"):
+            return None
+        message = {"role": "tool", "content": rest} if command == "/tool" else {"role": "user", "content": line}
+        room = min(self._tokens, self._window // 4)
+        try:
+            messages, prompt, left_out = self._talk.fitting([*self._messages, message], self._window, room)
+        except ConfigError as error:
+            self._say(f"error: {error}")
+            return None
+        if left_out:
+            self._say(f"note: the first {left_out} turns are left out, as the model takes {self._window:,} tokens")
+        self._messages = messages
+        return prompt
+
+    def answered(self, prompt: list[int], written: list[int]) -> None:
+        """Keep an answer."""
+        if len(written) < self._tokens and len(prompt) + len(written) >= self._window:
+            self._say(f"note: the answer ends here, as the model takes {self._window:,} tokens")
+        self._messages.append(self._talk.answer(prompt, written))
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Take Ctrl-C inside, and yield the list of the signals that came."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
@@ -54,38 +111,35 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     from trainer.runtime.agreement import read_once
     from trainer.runtime.process_group import set_timeout
 
-    talk = Talk.of(job.config, args.tools)
+    talk, window = Talk.of(job.config, args.tools), job.config.training.seq_len
     model, dims = loaded_model(job, device)
     set_timeout(PATIENCE_SECONDS)  # the other ranks wait while the user thinks
-    first = [] if args.system is None else [{"role": "system", "content": args.system}]
-    messages, is_first = list(first), dims.rank("world") == 0
+    is_first, is_alone = dims.rank("world") == 0, dims.size("world") == 1
+    say = (lambda line: print(line, file=sys.stderr, flush=True)) if is_first else (lambda line: None)
+    if sys.stdin.isatty():
+        say(HELP)
+    conversation = Conversation(talk, args.system, args.tokens, window, say)
     while given := read_once(next_line, over=dims["world"]):
-        line = given.decode(errors="replace").strip()
-        command, _, rest = line.partition(" ")
-        if command == "/reset":
-            messages = list(first)
-            continue
-        if not line:
-            continue
-        message = {"role": "tool", "content": rest} if command == "/tool" else {"role": "user", "content": line}
-        try:
-            prompt = talk.prompt([*messages, message])
-        except ConfigError as error:
-            if is_first:
-                print(f"error: {error}", file=sys.stderr)
+        prompt = conversation.prompt(given.decode(errors="replace").strip())
+        if conversation.has_ended:
+            break
+        if prompt is None:
             continue
         pieces = Pieces(talk.tokenizer.decode)
-        sampling = Sampling(args.temperature, args.top_k, args.top_p)
-        settings = {"tokens": args.tokens, "sampling": sampling, "seed": args.seed, "ends": talk.ends}
 
-        def put(_: int, token: int, __: object, put: Callable[[int], str] = pieces.put) -> None:
+        def put(_: int, token: int, __: object, came: list[int], pieces: Pieces = pieces) -> bool:
             if is_first and token not in talk.ends:
-                print(put(token), end="", flush=True)
+                print(for_terminal(pieces.put(token)), end="", flush=True)
+            return bool(came) and is_alone  # the launcher of several ranks ends them all
 
-        (written,) = generate(model, job, dims, [prompt], **settings, on_token=put)
+        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        tokens = min(args.tokens, window - len(prompt))
+        settings = {"tokens": tokens, "sampling": sampling, "seed": args.seed, "ends": talk.ends}
+        with interrupts() if is_alone else nullcontext([]) as came:
+            (written,) = generate(model, job, dims, [prompt], **settings, on_token=partial(put, came=came))
         if is_first:
-            print(pieces.finish(), flush=True)
-        messages += [message, talk.answer(prompt, written)]
+            print(for_terminal(pieces.finish()), flush=True)
+        conversation.answered(prompt, written)
     return ""
 
 

@@ -26,7 +26,7 @@ from trainer.config.schema import JobConfig
 from trainer.data.text_data import contents_of, runs_of, table, what_is_lacking
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.families.registry import from_path
-from trainer.runtime.console import set_up_logging
+from trainer.runtime.console import escaped, set_up_logging
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _STYLE = "body{font:14px/1.5 monospace;white-space:pre-wrap}b{color:#060;background:#dfd}h2{font-size:1em}"
@@ -95,7 +95,8 @@ def on_console(documents: list[Document], *, color: bool) -> str:
     lines = []
     for head, parts in documents:
         lines.append(f"{_DIM}-- {head}{_PLAIN}" if color else f"-- {head}")
-        lines.append("".join(f"{first}{text}{last}" if learned else text for text, learned in parts))
+        shown = ((escaped(text), learned) for text, learned in parts)
+        lines.append("".join(f"{first}{text}{last}" if learned else text for text, learned in shown))
     return "\n".join(lines)
 
 

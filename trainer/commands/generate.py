@@ -5,6 +5,7 @@ With --ngpu N tensor-parallel ranks divide the model, each with the keys and val
 """
 
 import argparse
+import sys
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run
-from trainer.commands.talk import Talk, ends_of, talk_options, text_tokens
+from trainer.commands.talk import Talk, check_length, ends_of, talk_options, text_tokens
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.job import ResolvedJob, resolve
+from trainer.runtime.console import for_terminal
 from trainer.runtime.devices import this_machine
 
 if TYPE_CHECKING:
@@ -79,11 +81,15 @@ def to_write(
     if args.chat:
         talk = Talk.of(config, args.tools)
         tokens = [talk.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-        return [""] * len(prompts), tokens, talk.ends
-    tokens = [text_tokens(tokenizer, prompt) for prompt in prompts]
+        shown, ends = [""] * len(prompts), talk.ends
+    else:
+        tokens = [text_tokens(tokenizer, prompt) for prompt in prompts]
+        shown, ends = prompts, ends_of(config, tokenizer)
     if not all(tokens):
         raise ConfigError("--prompt '' needs a token that begins a text, and this tokenizer has none; give some text")
-    return prompts, tokens, ends_of(config, tokenizer)
+    for prompt in tokens:
+        check_length(prompt, config.training.seq_len)
+    return shown, tokens, ends
 
 
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
@@ -129,10 +135,15 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     tokenizer = open_tokenizer(job.config.model.tokenizer_file)
     shown, prompts, ends = raise_on_all_ranks(lambda: to_write(args, job.config, tokenizer), device)
     model, dims = loaded_model(job, device)
+    longest = max(map(len, prompts)) + args.tokens
+    if longest > job.config.training.seq_len and dims.rank("world") == 0:
+        window = f"the {job.config.training.seq_len:,} tokens that the model sees"
+        print(f"note: a text of {longest:,} tokens is longer than {window}; its older half is dropped", file=sys.stderr)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     settings = {"tokens": args.tokens, "sampling": sampling, "seed": args.seed, "ends": ends}
     written = generate(model, job, dims, prompts, **settings)
-    return "\n\n".join(text + tokenizer.decode(more) for text, more in zip(shown, written, strict=True))
+    texts = (text + tokenizer.decode(more) for text, more in zip(shown, written, strict=True))
+    return for_terminal("\n\n".join(texts))
 
 
 main = partial(run, __name__)

@@ -210,7 +210,10 @@ class Server:
     def _conversation(self, body: Mapping[str, Any]) -> list[int]:
         if isinstance(self._talk, ConfigError):
             raise self._talk
-        return self._talk.prompt(body.get("messages"), body)
+        try:
+            return self._talk.prompt(body.get("messages"), body)
+        except ConfigError as error:  # without paths of this machine
+            raise ConfigError(str(error).replace(f" {self._talk.template.name}", "")) from None
 
     def _text(self, body: Mapping[str, Any]) -> list[int]:
         given = body.get("prompt")

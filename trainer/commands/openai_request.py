@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.commands.talk import check_length
 from trainer.config.errors import ConfigError
 
 _USED = {
@@ -108,8 +109,7 @@ def request_of(
             raise ConfigError(f"{key} = {_short(value)} must be a {number} {limit}")
         return kind(value)
 
-    if not 0 < len(prompt) < longest:
-        raise ConfigError(f"the prompt has {len(prompt)} tokens, and the model takes 1 to {longest - 1}")
+    check_length(prompt, longest)
     echo = bool(body.get("echo"))
     least = 0 if echo else 1
     most = given("max_completion_tokens", int, given("max_tokens", int, usual.tokens, least=least), least=least)

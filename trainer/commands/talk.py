@@ -21,6 +21,7 @@ _OPENED = "<think>"
 _BEFORE = 8  # tokens
 PATIENCE_SECONDS = 7 * 24 * 3600
 """How long ranks wait for a user."""
+Message = Mapping[str, Any]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -33,6 +34,12 @@ def ends_of(config: JobConfig, tokenizer: "Tokenizer", template: ChatTemplate | 
 def text_tokens(tokenizer: "Tokenizer", text: str) -> list[int]:
     """Return the tokens of a text that is to be continued, behind the one that begins texts if there is one."""
     return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
+
+
+def check_length(prompt: Sequence[int], longest: int) -> None:
+    """Raise a ConfigError unless a prompt, and a token behind it, fits the tokens that the model takes."""
+    if not 0 < len(prompt) < longest:
+        raise ConfigError(f"the prompt has {len(prompt)} tokens, and the model takes 1 to {longest - 1}")
 
 
 def talk_options(described: Parser, when: str = "", *, tools: bool = True) -> None:
@@ -60,8 +67,9 @@ class Talk:
         template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)
         if template is None:
             raise ConfigError(
-                f"{config.model.tokenizer_file} has no chat template, so that the model cannot be talked to; use lct "
-                "generate without --chat, or put the chat_template.jinja of an instruction-tuned model beside it"
+                "this model has no chat template, so that it cannot be talked to; use lct generate without --chat, or "
+                "name a Jinja file in model.chat_template before training, or put the chat_template.jinja of an "
+                "instruction-tuned model into the model's folder"
             )
         tokenizer, given = open_tokenizer(config.model.tokenizer_file), None
         if tools is not None:
@@ -84,6 +92,34 @@ class Talk:
         brought = {"tools": tools, "values": values, "asks": more.get("add_generation_prompt") is not False}
         text = self.template.prompt({"messages": read_messages(messages), **brought})
         return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
+
+    def fitting(self, messages: Sequence[Message], longest: int, room: int) -> tuple[list[Message], list[int], int]:
+        """Leave out the earliest whole turns until the prompt fits, and return what is left of the messages.
+
+        A turn begins with a message of the user. System messages before the first turn, and the last turn, stay.
+
+        Args:
+            messages: of the conversation, which asks for an answer.
+            longest: tokens of prompt and answer that the model takes.
+            room: tokens to keep for the answer, if leaving out turns can do that.
+
+        Returns:
+            The messages that are left, their prompt, and the number of turns that were left out.
+
+        Raises:
+            ConfigError: the template refuses the messages, or the last turn alone is too long.
+        """
+        starts = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
+        before, left_out = list(messages[: starts[0]]), 0
+        while True:
+            kept = before + list(messages[starts[left_out] :])
+            prompt = self.prompt(kept)
+            fits = len(prompt) + room <= longest
+            if fits or left_out + 1 == len(starts):
+                break
+            left_out += 1
+        check_length(prompt, longest)
+        return kept, prompt, left_out
 
     def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
         """Return what the model has written as a message. Reasoning that the prompt has begun is part of it."""

@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
+from trainer.data.tokenizers.chat_template import find_template
 from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.distributed.context_parallel.planning.capabilities import runs_fla
 from trainer.families.args import DecoderArgs, experts_of, has_grouped_product, has_windows, mtp_layers_of
@@ -31,6 +33,10 @@ class Language(TaskSpec):
     copies_batches = True
     command = "lct generate {} --prompt '...'"
     validates, fixed_shapes = True, False
+
+    def next_command(self, config: JobConfig) -> str:
+        has_template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat) is not None
+        return "lct chat {}" if config.training.dataset in CONVERSATIONS and has_template else self.command
 
     def model(self, config: JobConfig, flavor: DecoderArgs, missing: list[str] | None) -> DecoderArgs:
         """Return the arguments with the tokenizer's vocabulary, or that of the flavor if the tokenizer is elsewhere.

@@ -193,6 +193,10 @@ class TaskSpec(ABC):
     def decide(self, config: JobConfig, model: ModelArgs, device_type: str) -> TaskDecisions:
         """Decide what the numbers of ranks do not change; ConfigError for a feature that the task does not have."""
 
+    def next_command(self, config: JobConfig) -> str:
+        """Return `command`, or another one that fits what this run has learned better."""
+        return self.command
+
     def check(self, config: JobConfig, model: ModelArgs, degrees: Degrees) -> Sequence[str]:
         """Return notes for the log; ConfigError for a setting that does not fit the degrees."""
         return ()

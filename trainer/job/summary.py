@@ -48,7 +48,7 @@ def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
         lines.append(f"{'weights':{TOPIC}}not saved; --checkpoint.enable saves them")
     else:
         lines.append(f"{'weights':{TOPIC}}{checkpoint}")
-        ours, command = "lct ", job.task.command.format(folder)
+        ours, command = "lct ", job.task.next_command(job.config).format(folder)
         if command.startswith(ours):
             command = f"{program} {command.removeprefix(ours)}"
         lines.append(f"{'next':{TOPIC}}{command}")

@@ -21,6 +21,18 @@ _COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[1;31m"}
 _NAMES = r"(?<=[\d.) ])(tok/s|mfu|GiB|MiB|s)\b|\b(step|loss|max|grad|lr|eta)\b"
 _ERASE = "\r\x1b[2K"
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def escaped(text: str) -> str:
+    """Return a text of data or of a model with escapes for control characters, except the new line and the tab."""
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def for_terminal(text: str) -> str:
+    """Return a text for stdout: escaped on a terminal, which control characters may change, and as it is elsewhere."""
+    return escaped(text) if sys.stdout.isatty() else text
+
 
 class _Lines(logging.Handler):
     """Elsewhere than on a terminal: plain lines with the time of day."""

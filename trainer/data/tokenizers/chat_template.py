@@ -61,7 +61,7 @@ class ChatTemplate:
         import jinja2
 
         self.source = source
-        self._name, self._chat, self._tokens = name, chat, sorted({*special.values(), *tokens})
+        self.name, self._chat, self._tokens = name, chat, sorted({*special.values(), *tokens})
         self._given = special | chat.values
         how = "" if (given := (chat.arguments, chat.date, chat.answers)) == ((), None, "all") else f"\0{given}"
         self.files = f"{source}\0{sorted(special.items())}"
@@ -87,7 +87,7 @@ class ChatTemplate:
             spans = self._answers(messages, text, how)
             return self._ended(messages, text, spans, how)
         except ConfigError as error:
-            raise ConfigError(f"{found['where']()}: the chat template {self._name} {error}") from None
+            raise ConfigError(f"{found['where']()}: the chat template {self.name} {error}") from None
 
     def prompt(self, found: Mapping[str, Any]) -> str:
         """Return the text that asks a model for the next answer: what `render` writes up to it.
@@ -100,7 +100,7 @@ class ChatTemplate:
         try:
             return self._written(found["messages"], _brought(found), prompts=found.get("asks", True))[1]
         except ConfigError as error:
-            raise ConfigError(f"the chat template {self._name} {error}") from None
+            raise ConfigError(f"the chat template {self.name} {error}") from None
 
     def notes(self, found: Mapping[str, Any], text: str, spans: Sequence[tuple[int, int]]) -> dict[str, int]:
         """Return what a rendered conversation lacks, see `notes_of`. text, spans: of `render`."""

@@ -92,7 +92,7 @@ def read_settings(file: Path) -> Mapping[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON ({error}); copy it again") from None
     return found if isinstance(found, dict) else {}
 
@@ -110,7 +110,7 @@ def facts(file: str, given: str) -> tuple[int, tuple[str, ...]]:
         added = content.get("added_tokens", [])
         special = tuple(token["content"] for token in added if token.get("special"))
         return 1 + max([*ids, *(token["id"] for token in added)]), special
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(given, f"{type(error).__name__}: {error}") from None
 
 
