@@ -60,8 +60,8 @@ CHAT = (
     Mutant(
         "a message of weight 0 is learnt",
         "trainer/data/tokenizers/chat_template.py",
-        'if messages[i].get("weight", 1)]',
-        "]",
+        'if message["role"] == "assistant" and message.get("weight", 1)]',
+        'if message["role"] == "assistant"]',
         f"{_CHAT}::test_some_answers_alone_are_learnt",
     ),
     Mutant(
