@@ -16,7 +16,7 @@ from tests.chat_files import chat_folder
 from tests.distributed.pool import free_port
 from trainer.commands import http_server
 from trainer.commands.http_server import Server
-from trainer.commands.openai_format import Ended, Piece
+from trainer.commands.openai_format import AnswerError, Ended, Piece
 from trainer.commands.talk import Talk
 from trainer.config.schema import JobConfig, Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
@@ -50,7 +50,7 @@ class Answered:
                         self.left.set()
                         break
             waiting.send(Piece("yes"))
-            waiting.send(Ended(1, "stop"))
+            waiting.send(AnswerError("no room") if waiting.request.seed == 78 else Ended(1, "stop"))
 
     def sent(self, content: bytes, *, more: bytes = b"") -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
@@ -148,6 +148,16 @@ def test_a_client_that_leaves_ends_its_answer(server, stream, capfd):
     server.sent(head + b"Content-Length: 100\r\n\r\n{").close()  # and one that leaves in its body
     assert server.ask("/v1/chat/completions", HELLO)[0] == 200
     assert capfd.readouterr().err == ""
+
+
+def test_an_answer_that_fails_is_an_error_of_the_server_and_the_next_one_is_answered(server):
+    status, found = server.ask("/v1/chat/completions", HELLO | {"seed": 78})
+    assert (status, found["error"]["type"], found["error"]["message"]) == (500, "server_error", "no room")
+    status, found = server.ask("/v1/chat/completions", HELLO | {"seed": 78, "stream": True})
+    assert status == 200, "it has begun"
+    assert '"message": "no room"' in found["text"]
+    assert "[DONE]" not in found["text"]
+    assert server.ask("/v1/chat/completions", HELLO)[0] == 200
 
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
