@@ -1,6 +1,7 @@
 """Check the data of a run: the tables [mixture], [chat] and [validation], and the data sets that they name."""
 
 import re
+import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -13,11 +14,12 @@ from trainer.data.sources.registry import DATASETS, all_documents, source_of
 from trainer.data.text_data import training_data, validation_data
 from trainer.data.token_files.catalog import check_data
 from trainer.data.tokenizers import chat_notes
-from trainer.data.tokenizers.chat_template import find_template, plain_text
+from trainer.data.tokenizers.chat_template import ConversationEncoder, find_template, plain_text
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch
 
 _FIRST = 100  # conversations that `lct check` reads of each source
+_SECONDS = 3.0  # and about how long, as trajectories may be long
 
 
 def check_mixture(config: JobConfig) -> None:
@@ -105,15 +107,17 @@ def check_chat(config: JobConfig) -> None:
 def conversation_notes(config: JobConfig) -> list[str]:
     """Return a sentence for each thing that the first conversations of the data have and their text has not."""
     notes: dict[str, dict[str, Any]] = {}
-    number = 0
+    number, started = 0, time.monotonic()
     for source in training_data(config):
         if source.dataset not in CONVERSATIONS:
             continue
-        encode = source_of(source).encoder(source)
+        encoder = ConversationEncoder.of(source.tokenizer, source.chat_template, source.chat)
         for found in islice(filter(None, all_documents(replace(source, skips=True))), _FIRST):
             with suppress(ConfigError):  # the start refuses it
-                chat_notes.add(notes, encode(found).notes, found["where"]())
+                chat_notes.add(notes, encoder.notes(found), found["where"]())
                 number += 1
+            if time.monotonic() - started > _SECONDS:
+                break
     return [f"of the first {number:,} conversations: {sentence}" for sentence in chat_notes.sentences(notes)]
 
 

@@ -357,6 +357,12 @@ class ConversationEncoder:
         encoded = _marked(*self._tokenizer.encode_with_places(rendered, special=True), answers)
         return encoded._replace(notes=self._template.notes(document, rendered, answers))
 
+    def notes(self, document: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return the notes that `encode` would give, without tokens; it raises as `encode`."""
+        if self._template is None:
+            return self.encode(document).notes
+        return self._template.notes(document, *self._template.render(document))
+
     def _plain(self, prompt: str, answer: str) -> Encoded:
         ids, places = self._tokenizer.encode_with_places(prompt + answer, special=False)
         end = len(prompt) + len(answer)
