@@ -50,6 +50,9 @@ def argument_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[M
     Clients send strings of JSON. Most templates take objects alone, and some write a string otherwise than an object.
     A form that is equal to the one before is left out.
     """
+    if not any(message.get("tool_calls") for message in messages):
+        yield messages
+        return
     objects, strings = _with_arguments(messages, _as_object), _with_arguments(messages, _as_string)
     yield objects
     if messages != objects:
