@@ -10,12 +10,13 @@ import torch
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_generation import opened
 from trainer.commands import answering
-from trainer.commands.answering import Writer, control_group
+from trainer.commands.answering import Writer
 from trainer.commands.http_server import Waiting
 from trainer.commands.openai_format import AnswerError, Ended, Piece, Score
 from trainer.commands.openai_request import Request
 from trainer.config.schema import Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.runtime.agreement import control_group
 from trainer.runtime.process_group import Process
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

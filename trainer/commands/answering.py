@@ -8,7 +8,6 @@ rank 1   forward  draw        agree(on)       agree(end)     both end the answer
 
 import sys
 from collections.abc import Collection
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,23 +20,15 @@ from trainer.commands.talk import Pieces
 from trainer.components.generation import Sampling, generate
 from trainer.data.tokenizers.tokenizer import Tokenizer
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job import ResolvedJob
+from trainer.runtime.agreement import highest
 from trainer.runtime.process_group import is_peer_failure
 
 _ON, _LEFT, _FAILED = range(3)
-_SECONDS = 300
 
 
 class _OtherRankError(Exception):
     """Another rank has failed in this request."""
-
-
-def control_group() -> dist.ProcessGroup:
-    """Return the group in which ranks agree, in host memory. A rank that has failed alone ends it after a time-out."""
-    if dist.get_world_size() == 1:
-        return dist.group.WORLD
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=_SECONDS))
 
 
 class Writer:
@@ -67,7 +58,7 @@ class Writer:
             if is_peer_failure(error):
                 raise
             if not isinstance(error, _OtherRankError):
-                self._agree_failed()
+                highest(_FAILED, self._control)
             if waiting is not None:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 message = f"the answer could not be written ({type(error).__name__}: {lines[0][:300]})"
@@ -118,13 +109,10 @@ class Writer:
 
     def _agree(self, status: int) -> int:
         """Return the gravest status of all ranks; _OtherRankError if one has failed."""
-        agreed = int(all_reduce(torch.tensor(status), self._control, "max"))
+        agreed = highest(status, self._control)
         if agreed == _FAILED:
             raise _OtherRankError("another rank has failed in this request")
         return agreed
-
-    def _agree_failed(self) -> None:
-        all_reduce(torch.tensor(_FAILED), self._control, "max")
 
 
 def scores_of(logits: torch.Tensor, tokens: list[int], likeliest: int) -> tuple[Score, ...]:

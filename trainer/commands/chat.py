@@ -12,7 +12,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -108,13 +108,14 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     """Talk until the input ends. A collective over all ranks; rank 0 reads and prints."""
     from trainer.commands.finished_run import loaded_model
     from trainer.components.generation import Sampling, generate
-    from trainer.runtime.agreement import read_once
+    from trainer.runtime.agreement import control_group, highest, read_once
     from trainer.runtime.process_group import set_timeout
 
     talk, window = Talk.of(job.config, args.tools), job.config.training.seq_len
     model, dims = loaded_model(job, device)
-    set_timeout(PATIENCE_SECONDS)  # the other ranks wait while the user thinks
-    is_first, is_alone = dims.rank("world") == 0, dims.size("world") == 1
+    control = control_group()
+    set_timeout(PATIENCE_SECONDS, but_for=control)  # the other ranks wait while the user thinks
+    is_first = dims.rank("world") == 0
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if is_first else (lambda line: None)
     if sys.stdin.isatty():
         say(HELP)
@@ -130,13 +131,14 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
         def put(_: int, token: int, __: object, came: list[int], pieces: Pieces = pieces) -> bool:
             if is_first and token not in talk.ends:
                 print(for_terminal(pieces.put(token)), end="", flush=True)
-            return bool(came) and is_alone  # the launcher of several ranks ends them all
+            return bool(highest(len(came), control))
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         tokens = min(args.tokens, window - len(prompt))
         settings = {"tokens": tokens, "sampling": sampling, "seed": args.seed, "ends": talk.ends}
-        with interrupts() if is_alone else nullcontext([]) as came:
+        with interrupts() as came:
             (written,) = generate(model, job, dims, [prompt], **settings, on_token=partial(put, came=came))
+            highest(0, control)  # so that no rank leaves before the others
         if is_first:
             print(for_terminal(pieces.finish()), flush=True)
         conversation.answered(prompt, written)

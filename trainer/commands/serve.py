@@ -56,11 +56,11 @@ def talk_of(job: ResolvedJob) -> Talk | ConfigError:
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
     """Answer requests for ever. A collective over all ranks; rank 0 has the server."""
-    from trainer.commands.answering import Writer, control_group
+    from trainer.commands.answering import Writer
     from trainer.commands.finished_run import loaded_model
     from trainer.commands.http_server import Server
     from trainer.data.tokenizers.tokenizer import open_tokenizer
-    from trainer.runtime.agreement import raise_on_all_ranks, read_once
+    from trainer.runtime.agreement import control_group, raise_on_all_ranks, read_once
     from trainer.runtime.process_group import set_timeout
 
     tokenizer, talk = open_tokenizer(job.config.model.tokenizer_file), talk_of(job)

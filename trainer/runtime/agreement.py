@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, broadcast
 
+_CONTROL_SECONDS = 300
 T = TypeVar("T")
 Over = DeviceMesh | dist.ProcessGroup | torch.device
 """A 1-D mesh; a group, for tensors in host memory; or, before there is a mesh, this rank's device, for all ranks."""
@@ -30,6 +32,21 @@ def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> 
             f"rank {other} has other {what} than rank 0 ({', '.join(names)}); every machine must have the same "
             "configuration, the same tokenizer and the same files"
         )
+
+
+def control_group() -> dist.ProcessGroup:
+    """Return a group of all ranks in which they agree between tokens, in host memory. A collective.
+
+    Its time-out is its own: a rank that waits for one that has failed ends after it.
+    """
+    if dist.get_world_size() == 1:
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=_CONTROL_SECONDS))
+
+
+def highest(value: int, control: dist.ProcessGroup) -> int:
+    """Return the highest value of all ranks. A collective. control: see `control_group`."""
+    return int(all_reduce(torch.tensor(value), control, "max"))
 
 
 def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
