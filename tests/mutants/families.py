@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _HERE, _WEIGHTS = "tests/distributed/test_families.py", "tests/unit/test_families.py"
 _LOGITS, _LAYOUTS = f"{_HERE}::test_logits_are_those_of_transformers", f"{_HERE}::test_a_layout_equals_one_process"
+_TYPES = "tests/unit/test_hugging_face_types.py"
 _THERE_AND_BACK = f"{_WEIGHTS}::test_a_model_goes_there_and_back_bit_for_bit"
 
 FAMILIES = (
@@ -76,6 +77,27 @@ FAMILIES = (
         "by_group.topk(2, dim=-1)",
         "by_group.topk(1, dim=-1)",
         f"{_LOGITS}[glm4_moe]",
+    ),
+    Mutant(
+        "the bias that chooses is rounded with the weights",
+        "trainer/checkpoint/export.py",
+        'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',
+        'if parts & {*there.split(".")}:',
+        _TYPES,
+    ),
+    Mutant(
+        "what is exported goes through the type of training",
+        "trainer/checkpoint/export.py",
+        "dtype=saved.get(name))",
+        "dtype=torch.bfloat16)",
+        _TYPES,
+    ),
+    Mutant(
+        "tensors of the source lose the type that is wider than the others'",
+        "trainer/hugging_face/reader.py",
+        "if BYTES[stored.dtype] > usual}",
+        "if BYTES[stored.dtype] > usual + 4}",
+        _TYPES,
     ),
     Mutant(
         "the bias that chooses is no weight of Hugging Face",

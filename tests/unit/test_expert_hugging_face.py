@@ -140,7 +140,7 @@ def logits_there(model: torch.nn.Module, args: TransformerArgs, tokens: torch.Te
 def write_here(folder: Path, family: str, args: TransformerArgs, model: torch.nn.Module) -> None:
     config = parse_command_line([f"--model.name={family}"]).config
     state = model.state_dict()
-    in_memory = mock.patch.object(export, "_read", lambda _, shapes, readers: {name: state[name] for name in shapes})
+    in_memory = mock.patch.object(export, "_read", lambda shapes, readers: {name: state[name] for name in shapes})
     with mock.patch.object(export, "open_weights"), in_memory:
         export.write_hf(folder, config, args, torch.float64, most_bytes=20_000)
 

@@ -198,10 +198,8 @@ def test_the_adapters_of_a_fused_matrix_are_not_written_for_peft(tmp_path: Path)
     args, given = MODELS["phi3"][1], ["--model.name=phi3", "--lora.rank=2", "--checkpoint.initial_load_path=x"]
     config = parse_command_line(given).config
     with (
-        mock.patch.object(
-            export, "_read", lambda _config, shapes, _readers: {n: torch.zeros(s) for n, s in shapes.items()}
-        ),
-        mock.patch.object(export, "open_step", return_value=(None, None)),
+        mock.patch.object(export, "_read", lambda shapes, _readers: {n: torch.zeros(s) for n, s in shapes.items()}),
+        mock.patch.object(export, "open_saved", return_value=None),
         pytest.raises(ConfigError, match=r"'wq' is a part of model\.layers\.0\.self_attn\.qkv_proj\.weight there"),
     ):
         export.write_peft(tmp_path / "adapters", config, args, 1)

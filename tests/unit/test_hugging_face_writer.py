@@ -30,10 +30,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_files_have_at_most_their_size_and_a_large_tensor_its_own() -> None:
-    files, index = plan_files({"a": (2,), "b": (3,), "c": (9,), "d": ()}, "F32", 20)
+    types = dict.fromkeys("abcd", "F32")
+    files, index = plan_files({"a": (2,), "b": (3,), "c": (9,), "d": ()}, types, 20)
     assert [file.tensors for file in files] == [("a", "b"), ("c",), ("d",)]
     assert json.loads(index)["metadata"] == {"total_size": 60}
-    assert plan_files({"a": (2,), "b": (3,)}, "F32", 20)[1] == ""
+    assert plan_files({"a": (2,), "b": (3,)}, types, 20)[1] == ""
 
 
 def run_of(hf: Path, run: Path, family: str = "llama3") -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.weights import WeightsReader, load_tensors, open_step, open_weights
+from trainer.checkpoint.weights import WeightsReader, load_tensors, open_saved, open_weights
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.chat_template import GENERATION_FILE, end_ids, find_template
@@ -15,10 +15,22 @@ from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.data.tokenizers.tokenizer_json import read_settings
 from trainer.families.args import DecoderArgs
 from trainer.families.registry import hf_config
-from trainer.hugging_face.files import CONFIG_FILE, HFTensor, Shape, grouped, read_config
+from trainer.hugging_face.files import (
+    CONFIG_FILE,
+    INDEX,
+    SINGLE,
+    HFModel,
+    HFTensor,
+    Shape,
+    grouped,
+    read_config,
+    read_folder,
+)
+from trainer.hugging_face.reader import wider_types
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
 from trainer.job.lora import adapter_names, adapter_shapes, whole_sizes
 from trainer.models.model_spec import hf_model, model_spec
+from trainer.runtime.console import logger
 from trainer.stores.folder import hf_folder
 from trainer.transforms.lora import merged
 
@@ -32,8 +44,8 @@ def write_hf(
 ) -> str:
     """Write the weights of a run as a Hugging Face folder; what had its name before is replaced. Say what is left out.
 
-    output: the folder; dtype: data type of the files; most_bytes: of the tensors of one file. As many bytes of tensors
-    as the largest has are in memory, twice.
+    output: the folder; dtype: data type of the files, but for tensors that keep a wider one, see `kept_types`;
+    most_bytes: of the tensors of one file. As many bytes of tensors as the largest has are in memory, twice.
 
     Raises:
         ConfigError: transformers does not have the model, or the weights are damaged, or of another model.
@@ -42,7 +54,8 @@ def write_hf(
     content = _config_json(config, args, dtype)
     model, readers = hf_model(model_spec(config.model.name), args), open_weights(config, args)
     shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
-    with NewFolder(output, model.shapes(), dtype, most_bytes=most_bytes) as folder:
+    kept = kept_types(config, model, dtype)
+    with NewFolder(output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes) as folder:
         for name, whole in _whole_tensors(config, args, shapes, readers):
             for there, part in model.pairs[name][1].tensors(whole).items():
                 folder.put(there, part)
@@ -50,6 +63,27 @@ def write_hf(
         folder.finish({CONFIG_FILE: content, **_of_generation(config)}, _tokenizer_folder(config))
     unnamed = model.has_further and not model.further
     return f", but for the layers of model.mtp_layers, which have no names in {config.model.name}" * unnamed
+
+
+def kept_types(config: JobConfig, model: HFModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the tensors there, by name, that keep a wider type than `dtype`, which rounds the others.
+
+    They are buffers, such as the biases that choose experts, tensors that transformers keeps in float32, and tensors
+    that are wider than most others in the folder from which the run started.
+    """
+    family, kept = hf_config(config.model.name), {}
+    parts = {*getattr(family, "float32_in_float16", ())} if dtype == torch.float16 else set()
+    for ours, hf in model.pairs.values():
+        for there in hf.names:
+            if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:
+                kept[there] = torch.float32
+    source = hf_folder(config)
+    if source is not None and any((source / file).is_file() for file in (INDEX, SINGLE)):
+        try:
+            kept |= wider_types(read_folder(source))
+        except ConfigError as error:
+            logger.warning(f"tensors that {source} has in a wider type are written as the others: {error}")
+    return {there: torch.promote_types(dtype, kept[there]) for there in model.shapes() if there in kept}
 
 
 def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
@@ -99,7 +133,7 @@ def _whole_tensors(
     for names in grouped(sizes, max(sizes.values())):
         modules = [name.removesuffix(".weight") for name in names]
         beside = _named({module: adapted[module] for module in modules if module in adapted})
-        tensors = _read(config, {name: shapes[name] for name in names} | beside, readers)
+        tensors = _read({name: shapes[name] for name in names} | beside, readers)
         for name, module in zip(names, modules, strict=True):
             if module in adapted:
                 a, b = map(tensors.pop, adapter_names(module))
@@ -111,9 +145,13 @@ def _named(adapters: Mapping[str, tuple[Shape, Shape]]) -> dict[str, Shape]:
     return {name: x for module, ab in adapters.items() for name, x in zip(adapter_names(module), ab, strict=True)}
 
 
-def _read(config: JobConfig, shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, torch.Tensor]:
-    dtype = getattr(torch, config.training.dtype)
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+def _read(shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, torch.Tensor]:
+    """Return tensors in the types in which they are saved."""
+    saved: dict[str, torch.dtype] = {}
+    for reader in reversed(readers):
+        entries = reader.read_metadata().state_dict_metadata
+        saved |= {name: entries[f"model.{name}"].properties.dtype for name in shapes if f"model.{name}" in entries}
+    tensors = {name: torch.empty(shape, dtype=saved.get(name)) for name, shape in shapes.items()}
     load_tensors({f"model.{name}": x for name, x in tensors.items()}, *readers)
     return tensors
 
@@ -128,7 +166,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
     hf_config(config.model.name).check_start(args)
     pairs, adapters = hf_model(model_spec(config.model.name), args).pairs, adapter_shapes(config, args)
     whole = {f"{name}.weight": tuple(pairs[f"{name}.weight"][0].shape) for name in whole_sizes(config, args)}
-    ours = _read(config, _named(adapters) | whole, [open_step(config, args, step)[1]])
+    ours = _read(_named(adapters) | whole, [open_saved(config, args, step)])
     theirs, modules, stacked = _of_peft(adapters, pairs, ours)
     saved = [pairs[name][1].name.removesuffix(".weight") for name in whole]
     theirs |= {f"base_model.model.{there}.weight": ours[name] for there, name in zip(saved, whole, strict=True)}

@@ -37,6 +37,7 @@ from trainer.stores.folder import (
     RunState,
     check_fits,
     check_initial_weights,
+    check_same_model,
     checkpoint_folder,
     keep_latest,
     mark_best,
@@ -253,7 +254,7 @@ def model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
 def open_step(
     config: JobConfig, model: ModelArgs, step: int, folder: Store | None = None, once: Once = on_this_rank
 ) -> tuple[RunState, Reader]:
-    """Return the state of a saved step, and a reader of its tensors. folder: of another run's checkpoints.
+    """Return the state of a saved step to resume from, and a reader of its tensors. folder: of another run.
 
     Raises:
         ConfigError: the checkpoint is damaged, or of another model or other data.
@@ -262,6 +263,15 @@ def open_step(
     state = parse_state(once(lambda: state_text(read_state(folder, step))), step)
     check_fits(state, config, model)
     return state, reader_of(folder, state, once)
+
+
+def open_saved(config: JobConfig, model: ModelArgs, step: int, once: Once = on_this_rank) -> Reader:
+    """Return a reader of a saved step for its weights alone; ConfigError if it is damaged, or of another model."""
+    folder = checkpoint_folder(config)
+    state = parse_state(once(lambda: state_text(read_state(folder, step))), step)
+    remedy = "read it with the configuration of its run"
+    check_same_model(state, config, model, folder.step(step), remedy=remedy, dtype=False)
+    return reader_of(folder, state, once)
 
 
 def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Reader:
@@ -306,7 +316,7 @@ def open_weights(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) 
     step = json.loads(once(lambda: json.dumps(step_to_load(config) if config.checkpoint.enable else None).encode()))
     if step is None:
         return [open_initial(config, args, once)]
-    saved = open_step(config, args, step, once=once)[1]
+    saved = open_saved(config, args, step, once)
     return [saved, open_initial(config, args, once)] if config.lora.rank else [saved]
 
 

@@ -37,6 +37,9 @@ class HFDecoder:
     """Modules of a layer that predicts further tokens -> their names there, "" -> how the names of its others begin; {}
     stands for its number, behind the other layers. transformers does not read them. Empty: there are none."""
 
+    float32_in_float16: tuple[str, ...] = ()
+    """Parts of the names of tensors that transformers keeps in float32 beside weights in float16."""
+
     @property
     def defaults(self) -> Mapping[str, Any]:
         """Entries that the architecture's class assumes where the file lacks them, if they are not those of Llama's."""

@@ -158,6 +158,7 @@ FAMILIES = {
             windows(2, 128),
         ),
         quantised=("mxfp4",),
+        float32_in_float16=("input_layernorm", "post_attention_layernorm", "norm"),
     ),
     "mixtral": HFDecoder("mixtral", "MixtralForCausalLM", (_NO_JITTER, experts(*_LOCAL), WINDOW), names=_MIXTRAL_NAMES),
     "olmoe": HFDecoder(

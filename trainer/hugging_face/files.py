@@ -296,11 +296,15 @@ def _stored(file: Path, name: str, entry: dict, base: int, size: int) -> Stored:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file that is to be written: its name, its header with the length before it, and its tensors in their order."""
+    """A file that is to be written: its name, its header with the length before it, and its tensors in their order.
+
+    starts: the first byte of each tensor in the file. Tensors of wide types come first, so that all are aligned.
+    """
 
     name: str
     header: bytes
     tensors: tuple[str, ...]
+    starts: Mapping[str, int]
 
 
 def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
@@ -317,19 +321,19 @@ def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
 
 
 def plan_files(
-    shapes: Mapping[str, Shape], dtype: str, most_bytes: float, stem: str = "model"
+    shapes: Mapping[str, Shape], dtypes: Mapping[str, str], most_bytes: float, stem: str = "model"
 ) -> tuple[list[NewFile], str]:
     """Return files of at most so many bytes of tensors, and the index; "" if there is one file, which needs none.
 
-    A tensor that is larger has a file of its own. stem: what names of files begin with.
+    A tensor that is larger has a file of its own. dtypes: of each tensor; stem: what names of files begin with.
     """
-    sizes = {name: math.prod(shape) * BYTES[dtype] for name, shape in shapes.items()}
+    sizes = {name: math.prod(shape) * BYTES[dtypes[name]] for name, shape in shapes.items()}
     groups = grouped(sizes, most_bytes)
     count = len(groups)
     parts = [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else [""]
     names = [f"{stem}{part}.safetensors" for part in parts]
     files = [
-        NewFile(name, _header({tensor: shapes[tensor] for tensor in group}, dtype), tuple(group))
+        _new_file(name, {tensor: shapes[tensor] for tensor in group}, dtypes)
         for name, group in zip(names, groups, strict=True)
     ]
     if count == 1:
@@ -338,16 +342,17 @@ def plan_files(
     return files, json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
 
 
-def _header(shapes: Mapping[str, Shape], dtype: str) -> bytes:
+def _new_file(file: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> NewFile:
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    start = 0
-    for name, shape in shapes.items():
-        stop = start + math.prod(shape) * BYTES[dtype]
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-        start = stop
+    start, starts = 0, {}
+    for name in sorted(shapes, key=lambda name: -BYTES[dtypes[name]]):
+        stop = start + math.prod(shapes[name]) * BYTES[dtypes[name]]
+        entries[name] = {"dtype": dtypes[name], "shape": list(shapes[name]), "data_offsets": [start, stop]}
+        starts[name], start = start, stop
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    return NewFile(file, header, tuple(shapes), {name: len(header) + first for name, first in starts.items()})
 
 
 def unfinished_output(output: Path) -> Path:

@@ -16,8 +16,10 @@ float8 in blocks, as DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), MiniMax-M2 a
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -102,6 +104,16 @@ DTYPES = FLOATS | {"U8": torch.uint8, FLOAT8: torch.float8_e4m3fn}
 _ROWS = 4096  # that are compared at once
 
 
+def wider_types(tensors: Mapping[str, Stored]) -> dict[str, torch.dtype]:
+    """Return the types of the tensors that are wider than most of the weights, such as norms in float32, by name."""
+    floats = {name: stored for name, stored in tensors.items() if stored.dtype in FLOATS}
+    elements: Counter[str] = Counter()
+    for stored in floats.values():
+        elements[stored.dtype] += math.prod(stored.shape)
+    usual = BYTES[elements.most_common(1)[0][0]] if elements else 0
+    return {name: FLOATS[stored.dtype] for name, stored in floats.items() if BYTES[stored.dtype] > usual}
+
+
 class HFReader(FileSystemReader):
     """Reads the tensors `model.<name>` of a model from the safetensors files of a folder, in the model's own layout.
 
@@ -179,7 +191,7 @@ class HFReader(FileSystemReader):
         self, names: Sequence[Sequence[str]], shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
     ) -> torch.Tensor:
         """Return a part of a tensor whose rows are those of other tensors. names: of the parts of each row."""
-        part = torch.empty(tuple(lengths), dtype=_dtype_of(self._stored[names[0][0]]))
+        part = torch.empty(tuple(lengths), dtype=self._dtype_of_all(sum(map(tuple, names), ())))
         size = shape[1] // len(names[0])
         first, last = offsets[1], offsets[1] + lengths[1]
         for row, of_row in zip(part, names[offsets[0] : offsets[0] + lengths[0]], strict=True):
@@ -204,13 +216,17 @@ class HFReader(FileSystemReader):
         if not same:
             raise ConfigError(f"{name} and {first} differ, and the model has one tensor for both (tie_word_embeddings)")
 
+    def _dtype_of_all(self, names: Sequence[str]) -> torch.dtype:
+        """Return the data type that can hold these tensors as they are; of numbers in MXFP4: bfloat16."""
+        found = [self._stored[name] for name in names if name in self._stored]
+        return reduce(torch.promote_types, map(_dtype_of, found)) if found else torch.bfloat16
+
     # ---- the protocol of DCP
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         entries = {}
         for name, (ours, hf) in self.pairs.items():
-            stored, shape = self._stored.get(hf.names[0]), ours.shape
-            dtype = torch.bfloat16 if stored is None else _dtype_of(stored)
+            shape, dtype = ours.shape, self._dtype_of_all(hf.names)
             whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             entries[f"model.{name}"] = TensorStorageMetadata(TensorProperties(dtype), shape, [whole])
         return Metadata(entries, storage_data={})

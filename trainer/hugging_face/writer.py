@@ -11,7 +11,6 @@ import math
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,17 +57,22 @@ class NewFolder:
         shapes: Mapping[str, Shape],
         dtype: torch.dtype,
         *,
+        other_types: Mapping[str, torch.dtype] | None = None,
         most_bytes: float = MOST_BYTES,
         stem: str = "model",
     ) -> None:
-        """shapes: of the tensors by name; dtype: of the files; most_bytes, stem: see `plan_files`.
+        """shapes: of the tensors by name; dtype: of the tensors without one in `other_types`; most_bytes, stem: see
+        `plan_files`.
 
         Raises:
             OSError: nothing can be written.
         """
-        self._output, self._dtype = output, dtype
-        self._files, self._index = plan_files(shapes, _NAMES[dtype], most_bytes, stem)
+        self._output = output
+        self._dtypes = dict.fromkeys(shapes, dtype) | dict(other_types or {})
+        named = {name: _NAMES[self._dtypes[name]] for name in shapes}
+        self._files, self._index = plan_files(shapes, named, most_bytes, stem)
         self._first = {file.tensors[0]: file for file in self._files}
+        self._starts = {name: start for file in self._files for name, start in file.starts.items()}
         self._unfinished = unfinished_output(output)
         self._file: BinaryIO | None = None
         if self._unfinished.is_dir():
@@ -81,8 +85,10 @@ class NewFolder:
             self._close()
             self._file = (self._unfinished / file.name).open("wb")
             self._file.write(file.header)
+        if (start := self._starts.pop(name, None)) is not None:  # otherwise these are its next rows
+            self._file.seek(start)
         for block in tensor.reshape(-1).split(_BLOCK):
-            self._file.write(memoryview(block.to(self._dtype).view(torch.uint8).numpy()))
+            self._file.write(memoryview(block.to(self._dtypes[name]).view(torch.uint8).numpy()))
 
     def finish(self, files: Mapping[str, Any], carried_from: Path | None = None) -> None:
         """Write the small files, and give the folder its name; what had it before is replaced.
@@ -162,8 +168,8 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
         rows = max(before, -(-(max(ids) + 1) // unit) * unit)
         grown = {name: (rows, *found[name].shape[1:]) for name in (_EMBEDDING, _OUTPUT) if name in found}
         shapes = {name: stored.shape for name, stored in found.items()} | grown
-        dtype = reduce(torch.promote_types, (DTYPES[stored.dtype] for stored in found.values()))
-        with NewFolder(output, shapes, dtype) as folder:
+        types = {name: DTYPES[stored.dtype] for name, stored in found.items()}
+        with NewFolder(output, shapes, types[_EMBEDDING], other_types=types) as folder:
             for name, stored in found.items():
                 tensor = read_part(stored, [0] * len(stored.shape), stored.shape)
                 folder.put(name, _with_rows(tensor, rows, ids[0]) if name in grown else tensor)

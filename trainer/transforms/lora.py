@@ -87,9 +87,9 @@ def without_adapters(model_parts: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, settings: LoRA) -> torch.Tensor:
-    """Return W + scale B A of whole tensors, or of each expert's, multiplied in at least float32, in the type of W."""
+    """Return W + scale B A of whole tensors, or of each expert's, in at least float32."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + settings.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
+    return weight.to(wide) + settings.scale * (b.to(wide) @ a.to(wide))
 
 
 def is_adapter(name: str) -> bool:

@@ -1,0 +1,133 @@
+"""Law: a tensor that has a type of its own keeps it, bit for bit, in everything that is written."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from tests.chat_files import CHATML, chat_folder
+from tests.hf_decoders import CONFIGS, LLAMA
+from tests.hf_decoders import saved as saved_dense
+from tests.hf_families import MODELS
+from tests.unit.hugging_face_folders import tensors
+from tests.unit.saved_runs import saved_run
+from trainer.checkpoint.export import kept_types
+from trainer.commands.convert import main as convert
+from trainer.config.schema import JobConfig, Model
+from trainer.families.registry import MODELS as families
+from trainer.families.registry import hf_config
+from trainer.hugging_face.files import read_folder
+from trainer.hugging_face.writer import NewFolder
+from trainer.models.model_spec import hf_model, model_spec
+
+FAMILIES = dict(MODELS.values()) | {name: args for (name, _), args in CONFIGS.items()}
+FAMILIES["gpt_oss"] = next(iter(families["gpt_oss"].flavors.values()))
+BIAS = "e_score_correction_bias"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_keeps_in_float32_is_written_so(family: str) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    args = FAMILIES[family]
+    there = transformers.AutoConfig.for_model(**hf_config(family).write(args))
+    made = transformers.AutoModelForCausalLM._model_mapping[type(there)]
+    model, config = hf_model(model_spec(family), args), JobConfig(model=Model(name=family))
+    for dtype in (torch.bfloat16, torch.float16):
+        strict, others = made._keep_in_fp32_modules_strict or (), made._keep_in_fp32_modules or ()
+        wanted = {*strict, *(others if dtype == torch.float16 else ())}
+        names = {name for name in model.shapes() if wanted & {*name.split(".")}}
+        assert names or not wanted
+        biases = {name for name in model.shapes() if BIAS in name}  # also where transformers rounds them
+        assert kept_types(config, model, dtype) == dict.fromkeys(names | biases, torch.float32)
+
+
+def mixed_folder(folder: Path, family: str = "minimax_m2") -> Path:
+    """Weights in bfloat16, with norms and biases that choose in float32."""
+    args = replace(FAMILIES[family], vocab_size=4400)
+    shapes = hf_model(model_spec(family), args).shapes()
+    wide = {name: torch.float32 for name in shapes if "norm" in name or BIAS in name}
+    assert any(BIAS in name for name in wide)
+    generator = torch.Generator().manual_seed(0)
+    with NewFolder(folder, shapes, torch.bfloat16, other_types=wide) as new:
+        for name, shape in shapes.items():
+            new.put(name, torch.randn(shape, generator=generator) * 0.1 + 6.9 * (BIAS in name))
+        new.finish({"config.json": hf_config(family).write(args) | {"dtype": "bfloat16"}})
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_every_tensor_of_the_source_keeps_its_type(tmp_path: Path, dtype: str, stored: str) -> None:
+    source, run, out = mixed_folder(tmp_path / "hf"), tmp_path / "run", tmp_path / "out"
+    moved: dict[str, torch.Tensor] = {}
+
+    def move(model: torch.nn.Module) -> None:
+        for name, x in model.named_buffers():
+            if name.endswith("selection_bias"):
+                x += 0.005
+                moved[name.split(".")[1]] = x.clone()
+
+    saved_run(run, f"--model.path={source}", "--training.seq_len=16", f"--training.dtype={stored}", change=move)
+    assert convert(["to-hf", str(run), str(out), "--dtype", dtype]) == 0
+    before, after = tensors(source), tensors(out)
+    assert moved
+    for name, x in before.items():
+        wanted = x.dtype if x.dtype == torch.float32 else getattr(torch, dtype)
+        assert after[name].dtype == wanted, name
+        if BIAS in name:
+            assert torch.equal(after[name], moved[name.split(".")[2]])
+        elif stored == "float32":
+            assert torch.equal(after[name], x.to(wanted)), name
+
+
+def test_frozen_weights_of_adapters_are_exact(tmp_path: Path) -> None:
+    source, run, out = mixed_folder(tmp_path / "hf"), tmp_path / "run", tmp_path / "out"
+    lora = ["--lora.rank=2", "--lora.modules=wq"]
+    saved_run(run, f"--model.path={source}", "--training.seq_len=16", "--training.dtype=bfloat16", *lora)
+    assert convert(["to-hf", str(run), str(out)]) == 0
+    before, after = tensors(source), tensors(out)
+    assert all(x.dtype == after[name].dtype and torch.equal(x, after[name]) for name, x in before.items())
+
+
+def test_tokens_are_added_beside_tensors_of_other_types(tmp_path: Path) -> None:
+    source, out = mixed_folder(tmp_path / "hf"), tmp_path / "out"
+    chat_folder(source, CHATML)
+    assert convert(["add-tokens", str(source), str(out), "--tokens", "<|tool|>"]) == 0
+    before, after = tensors(source), tensors(out)
+    assert {name: x.dtype for name, x in before.items()} == {name: x.dtype for name, x in after.items()}
+    assert all(torch.equal(x, after[name]) for name, x in before.items() if len(x) != 4400), "no spare row is in use"
+
+
+def test_a_source_that_has_lost_its_files_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, run, out = saved_dense(tmp_path / "hf", LLAMA, torch.bfloat16), tmp_path / "run", tmp_path / "out"
+    saved_run(run, f"--model.path={source}", "--training.seq_len=16")
+    next(source.glob("*.safetensors")).unlink()
+    assert convert(["to-hf", str(run), str(out)]) == 0
+    assert "are written as the others" in caplog.text
+    assert {x.dtype for x in tensors(out).values()} == {torch.float32}
+
+
+def test_types_in_one_file_are_aligned_and_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """Tensors of odd lengths in a narrow type would move the following ones to odd bytes."""
+    shapes = {"a": (3,), "b": (2, 5), "c": (7,)}
+    with NewFolder(tmp_path / "out", shapes, torch.bfloat16, other_types={"b": torch.float32}) as folder:
+        folder.put("a", torch.arange(3.0))
+        folder.put("b", torch.arange(5.0)[None])
+        folder.put("b", torch.arange(5.0, 10.0)[None])
+        folder.put("c", torch.arange(7.0))
+        folder.finish({})
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    found = safetensors.torch.load_file(file)
+    assert {name: x.tolist() for name, x in found.items()} == {
+        "a": [0, 1, 2],
+        "b": [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]],
+        "c": [*range(7)],
+    }
+    assert found["b"].dtype == torch.float32
+    places = {name: stored.start for name, stored in read_folder(tmp_path / "out").items()}
+    assert places["b"] % 4 == 0
+    assert places["a"] < places["c"]
