@@ -288,7 +288,8 @@ def test_the_program_on_two_ranks(folder: Path, tmp_path: Path) -> None:
     done = lct(*options(folder, "--output", "out", "--ngpu", "2", *LAYOUTS["cp2"][1]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("positions ") == 1, "one rank prints"
-    assert done.stderr == "note: the model was made for 64 tokens, and 128 are asked for\n"
+    note = "note: the model was made for 64 tokens, and 128 are asked for\n"
+    assert done.stderr == f"weights: {folder}/hf\n{note}"
     written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert len(written["positions"]) == 4
     assert len(written["needle"]) == 4
@@ -312,7 +313,7 @@ def test_the_program_on_two_ranks(folder: Path, tmp_path: Path) -> None:
 def test_the_program_refuses_in_one_sentence(folder: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
     done = lct(*options(folder, *arguments), cwd=tmp_path)
     assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("note: ", "weights: "))]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("error: ")
     assert said in lines[0]

@@ -79,6 +79,13 @@ FAMILIES = (
         f"{_LOGITS}[glm4_moe]",
     ),
     Mutant(
+        "a run that has saved nothing is exported as it was before training",
+        "trainer/commands/finished_run.py",
+        "    start = config.checkpoint.initial_load_path\n    there = ",
+        "    if start := config.checkpoint.initial_load_path:\n        return start\n    there = ",
+        "tests/unit/test_finished_run.py",
+    ),
+    Mutant(
         "the bias that chooses is rounded with the weights",
         "trainer/checkpoint/export.py",
         'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',

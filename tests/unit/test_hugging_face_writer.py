@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 from scripts.benchmarks.teams import PeakBytes
 from tests.hf_decoders import CONFIGS, LLAMA, changed, saved
 from tests.unit.hugging_face_folders import tensors
+from tests.unit.saved_runs import saved_run
 from trainer.commands import convert
 from trainer.commands.main import main as lct
-from trainer.config.loader import to_toml
-from trainer.config.schema import Checkpoint, JobConfig, Model, Training
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.files import SINGLE, plan_files, read_file
 from trainer.hugging_face.reader import HFReader
@@ -37,11 +36,9 @@ def test_files_have_at_most_their_size_and_a_large_tensor_its_own() -> None:
     assert plan_files({"a": (2,), "b": (3,)}, types, 20)[1] == ""
 
 
-def run_of(hf: Path, run: Path, family: str = "llama3") -> Path:
-    """A run that starts from the weights of a folder, and has saved none."""
-    model, weights = Model(name=family, flavor=str(hf)), Checkpoint(initial_load_path=str(hf))
-    run.mkdir()
-    (run / "config.toml").write_text(to_toml(JobConfig(model=model, checkpoint=weights, training=Training(seq_len=16))))
+def run_of(hf: Path, run: Path, *arguments: str) -> Path:
+    """A run that starts from the weights of a folder, and has saved them."""
+    saved_run(run, f"--model.path={hf}", "--training.seq_len=16", *arguments)
     return run
 
 
@@ -52,7 +49,7 @@ def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys)
         hf = saved(here / "hf", args, family=family)
         (hf / "tokenizer_config.json").write_text("{}")
         largest = max(x.nbytes for x in tensors(hf).values())
-        run = run_of(hf, here / "run", family)
+        run = run_of(hf, here / "run")
         with PeakBytes() as out:
             assert convert.main(["to-hf", str(run), str(here / "back"), "--max-shard-size", "20KB"]) == 0
         assert largest <= out.peak <= 2 * largest, shape
@@ -108,7 +105,7 @@ def test_what_a_full_disk_leaves_is_removed(tmp_path: Path) -> None:
 
 def test_what_the_command_refuses(tmp_path: Path, capsys) -> None:
     hf = saved(tmp_path / "hf", LLAMA)
-    run, out = run_of(hf, tmp_path / "run"), tmp_path / "out"
+    run, out = run_of(hf, tmp_path / "run", "--lora.rank=2"), tmp_path / "out"
     capsys.readouterr()
 
     def says(words: str, *arguments: object) -> None:

@@ -8,12 +8,12 @@ import argparse
 import re
 from pathlib import Path
 
-from trainer.commands.finished_run import configuration
+from trainer.commands.finished_run import configuration, weights_of
 from trainer.config.errors import ConfigError
 from trainer.config.writable import full_disk
 from trainer.hugging_face.files import check_output
 from trainer.job.resolution import resolve_model
-from trainer.stores.folder import step_to_load
+from trainer.stores.folder import checkpoint_folder, step_to_load
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -29,7 +29,8 @@ def to_hf(given: argparse.Namespace) -> str:
     check_output(given.output)
     dtype = getattr(torch, given.dtype or config.training.dtype)
     left_out = write_hf(given.output, config, args, dtype, given.max_shard_size)
-    return f"{given.output} holds the weights{left_out}; transformers loads it with from_pretrained"
+    what = f"the weights of {weights_of(config)}{left_out}"
+    return f"{given.output} holds {what}; transformers loads it with from_pretrained"
 
 
 def to_peft(given: argparse.Namespace) -> str:
@@ -37,14 +38,15 @@ def to_peft(given: argparse.Namespace) -> str:
     config, run = configuration(given.folder, given.step, command="lct convert"), given.folder
     if not config.lora.rank:
         raise ConfigError(f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights")
-    if (saved := step_to_load(config)) is None:
-        raise ConfigError(f"{run} holds no adapters; train with --checkpoint.enable to save the last step")
-    args = resolve_model(config)
+    saved, args = step_to_load(config), resolve_model(config)
     from trainer.checkpoint.export import write_peft
 
     check_output(given.output)
     write_peft(given.output, config, args, saved)
-    return f"{given.output} holds the adapters; peft loads them with PeftModel.from_pretrained(model, folder)"
+    there = checkpoint_folder(config).step(saved)
+    return (
+        f"{given.output} holds the adapters of {there}; peft loads them with PeftModel.from_pretrained(model, folder)"
+    )
 
 
 def add_tokens(given: argparse.Namespace) -> str:

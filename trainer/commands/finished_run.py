@@ -1,5 +1,6 @@
 """The model of a finished run, or of a Hugging Face folder: for commands that use its weights."""
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,7 +87,7 @@ def text_configuration(
     else:
         given = _saved(folder, step, command=command, task="tokens", settings=[*named, *settings])
         weights = _saved_weights(given)
-        if given.lora.rank and step_to_load(given) is not None:  # adapters, beside the weights that they adapt
+        if given.lora.rank:  # adapters, beside the weights that they adapt
             there = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
             adapted = {"checkpoint": replace(given.checkpoint, folder=there), "lora": given.lora}
     training = given.training
@@ -122,15 +123,28 @@ def _saved(folder: Path, step: int, *, command: str, task: str, settings: Sequen
 
 
 def _saved_weights(config: JobConfig) -> str:
-    """Return the folder with the weights of a run: its checkpoint, or what it starts from if it has saved none."""
+    """Return the saved step of a run; ConfigError if it has saved none: weights that it started from are not its own.
+
+    A run that was killed early, or had no `checkpoint.enable`, has saved none.
+    """
     step = step_to_load(config)
     if step is not None:
         return str(checkpoint_folder(config).step(step))
-    if config.checkpoint.initial_load_path is None:
-        raise ConfigError(
-            f"{checkpoint_folder(config)} holds no checkpoint; train with --checkpoint.enable to save the last step"
-        )
-    return config.checkpoint.initial_load_path
+    start = config.checkpoint.initial_load_path
+    there = "" if start is None else f"; the weights that it started from are in {start}"
+    raise ConfigError(
+        f"{checkpoint_folder(config)} holds no checkpoint; train with --checkpoint.enable to save the last step{there}"
+    )
+
+
+def weights_of(config: JobConfig) -> str:
+    """Return in words which weights `open_weights` reads."""
+    start, settings = config.checkpoint.initial_load_path, config.checkpoint
+    step = step_to_load(config) if settings.enable else None
+    if step is None:
+        return str(start)
+    saved = str(checkpoint_folder(config).step(step))
+    return f"{start} with the adapters of {saved}" if config.lora.rank else saved
 
 
 def _hf_settings(folder: Path, step: int) -> list[str]:
@@ -151,6 +165,7 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     """Return this rank's part of the model, parallelised, with its weights. A collective over all ranks.
 
     The weights are those of the run's checkpoint, or with `checkpoint.enable` off of `checkpoint.initial_load_path`.
+    Rank 0 says on stderr which ones they are.
 
     Raises:
         SharedConfigError: on every rank, if one cannot read the weights.
@@ -172,4 +187,6 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     initialize(model, seed=0, device=device, offload=job.config.training.enable_cpu_offload)
     once = partial(read_once, over=dims["world"])
     raise_on_all_ranks(lambda: load_weights(open_weights(job.config, job.model, once), [model]), dims["world"])
+    if dims.rank("world") == 0:
+        print(f"weights: {weights_of(job.config)}", file=sys.stderr, flush=True)
     return model, dims
