@@ -4,6 +4,7 @@ import contextlib
 import io
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,8 @@ from tests.slow import slow
 from trainer.checkpoint import checkpointer
 from trainer.checkpoint.verify import cover_once
 from trainer.commands.main import main as lct
+from trainer.stores.folder import RUN_FILE, read_state, state_text
+from trainer.stores.store import STATE_FILE, LocalStore
 
 
 def verify_case(path: str) -> tuple[int, str, str]:
@@ -145,9 +148,17 @@ def test_entries_are_those_of_the_model(pool: WorkerPool, tmp_path: Path, fault:
     assert code == 1
     assert told in line
     (tmp_path / "config.toml").unlink()
+    without_configuration(LocalStore(tmp_path / "checkpoint"), 1)
     code, _, err = verified(pool, tmp_path / "checkpoint")
     assert code == 0  # a control: without its configuration a checkpoint has no model to be compared with
     assert "entries are not compared with a model" in err
+
+
+def without_configuration(folder: LocalStore, step: int) -> None:
+    """Make a step as older versions have saved it."""
+    state = read_state(folder, step)
+    files = {name: size for name, size in state.files.items() if name != RUN_FILE}
+    folder.write(folder.step(step) / STATE_FILE, state_text(replace(state, files=files)))
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,13 @@ FAMILIES = (
         "tests/unit/test_finished_run.py",
     ),
     Mutant(
+        "a step is read with the configuration of the folder's last run",
+        "trainer/commands/finished_run.py",
+        "content = None if step is None else saved_configuration(folder, step)",
+        "content = None",
+        "tests/unit/test_finished_run.py",
+    ),
+    Mutant(
         "the bias that chooses is rounded with the weights",
         "trainer/checkpoint/export.py",
         'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',

@@ -14,7 +14,7 @@ from trainer.families.registry import from_path
 from trainer.job.resolution import resolve_model
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
-from trainer.runtime.dump_folder import save_configuration
+from trainer.runtime.dump_folder import configuration_text, save_configuration
 from trainer.stores.folder import RunState, checkpoint_folder, model_description
 from trainer.transforms.lora import apply_lora
 
@@ -38,6 +38,7 @@ def saved_run(
     state = RunState(step, 0, model_description(config, args), {}, {}, model_only=True)
     place = checkpoint_folder(config)
     place.prepare()
-    dcp.save(model_tensors(trained), storage_writer=Writer(place, state, keep_latest_k=0), no_dist=True)
+    writer = Writer(place, state, keep_latest_k=0, configuration=configuration_text(config))
+    dcp.save(model_tensors(trained), storage_writer=writer, no_dist=True)
     save_configuration(config)
     return config

@@ -1,14 +1,20 @@
 """Laws of commands that read a finished run: whose weights they use, and that nothing else changes what these mean."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.hf_decoders import LLAMA, saved
+from tests.unit import saved_runs
 from tests.unit.saved_runs import saved_run
-from trainer.commands.finished_run import weights_of
+from trainer.commands.finished_run import step_configuration, weights_of
 from trainer.commands.main import main as lct
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import Model
+from trainer.hugging_face.files import read_config
+from trainer.runtime.dump_folder import save_configuration
 
 LORA = "--lora.rank=2"
 
@@ -50,3 +56,69 @@ def test_a_command_says_whose_weights_it_uses(tmp_path: Path, capsys) -> None:
     hf = saved(tmp_path / "hf", LLAMA)
     config = saved_run(tmp_path / "adapted", f"--model.path={hf}", "--training.seq_len=64", LORA)
     assert weights_of(config) == f"{hf} with the adapters of {tmp_path}/adapted/checkpoint/step-3"
+
+
+LATER = {
+    "tokenizer": lambda tmp: f"--model.tokenizer_path={other_tokenizer(tmp)}",
+    "rope": lambda tmp: "--model.rope_theta=1000.0",
+    "norm": lambda tmp: "--model.norm_type=layernorm",
+    "type": lambda tmp: "--training.dtype=bfloat16",
+}
+
+
+def other_tokenizer(folder: Path) -> str:
+    """The shipped tokenizer with its ranks in another order."""
+    lines = Path(Model().tokenizer_file).read_text().splitlines()
+    tokens, ranks = zip(*(line.split() for line in lines), strict=True)
+    file = folder / "other.tiktoken"
+    reordered = (*tokens[:256], *tokens[:255:-1])
+    file.write_text("\n".join(map(" ".join, zip(reordered, ranks, strict=True))))
+    return str(file)
+
+
+@pytest.mark.parametrize("changed", LATER)
+def test_a_later_run_does_not_change_what_a_step_means(tmp_path: Path, capsys, changed: str) -> None:
+    """The later run saves nothing; it replaces the folder's config.toml."""
+
+    def everything() -> tuple[str, str, object]:
+        assert lct(["generate", str(run), "--tokens", "8", "--prompt", "import", "--temperature", "0"]) == 0
+        text = capsys.readouterr().out
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert lct(["convert", "to-hf", str(run), str(tmp_path / "out")]) == 0
+        capsys.readouterr()
+        assert lct(["verify", str(run)]) == 0
+        found = capsys.readouterr()
+        assert found.err == ""
+        return text, re.sub(r"\(.* s\)", "", found.out), read_config(tmp_path / "out").content
+
+    run = small_run(tmp_path / "run")
+    before = everything()
+    later = ["--training.seq_len=64", f"--job.dump_folder={run}", LATER[changed](tmp_path)]
+    save_configuration(parse_command_line(later).config)
+    assert everything() == before
+    (run / "config.toml").unlink()
+    assert lct(["verify", f"{run}/checkpoint/step-3"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_each_step_has_its_own_configuration(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    small_run(run, "--model.rope_theta=1000.0", step=5)
+    read = {step: step_configuration(run / "config.toml", step).model.rope_theta for step in (3, 5, -1)}
+    assert read == {3: None, 5: 1000.0, -1: 1000.0}
+
+
+def test_an_older_step_has_the_configuration_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_runs, "configuration_text", lambda config: None)
+    run = small_run(tmp_path / "run", "--model.rope_theta=1000.0")
+    assert not (run / "checkpoint" / "step-3" / "config.toml").exists()
+    assert step_configuration(run / "config.toml", -1).model.rope_theta == 1000.0
+
+
+def test_a_damaged_configuration_of_a_step_is_found(tmp_path: Path, capsys) -> None:
+    run = small_run(tmp_path / "run")
+    file = run / "checkpoint" / "step-3" / "config.toml"
+    file.write_bytes(file.read_bytes().replace(b"3", b"4", 1))
+    assert "the check sum of config.toml is wrong" in refusal(capsys, "generate", run)
+    assert lct(["verify", str(run)]) == 1
+    assert "step-3: damaged: " in capsys.readouterr().out

@@ -46,6 +46,7 @@ from trainer.job.lora import adapter_sizes, whole_sizes
 from trainer.job.record import ITEMSIZE, ResolvedJob
 from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
 from trainer.runtime.console import logger, say_waiting
+from trainer.runtime.dump_folder import configuration_text
 from trainer.runtime.process_group import Process, is_peer_failure, set_group_timeout, set_timeout
 from trainer.stores.folder import (
     BEST_FILE,
@@ -275,7 +276,7 @@ class Checkpointer:
         )
         say_waiting(f"saving the checkpoint of step {step}")
         kept = {"keep_latest_k": self.settings.keep_latest_k, "keep_every": self.settings.keep_every}
-        writer = Writer(self.folder, state, best=best, **kept)
+        writer = Writer(self.folder, state, best=best, configuration=configuration_text(self._job.given), **kept)
         self._last_step = step
         tensors = tensors_of(self._model_parts, self._optimizer)
         if model_only:

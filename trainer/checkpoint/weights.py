@@ -34,6 +34,7 @@ from trainer.families.args import ModelArgs
 from trainer.hugging_face.reader import HFReader
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.folder import (
+    RUN_FILE,
     RunState,
     check_fits,
     check_initial_weights,
@@ -165,7 +166,7 @@ class WholeState(TensorsOnly):
 class Writer(FileSystemWriter):
     """Writes a step, and publishes it when the files of all ranks are on the disk.
 
-    best: the validation loss, if this is the best checkpoint so far; None: it is not.
+    best: the validation loss, if this is the best checkpoint so far; None: it is not. configuration: TOML of the run.
 
     Publishing is the last step of DCP's protocol, on one rank, so an error there reaches every rank.
     """
@@ -178,11 +179,13 @@ class Writer(FileSystemWriter):
         keep_latest_k: int,
         keep_every: int = 0,
         best: float | None = None,
+        configuration: bytes | None = None,
     ) -> None:
         super().__init__("", sync_files=False)  # the store syncs them
         self.fs, self.path = _Files(folder), folder.unfinished(state.step)
         self._folder, self._state, self._best, self._claim = folder, state, best, ""
         self._keep_latest_k, self._keep_every = keep_latest_k, keep_every
+        self._configuration = configuration
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Claim the place of the checkpoint, on one rank, before any rank writes."""
@@ -217,12 +220,16 @@ class Writer(FileSystemWriter):
         written = [result for of_rank in results for result in of_rank]
         metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = None  # it would hold a path object: one more class that the reader must know
-        content = pickle.dumps(metadata)
-        self._folder.write(self.path / METADATA, content)
-        files = {METADATA: len(content)}
+        whole = {METADATA: pickle.dumps(metadata)}
+        if self._configuration is not None:
+            whole[RUN_FILE] = self._configuration
+        for name, content in whole.items():
+            self._folder.write(self.path / name, content)
+        files = {name: len(content) for name, content in whole.items()}
         for place in (result.storage_data for result in written):
             files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
-        state = replace(self._state, files=files, sums={METADATA: zlib.crc32(content)})
+        sums = {name: zlib.crc32(content) for name, content in whole.items()}
+        state = replace(self._state, files=files, sums=sums)
         self._folder.publish(state.step, state_text(state), self._claim)
         mark_best(self._folder, state.step, self._best)
         keep_latest(self._folder, self._keep_latest_k, state.step, every=self._keep_every)

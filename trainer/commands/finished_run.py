@@ -2,7 +2,8 @@
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,13 @@ from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import TOKENIZER_FILES, Checkpoint, Job, JobConfig, Model, Training
+from trainer.config.toml import with_bases
 from trainer.families.registry import hf_config, hf_family
 from trainer.hugging_face.files import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob
 from trainer.job.resolution import TASKS
-from trainer.stores.folder import checkpoint_folder, step_to_load
+from trainer.stores.folder import RUN_FILE, checkpoint_folder, saved_configuration, step_to_load
+from trainer.stores.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
 
     from trainer.distributed.parallel_dims import ParallelDims
 
-_RUN_FILE = "config.toml"
 # Settings of [training] with which commands read text and compute.
 _KEPT = (
     *("seq_len", "steps", "seed", "data_streams", "dataset_text_field", "on_bad_record"),
@@ -78,7 +80,7 @@ def text_configuration(
         ConfigError: the folder holds neither, or no weights, or no tokenizer; or there is no such step.
     """
     named, adapted = [] if tokenizer is None else ["--model.tokenizer_path", tokenizer], {}
-    if (folder / CONFIG_FILE).is_file() and not (folder / _RUN_FILE).is_file():
+    if (folder / CONFIG_FILE).is_file() and not (folder / RUN_FILE).is_file():
         given = parse_command_line([*_hf_settings(folder, step), *named, *settings]).config
         weights = str(folder.absolute())
         if given.model.tokenizer_path is None and given.model.tokenizer_file == Model().tokenizer_file:
@@ -107,19 +109,62 @@ def text_configuration(
 
 def _saved(folder: Path, step: int, *, command: str, task: str, settings: Sequence[str] = ()) -> JobConfig:
     """Return the configuration that a run has saved, with settings of the command line over it, to load a step."""
-    file = folder / _RUN_FILE
+    file = folder / RUN_FILE
     if not file.is_file():
         also = f", or a Hugging Face folder with its {CONFIG_FILE}" * (command in _TEXT_COMMANDS)
         raise ConfigError(
             f"{folder} holds no run: {file} is missing; give a folder that a run had as job.dump_folder{also}"
         )
-    config = parse_command_line(["--job.config_file", str(file), *settings]).config
+    config = step_configuration(file, step, settings)
     if config.task != task:
         found, other = TASKS[config.task], TASKS[config.task].command.format(folder)
         raise ConfigError(f"the run in {folder} is about {found.data}, which `{command}` is not for; use `{other}`")
-    saved = config.checkpoint
-    to_load = Checkpoint(True, saved.folder, load_step=step, initial_load_path=saved.initial_load_path)
-    return replace(config, job=replace(config.job, dump_folder=str(folder)), checkpoint=to_load)
+    return config
+
+
+def step_configuration(file: Path, step: int, settings: Sequence[str] = ()) -> JobConfig:
+    """Return the configuration with which a step was saved, to load that step from the folder where it is now.
+
+    file: of the folder's last run, which says where checkpoints are, and all else of a step without a configuration of
+    its own; step: -1 for the latest; settings: of the command line, over those of the step.
+
+    Raises:
+        ConfigError: there is no such step, or it is damaged.
+    """
+
+    def to_load(config: JobConfig, where: str) -> JobConfig:
+        settings = Checkpoint(True, where, load_step=step, initial_load_path=config.checkpoint.initial_load_path)
+        return replace(config, job=replace(config.job, dump_folder=str(file.parent)), checkpoint=settings)
+
+    place = folder_of_checkpoints(file)
+    last = to_load(JobConfig(), place)
+    with file_of_step(checkpoint_folder(last), step_to_load(last), file) as own:
+        return to_load(parse_command_line(["--job.config_file", str(own), *settings]).config, place)
+
+
+def folder_of_checkpoints(file: Path) -> str:
+    """Return `checkpoint.folder` of a run's configuration; nothing else of it is used. ConfigError if it is wrong."""
+    for source, content in with_bases(file):
+        table = content.get("checkpoint", {})
+        place = table.get("folder") if isinstance(table, dict) else table
+        if isinstance(place, str):
+            return place
+        if place is not None:
+            raise ConfigError(f"checkpoint.folder = {place!r} (in {source}) must be a text; write the path of a folder")
+    return Checkpoint().folder
+
+
+@contextmanager
+def file_of_step(folder: Store, step: int | None, last: Path) -> Iterator[Path]:
+    """Give a file with the configuration of a saved step; without one in the step, or without a step, `last`."""
+    content = None if step is None else saved_configuration(folder, step)
+    if content is None:
+        yield last
+        return
+    with tempfile.TemporaryDirectory() as made:
+        file = Path(made) / RUN_FILE
+        file.write_bytes(content)
+        yield file
 
 
 def _saved_weights(config: JobConfig) -> str:

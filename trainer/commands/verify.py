@@ -12,28 +12,27 @@ import sys
 import time
 from pathlib import Path
 
+from trainer.commands.finished_run import file_of_step, folder_of_checkpoints
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import JobConfig
+from trainer.config.schema import Checkpoint, Job, JobConfig
 from trainer.families.args import ModelArgs
 from trainer.job.resolution import resolve_model
-from trainer.stores.folder import checkpoint_folder
+from trainer.stores.folder import RUN_FILE, checkpoint_folder
 from trainer.stores.store import Store, named_step, reason_of, saved_step, store_of
-
-_RUN_FILE = "config.toml"
 
 
 def steps_of(given: str) -> tuple[Store, list[int], Path]:
     """Return the folder of checkpoints that a path means, the steps in it, and the file of its run's configuration."""
-    own = Path(given).absolute() / _RUN_FILE
+    own = Path(given).absolute() / RUN_FILE
     if (step := saved_step("path", given)) is not None:
         folder = named_step("path", given)[0]
-        return folder, [step], Path(str(folder)).parent / _RUN_FILE
+        return folder, [step], Path(str(folder)).parent / RUN_FILE
     if own.is_file():
-        config = parse_command_line(["--job.config_file", str(own), "--job.dump_folder", given]).config
-        folder, run = checkpoint_folder(config), own
+        settings = Checkpoint(folder=folder_of_checkpoints(own))
+        folder, run = checkpoint_folder(JobConfig(job=Job(dump_folder=given), checkpoint=settings)), own
     else:
-        folder, run = store_of("path", given), Path(given).absolute().parent / _RUN_FILE
+        folder, run = store_of("path", given), Path(given).absolute().parent / RUN_FILE
     steps = folder.steps()
     if not steps:
         raise ConfigError(
@@ -43,16 +42,23 @@ def steps_of(given: str) -> tuple[Store, list[int], Path]:
     return folder, steps, run
 
 
-def model_of(run: Path) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
-    """Return configuration and model of a run, or None and why they are not known."""
-    if not run.is_file():
-        return None, f"its {run.name} is missing"
+def model_of(folder: Store, step: int, last: Path) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
+    """Return configuration and model of a saved step, or None and why they are not known.
+
+    last: the configuration of the folder's last run, for a step without one of its own.
+
+    Raises:
+        ConfigError: the step's configuration is damaged.
+    """
     missing: list[str] = []
-    try:
-        config = parse_command_line(["--job.config_file", str(run)]).config
-        model = resolve_model(config, missing)
-    except ConfigError as error:
-        return None, str(error)
+    with file_of_step(folder, step, last) as run:
+        if not run.is_file():
+            return None, f"its {run.name} is missing"
+        try:
+            config = parse_command_line(["--job.config_file", str(run)]).config
+            model = resolve_model(config, missing)
+        except ConfigError as error:
+            return None, str(error)
     return (None, missing[0]) if missing else ((config, model), "")
 
 
@@ -70,15 +76,16 @@ def main(argv: list[str] | None = None) -> int:
         folder, steps, file = steps_of(args.path)
     except OSError as error:
         raise ConfigError(f"{args.path} cannot be read ({reason_of(error)})") from None
-    run, why_not = model_of(file)
-    if run is None:
-        print(f"note: entries are not compared with a model ({why_not})", file=sys.stderr)
     from trainer.checkpoint.verify import verify_step
 
-    damaged = False
+    damaged, told = False, ""
     for step in steps:
         started = time.monotonic()
         try:
+            run, why_not = model_of(folder, step, file)
+            if run is None and why_not != told:
+                print(f"note: entries are not compared with a model ({why_not})", file=sys.stderr)
+                told = why_not
             files, size, tensors = verify_step(folder, step, run)
         except ConfigError as error:
             print(f"{folder.step(step).name}: damaged: {error}", flush=True)

@@ -42,16 +42,24 @@ def folders_of(config: JobConfig) -> dict[str, Path]:
     return found
 
 
+def configuration_text(config: JobConfig) -> bytes | None:
+    """Return the configuration as TOML; None on a machine without the package that writes it."""
+    try:
+        return to_toml(config).encode()
+    except ModuleNotFoundError:
+        return None
+
+
 def save_configuration(config: JobConfig) -> None:
     """Write `config.toml`, which commands on the finished run read."""
     folder = Path(config.job.dump_folder)
-    try:
-        text = to_toml(config)
-    except ModuleNotFoundError as error:
-        logger.warning(f"{folder / 'config.toml'} is not written, so `lct generate` cannot read this run: {error}")
+    text = configuration_text(config)
+    if text is None:
+        file = folder / "config.toml"
+        logger.warning(f"{file} is not written, so `lct generate` cannot read this run: install tomli-w")
         return
     with writing_to(folder):
-        (folder / "config.toml").write_text(text, encoding="utf-8")
+        (folder / "config.toml").write_bytes(text)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
     checkpoint/
       step-500/            one checkpoint; the name appears by a rename, when everything in it is on the disk
+        config.toml        the configuration of the run that saved it
         state.json         step, tokens seen, arguments of the model, position of every data stream, size of every file
         .metadata          which part of which tensor is where (DCP)
         __0_0.distcp ...   the tensors, one file or more per rank that wrote (DCP)
@@ -29,6 +30,8 @@ from trainer.runtime.console import logger
 from trainer.stores.store import STATE_FILE, Place, Store, named_step, reason_of, saved_step, store_of
 
 BEST_FILE = "best.json"
+RUN_FILE = "config.toml"
+"""The configuration of a run, in job.dump_folder and in each saved step. A later run replaces the first one alone."""
 FORMAT = 1
 LATEST = -1
 
@@ -125,6 +128,24 @@ def read_state(folder: Store, step: int) -> RunState:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise unreadable(folder, step, error) from None
     return state
+
+
+def saved_configuration(folder: Store, step: int) -> bytes | None:
+    """Return the configuration that a saved step has, as TOML; None of an older checkpoint.
+
+    Raises:
+        ConfigError: it cannot be read, or is damaged.
+    """
+    state = read_state(folder, step)
+    if RUN_FILE not in state.files:
+        return None
+    try:
+        content = folder.read(folder.step(step) / RUN_FILE)
+    except OSError as error:
+        raise unreadable(folder, step, error) from None
+    if state.sums.get(RUN_FILE) != zlib.crc32(content):
+        raise unreadable(folder, step, f"the check sum of {RUN_FILE} is wrong")
+    return content
 
 
 def parse_state(text: bytes, step: int) -> RunState:
