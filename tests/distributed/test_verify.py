@@ -19,7 +19,8 @@ from tests.slow import slow
 from trainer.checkpoint import checkpointer
 from trainer.checkpoint.verify import cover_once
 from trainer.commands.main import main as lct
-from trainer.stores.folder import RUN_FILE, read_state, state_text
+from trainer.config.loader import RUN_FILE
+from trainer.stores.folder import read_state, state_text
 from trainer.stores.store import STATE_FILE, LocalStore
 
 

@@ -93,6 +93,13 @@ FAMILIES = (
         "tests/unit/test_finished_run.py",
     ),
     Mutant(
+        "a command that reads imports what the folder names",
+        "trainer/config/loader.py",
+        "if new and Path(file).name == RUN_FILE:",
+        "if new and Path(file).name == RUN_FILE and not reading:",
+        "tests/unit/test_finished_run.py",
+    ),
+    Mutant(
         "the bias that chooses is rounded with the weights",
         "trainer/checkpoint/export.py",
         'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',

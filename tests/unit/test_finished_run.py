@@ -2,6 +2,9 @@
 
 import re
 import shutil
+import sys
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
 from trainer.hugging_face.files import read_config
 from trainer.runtime.dump_folder import save_configuration
+from trainer.stores.folder import parse_state, state_text
+from trainer.stores.store import STATE_FILE, LocalStore
 
 LORA = "--lora.rank=2"
 
@@ -122,3 +127,72 @@ def test_a_damaged_configuration_of_a_step_is_found(tmp_path: Path, capsys) -> N
     assert "the check sum of config.toml is wrong" in refusal(capsys, "generate", run)
     assert lct(["verify", str(run)]) == 1
     assert "step-3: damaged: " in capsys.readouterr().out
+
+
+READS = (
+    "verify stranger",
+    "verify stranger/checkpoint",
+    "verify stranger/checkpoint/step-3",
+    "generate stranger --tokens 1 --prompt a",
+    "evaluate stranger --tasks needle --lengths 256 --samples 1 --depths 50 --output out",
+    "convert to-hf stranger out",
+    "check stranger/config.toml --training.steps 1",
+    "data show stranger/config.toml",
+    "train stranger/config.toml --print-config",
+    "estimate stranger/config.toml",
+)
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of somebody else, beside a package that its configuration names, and that leaves a mark when it runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    small_run(tmp_path / "stranger")
+    (tmp_path / "stranger" / "evil.py").write_text("import pathlib\npathlib.Path('mark').touch()\n")
+    files = [tmp_path / "stranger" / "config.toml", tmp_path / "stranger" / "checkpoint" / "step-3" / "config.toml"]
+    content = files[0].read_text().replace("imports = []", 'imports = ["stranger.evil"]').encode()
+    assert b"evil" in content
+    for file in files:
+        file.write_bytes(content)
+    folder = LocalStore(tmp_path / "stranger" / "checkpoint")
+    state = parse_state(folder.read(folder.step(3) / STATE_FILE), 3)
+    sizes = {**state.files, "config.toml": len(content)}
+    state = replace(state, files=sizes, sums={**state.sums, "config.toml": zlib.crc32(content)})
+    folder.write(folder.step(3) / STATE_FILE, state_text(state))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "stranger"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("command", READS)
+def test_reading_a_run_runs_none_of_its_code(stranger: Path, capsys, command: str) -> None:
+    arguments = command.split()
+    if arguments[0] == "verify":
+        assert lct(arguments) == 0
+        note, line = capsys.readouterr()[::-1]
+        assert note == (
+            "note: entries are not compared with a model (job.imports in its config.toml names code, and lct verify "
+            "runs none)\n"
+        )
+        assert line.startswith("step-3: whole: ")
+    else:
+        message = refusal(capsys, *arguments)
+        assert "job.imports = 'stranger.evil' in the config.toml of a run names code" in message
+        assert "add --allow-imports if you trust it" in message
+    assert not (stranger / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train stranger/config.toml --print-config --allow-imports",
+        "train mine.toml --print-config",
+        "train stranger/config.toml --print-config --job.imports stranger.evil",
+        "generate stranger --tokens 1 --prompt a --allow-imports",
+    ],
+)
+def test_what_the_user_names_is_imported(stranger: Path, capsys, command: str) -> None:
+    (stranger / "mine.toml").write_text('base = "stranger/config.toml"\n')
+    assert lct(command.split()) == 0
+    assert (stranger / "mark").exists()

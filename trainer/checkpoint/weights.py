@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainer.config.errors import ConfigError
+from trainer.config.loader import RUN_FILE
 from trainer.config.schema import JobConfig
 from trainer.config.writable import os_error_of
 from trainer.families.args import ModelArgs
 from trainer.hugging_face.reader import HFReader
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.folder import (
-    RUN_FILE,
     RunState,
     check_fits,
     check_initial_weights,

@@ -8,8 +8,9 @@ import argparse
 import re
 from pathlib import Path
 
-from trainer.commands.finished_run import configuration, weights_of
+from trainer.commands.finished_run import configuration, imports_option, weights_of
 from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
 from trainer.config.writable import full_disk
 from trainer.hugging_face.files import check_output
 from trainer.job.resolution import resolve_model
@@ -20,7 +21,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def to_hf(given: argparse.Namespace) -> str:
     """Write the weights of a run as a Hugging Face folder."""
-    config = configuration(given.folder, given.step, command="lct convert")
+    config = _configuration(given)
     args = resolve_model(config)
     import torch  # when the run is known to be there
 
@@ -33,9 +34,13 @@ def to_hf(given: argparse.Namespace) -> str:
     return f"{given.output} holds {what}; transformers loads it with from_pretrained"
 
 
+def _configuration(given: argparse.Namespace) -> JobConfig:
+    return configuration(given.folder, given.step, command="lct convert", allow_imports=given.allow_imports)
+
+
 def to_peft(given: argparse.Namespace) -> str:
     """Write the adapters of a run in the format of Hugging Face's peft."""
-    config, run = configuration(given.folder, given.step, command="lct convert"), given.folder
+    config, run = _configuration(given), given.folder
     if not config.lora.rank:
         raise ConfigError(f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights")
     saved, args = step_to_load(config), resolve_model(config)
@@ -83,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
         way.set_defaults(run=run)
         if way is not more:
             way.add_argument("--step", type=int, default=-1, help="saved step (default: the latest)")
+            imports_option(way)
     more.add_argument("--tokens", nargs="+", required=True, help="names of the tokens, such as '<|tool|>'")
     return described
 

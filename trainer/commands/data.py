@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] != ["show"]:
         raise ConfigError("`lct data` has one command: lct data show my.toml")
     args, settings = parser().parse_known_args(argv[1:])
-    config = from_path(parse_command_line(parse(settings).arguments).config)
+    config = from_path(parse_command_line(parse(settings).arguments, reading=True).config)
     set_up_logging(0, color=config.metrics.enable_color_printing)
     print(show(config, args))
     return 0

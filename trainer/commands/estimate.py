@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     try:
         options, arguments = _options(argv)
         ranks = whole_number("--world-size", options.world_size, such_as="--world-size 8")
-        config = parse_command_line(arguments).config
+        config = parse_command_line(arguments, reading=True).config
         if options.calibrate:
             machine = this_machine()
             if (type_ := machine.device_type(config.job.device)) != "cpu":

@@ -84,6 +84,7 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
                 f"{token} is no setting of lct evaluate; it takes those of [{'], ['.join(_TABLES)}], and "
                 f"{', '.join(_KEYS)}"
             )
+    settings += ["--allow-imports"] * wanted.allow_imports
     config, data = text_configuration(
         wanted.folder, wanted.step, command="lct evaluate", tokenizer=wanted.tokenizer, settings=settings
     )

@@ -1,5 +1,6 @@
 """The model of a finished run, or of a Hugging Face folder: for commands that use its weights."""
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING
 from trainer.commands.options import Parser
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line
+from trainer.config.loader import RUN_FILE, parse_command_line
 from trainer.config.schema import TOKENIZER_FILES, Checkpoint, Job, JobConfig, Model, Training
 from trainer.config.toml import with_bases
 from trainer.families.registry import hf_config, hf_family
 from trainer.hugging_face.files import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob
 from trainer.job.resolution import TASKS
-from trainer.stores.folder import RUN_FILE, checkpoint_folder, saved_configuration, step_to_load
+from trainer.stores.folder import checkpoint_folder, saved_configuration, step_to_load
 from trainer.stores.store import Store
 
 if TYPE_CHECKING:
@@ -43,17 +44,26 @@ def model_options(parser: Parser, *, seed: str) -> None:
     add("--seed", type=int, default=0, help=f"{seed} (default: 0)")
     add("--step", type=int, default=-1, help="saved step of the run (default: the latest)")
     add("--tokenizer", metavar="PATH", help="tokenizer (default: the folder's own)")
+    imports_option(parser)
 
 
-def configuration(folder: Path, step: int, *, command: str, task: str = "tokens") -> JobConfig:
+def imports_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of all commands that read a run."""
+    text = "import the packages that the run names (job.imports); their code runs"
+    parser.add_argument("--allow-imports", action="store_true", help=text)
+
+
+def configuration(
+    folder: Path, step: int, *, command: str, task: str = "tokens", allow_imports: bool = False
+) -> JobConfig:
     """Return the configuration of the run in `folder`, changed for one device and whole weights.
 
-    command: the one that asks, for messages; task: the one whose runs it is for.
+    command: the one that asks, for messages; task: the one whose runs it is for; allow_imports: see `imports_option`.
 
     Raises:
         ConfigError: there is no run, no such step, or one of other data than `command` is for.
     """
-    config = _saved(folder, step, command=command, task=task)
+    config = _saved(folder, step, command=command, task=task, settings=["--allow-imports"] * allow_imports)
     # No data are read, and only training on conversations needs their mask.
     data = {"dataset": "python_stdlib", "dataset_path": None} if config.training.dataset in CONVERSATIONS else {}
     one_row = {"local_batch_size": 1, "global_batch_size": -1}
@@ -139,7 +149,8 @@ def step_configuration(file: Path, step: int, settings: Sequence[str] = ()) -> J
     place = folder_of_checkpoints(file)
     last = to_load(JobConfig(), place)
     with file_of_step(checkpoint_folder(last), step_to_load(last), file) as own:
-        return to_load(parse_command_line(["--job.config_file", str(own), *settings]).config, place)
+        found = parse_command_line(["--job.config_file", str(own), *settings], reading=True)
+    return to_load(found.config, place)
 
 
 def folder_of_checkpoints(file: Path) -> str:

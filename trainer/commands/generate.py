@@ -109,7 +109,8 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
     ranks, cp = all_ranks(args.ngpu), args.context_parallel
     if ranks % cp:
         raise ConfigError(f"--context-parallel {cp} does not divide the {ranks} ranks; give --ngpu a multiple of it")
-    config, _ = text_configuration(args.folder, args.step, command=command, tokenizer=args.tokenizer)
+    settings = ["--allow-imports"] * args.allow_imports
+    config, _ = text_configuration(args.folder, args.step, command=command, tokenizer=args.tokenizer, settings=settings)
     unit = ranks * (2 if cp > 1 else 1)
     length = max(config.training.seq_len // unit, 1) * unit
     config = replace(

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from trainer.commands.finished_run import file_of_step, folder_of_checkpoints
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line
+from trainer.config.loader import RUN_FILE, UntrustedImports, parse_command_line
 from trainer.config.schema import Checkpoint, Job, JobConfig
 from trainer.families.args import ModelArgs
 from trainer.job.resolution import resolve_model
-from trainer.stores.folder import RUN_FILE, checkpoint_folder
+from trainer.stores.folder import checkpoint_folder
 from trainer.stores.store import Store, named_step, reason_of, saved_step, store_of
 
 
@@ -55,8 +55,10 @@ def model_of(folder: Store, step: int, last: Path) -> tuple[tuple[JobConfig, Mod
         if not run.is_file():
             return None, f"its {run.name} is missing"
         try:
-            config = parse_command_line(["--job.config_file", str(run)]).config
+            config = parse_command_line(["--job.config_file", str(run)], reading=True).config
             model = resolve_model(config, missing)
+        except UntrustedImports:
+            return None, f"job.imports in its {RUN_FILE} names code, and lct verify runs none"
         except ConfigError as error:
             return None, str(error)
     return (None, missing[0]) if missing else ((config, model), "")

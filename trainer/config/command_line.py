@@ -12,7 +12,12 @@ from trainer.config.values import from_words, shown
 COMMAND_LINE = "on the command line"
 _HELP = ("-h", "--help")
 # Options that are not settings of a run.
-ACTIONS = {"check_config": Key(bool, False), "print_config": Key(bool, False), "world_size": Key(int, 8)}
+ACTIONS = {
+    "check_config": Key(bool, False),
+    "print_config": Key(bool, False),
+    "world_size": Key(int, 8),
+    "allow_imports": Key(bool, False),
+}
 # A script gives it first, and its caller may give it again.
 _OFTEN_TWICE = ("job.config_file",)
 

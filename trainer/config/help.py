@@ -57,7 +57,10 @@ Actions
       Of lct check: the number of ranks of a job on other machines. Default: as
       many as lct train starts here.
   --print-config
-      Print the effective configuration as TOML, then exit."""
+      Print the effective configuration as TOML, then exit.
+  --allow-imports
+      Of commands that only read: import what job.imports in the config.toml of
+      a run names. Without it they run no code of the run."""
 
 
 def help_text(schema: type, width: int, topics: Sequence[str] = ()) -> str:

@@ -24,6 +24,8 @@ from trainer.config.torchtitan import Settings, accepted_keys, check_absent, rew
 from trainer.config.unknown import unknown_key, unknown_table
 from trainer.config.values import from_toml, in_millions, shown
 
+RUN_FILE = "config.toml"
+"""What a run writes: its configuration, in job.dump_folder and in each saved step."""
 _IMPORT_KEYS = (("job", "imports"), ("experimental", "custom_import"))
 """Today's key, and torchtitan's."""
 IMPORTED: list[str] = []
@@ -41,16 +43,26 @@ class CommandLine:
     notes: tuple[str, ...]
 
 
-def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig) -> CommandLine:
+class UntrustedImports(ConfigError):
+    """A command that only reads would import packages that the configuration of a run names, and nobody else."""
+
+
+def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig, *, reading: bool = False) -> CommandLine:
     """Return the configuration of `argv` (without the program's name) and the files it names; --help exits with 0.
 
+    reading: the command only reads, as --check-config and --print-config do. The packages of a run's config.toml are
+    then imported only with --allow-imports.
+
     Raises:
+        UntrustedImports: packages of a run's config.toml, see `reading`.
         ConfigError: a package of job.imports that cannot be imported, an unknown table or key, a value of the wrong
             type, a file that is missing or not TOML.
     """
     problems, imports = Problems(), []
     with suppress(ConfigError):  # `read_options` finds it again
         imports = imports_of(split(argv))
+    if imports:
+        _check_trust(split(argv), imports, reading=reading)
     import_packages(imports)
     schema = with_tables(schema, imports)
     options = read_options(argv, schema, problems)
@@ -59,6 +71,7 @@ def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig) -> 
         raise SystemExit(0)
     check_config, print_config = options.values.pop("check_config", False), options.values.pop("print_config", False)
     world_size = options.values.pop("world_size", None)
+    options.values.pop("allow_imports", None)
     with problems.collected():
         if world_size is not None and world_size < 1:
             raise ConfigError(f"--world-size {world_size} must be the number of ranks, at least 1, such as 8")
@@ -73,6 +86,21 @@ def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig) -> 
     config = _build(settings.values, schema)
     notes = (*settings.notes, *check_absent(settings.absent, config), *_longer_step(line.values, file.values, config))
     return CommandLine(config, check_config, print_config, world_size, notes)
+
+
+def _check_trust(options: Sequence[tuple[str, list[str]]], imports: Sequence[str], *, reading: bool) -> None:
+    """Raise UntrustedImports if a command that reads would import what a run's config.toml alone names."""
+    words = {name[2:].replace("-", "_"): words for name, words in options}
+    named = {"allow_imports", *(f"{table}.{key}" for table, key in _IMPORT_KEYS)}
+    file = "".join(words.get("job.config_file", [])[:1])
+    if named & {*words} or not (reading or {"check_config", "print_config"} & {*words}):
+        return
+    new = [name for name in imports if name not in sys.modules]  # what is imported already, has run
+    if new and Path(file).name == RUN_FILE:
+        raise UntrustedImports(
+            f"job.imports = {', '.join(map(repr, new))} in the {RUN_FILE} of a run names code, which a command that "
+            "only reads does not run; add --allow-imports if you trust it"
+        )
 
 
 def import_packages(names: Sequence[str]) -> None:

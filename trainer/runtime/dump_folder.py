@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from trainer.config.errors import ConfigError
-from trainer.config.loader import to_toml
+from trainer.config.loader import RUN_FILE, to_toml
 from trainer.config.schema import JobConfig
 from trainer.config.writable import full_disk, is_address, nearest_existing, writable_folder
 from trainer.runtime.console import logger
@@ -55,11 +55,11 @@ def save_configuration(config: JobConfig) -> None:
     folder = Path(config.job.dump_folder)
     text = configuration_text(config)
     if text is None:
-        file = folder / "config.toml"
+        file = folder / RUN_FILE
         logger.warning(f"{file} is not written, so `lct generate` cannot read this run: install tomli-w")
         return
     with writing_to(folder):
-        (folder / "config.toml").write_bytes(text)
+        (folder / RUN_FILE).write_bytes(text)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.loader import RUN_FILE
 from trainer.config.schema import JobConfig, LoRA
 from trainer.config.writable import is_address
 from trainer.families.args import ModelArgs
@@ -30,8 +31,6 @@ from trainer.runtime.console import logger
 from trainer.stores.store import STATE_FILE, Place, Store, named_step, reason_of, saved_step, store_of
 
 BEST_FILE = "best.json"
-RUN_FILE = "config.toml"
-"""The configuration of a run, in job.dump_folder and in each saved step. A later run replaces the first one alone."""
 FORMAT = 1
 LATEST = -1
 
