@@ -100,6 +100,13 @@ FAMILIES = (
         "tests/unit/test_finished_run.py",
     ),
     Mutant(
+        "adapters are added in the type of the weights",
+        "trainer/transforms/lora.py",
+        "return weight.to(wide) + settings.scale * (b.to(wide) @ a.to(wide))",
+        "return (weight.to(wide) + settings.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)",
+        _TYPES,
+    ),
+    Mutant(
         "the bias that chooses is rounded with the weights",
         "trainer/checkpoint/export.py",
         'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',

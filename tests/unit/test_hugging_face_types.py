@@ -1,6 +1,7 @@
 """Law: a tensor that has a type of its own keeps it, bit for bit, in everything that is written."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +92,35 @@ def test_frozen_weights_of_adapters_are_exact(tmp_path: Path) -> None:
     assert convert(["to-hf", str(run), str(out)]) == 0
     before, after = tensors(source), tensors(out)
     assert all(x.dtype == after[name].dtype and torch.equal(x, after[name]) for name, x in before.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_added_in_float32_and_what_rounding_loses_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str
+) -> None:
+    """The adapters change half of a row by little and the others by nothing."""
+    source, run, out = saved_dense(tmp_path / "hf", LLAMA, torch.bfloat16), tmp_path / "run", tmp_path / "out"
+
+    def train(model: torch.nn.Module) -> None:
+        for name, x in model.named_parameters():
+            if name.endswith("wo.lora_b"):
+                x[0] = 1e-4
+
+    lora = ["--lora.rank=2", "--lora.modules=wo"]
+    saved_run(run, f"--model.path={source}", "--training.seq_len=16", "--training.dtype=bfloat16", *lora, change=train)
+    assert convert(["to-hf", str(run), str(out), "--dtype", dtype]) == 0
+    before, after = tensors(source), tensors(out)
+    names = [name for name, x in after.items() if not torch.equal(x.float(), before[name].float())]
+    told = re.findall(r"rounded to bfloat16, (\d+\.\d)% of .* the rounding error is (\d\.\d\d) of", caplog.text)
+    if dtype == "float32":
+        assert [name.split(".")[-2] for name in names] == ["o_proj"] * LLAMA.n_layers
+        changes = [after[name] - before[name].float() for name in names]
+        assert all(change[1:].count_nonzero() == 0 and change[0].abs().max() < 1e-3 for change in changes)
+        assert not told
+    else:
+        ((share, error),) = told
+        assert float(share) > 50
+        assert 0.5 < float(error) <= 1.0
 
 
 def test_tokens_are_added_beside_tensors_of_other_types(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from trainer.transforms.lora import merged
 
 _STACKED = {"w13": "gate_up_proj", "w2": "down_proj"}
 """Stacked weights of experts, and their names in transformers' modules."""
+_BLOCK = 2**20  # elements whose rounding is measured at once
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -56,11 +58,13 @@ def write_hf(
     shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
     kept = kept_types(config, model, dtype)
     with NewFolder(output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes) as folder:
-        for name, whole in _whole_tensors(config, args, shapes, readers):
+        rounding = Rounding(dtype)
+        for name, whole in _whole_tensors(config, args, shapes, readers, rounding):
             for there, part in model.pairs[name][1].tensors(whole).items():
                 folder.put(there, part)
             del whole, part  # before the next ones are read
         folder.finish({CONFIG_FILE: content, **_of_generation(config)}, _tokenizer_folder(config))
+    rounding.tell()
     unnamed = model.has_further and not model.further
     return f", but for the layers of model.mtp_layers, which have no names in {config.model.name}" * unnamed
 
@@ -122,11 +126,15 @@ def _of_generation(config: JobConfig) -> dict[str, Any]:
 
 
 def _whole_tensors(
-    config: JobConfig, args: DecoderArgs, shapes: Mapping[str, Shape], readers: list[WeightsReader]
+    config: JobConfig,
+    args: DecoderArgs,
+    shapes: Mapping[str, Shape],
+    readers: list[WeightsReader],
+    rounding: "Rounding",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole weights with their adapters added, as many at a time as have the bytes of the largest.
 
-    A file of a checkpoint is opened once for them: there may be thousands.
+    A file of a checkpoint is opened once for them: there may be thousands. rounding: takes what the adapters add.
     """
     adapted = adapter_shapes(config, args)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
@@ -137,8 +145,46 @@ def _whole_tensors(
         for name, module in zip(names, modules, strict=True):
             if module in adapted:
                 a, b = map(tensors.pop, adapter_names(module))
-                tensors[name] = merged(tensors[name], a, b, config.lora)
+                before, tensors[name] = tensors[name], merged(tensors[name], a, b, config.lora)
+                rounding.add(before, tensors[name])
+                del before
             yield name, tensors.pop(name)
+
+
+@dataclass
+class Rounding:
+    """How much of what adapters add to the weights is lost when the sums are rounded to `dtype`."""
+
+    dtype: torch.dtype
+    moved: int = 0
+    """Weights that the adapters change."""
+    lost: int = 0
+    """Weights that the adapters change, and that are rounded to what they were."""
+    update: float = 0.0
+    """Sum of squares of the changes."""
+    error: float = 0.0
+    """Sum of squares of the rounding errors."""
+
+    def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Count a weight before and after its adapters were added; after: in at least float32."""
+        if self.dtype.itemsize >= torch.float32.itemsize:
+            return
+        for old, new in zip(before.reshape(-1).split(_BLOCK), after.reshape(-1).split(_BLOCK), strict=True):
+            rounded, change = new.to(self.dtype), new - old
+            self.moved += int(change.count_nonzero())
+            self.lost += int(((rounded == old.to(self.dtype)) & (change != 0)).sum())
+            self.update += float(change.double().square().sum())
+            self.error += float((rounded.double() - new).square().sum())
+
+    def tell(self) -> None:
+        """Say in a line what is lost."""
+        if self.moved:
+            name, error = str(self.dtype).removeprefix("torch."), math.sqrt(self.error / self.update)
+            logger.warning(
+                f"rounded to {name}, {self.lost / self.moved:.1%} of the weights that the adapters change are as "
+                f"before, and the rounding error is {error:.2f} of the norm of the change; float32 keeps all of it, "
+                "and so does lct convert to-peft"
+            )
 
 
 def _named(adapters: Mapping[str, tuple[Shape, Shape]]) -> dict[str, Shape]:
