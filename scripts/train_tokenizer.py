@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from trainer.config.errors import ConfigError
 from trainer.data.sources.registry import DATASETS, DataSettings, all_documents, check_source
+from trainer.data.tokenizers.as_json import byte_of_char
 from trainer.data.tokenizers.tiktoken_format import SPLIT_PATTERN, split_long_runs
 
 
@@ -47,13 +48,6 @@ def train(documents: Iterable[str], vocab_size: int) -> list[bytes]:
         raise ConfigError(f"--vocab-size {vocab_size} needs more text: this gives {len(vocab)} tokens at most")
     as_byte = byte_of_char()
     return [bytes(as_byte[char] for char in token) for token in sorted(vocab, key=vocab.__getitem__)]
-
-
-def byte_of_char() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 characters stand for themselves, the others for 256, 257, ..."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
 
 
 def main(argv: list[str] | None = None) -> int:

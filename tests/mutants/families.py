@@ -107,6 +107,20 @@ FAMILIES = (
         _TYPES,
     ),
     Mutant(
+        "the tokenizer of the first folder is exported with a run that had another one",
+        "trainer/checkpoint/text_files.py",
+        "(source in file.parents or _is_tokenizer(source, tokenizer)) else None",
+        "True else None",
+        "tests/unit/test_exported_tokenizer.py",
+    ),
+    Mutant(
+        "a piece of text that is a token is merged from its letters",
+        "trainer/data/tokenizers/as_json.py",
+        "yield from sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))",
+        "yield from known[:1]",
+        "tests/unit/test_exported_tokenizer.py",
+    ),
+    Mutant(
         "the bias that chooses is rounded with the weights",
         "trainer/checkpoint/export.py",
         'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.text_files import text_files
 from trainer.checkpoint.weights import WeightsReader, load_tensors, open_saved, open_weights
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizers.chat_template import GENERATION_FILE, end_ids, find_template
-from trainer.data.tokenizers.tokenizer import open_tokenizer
-from trainer.data.tokenizers.tokenizer_json import read_settings
 from trainer.families.args import DecoderArgs
 from trainer.families.registry import hf_config
 from trainer.hugging_face.files import (
@@ -37,8 +35,9 @@ from trainer.transforms.lora import merged
 
 _STACKED = {"w13": "gate_up_proj", "w2": "down_proj"}
 """Stacked weights of experts, and their names in transformers' modules."""
+_LONGEST = {"max_position_embeddings", "model_max_length"}
+"""Entries of config.json with the longest sequence of the model."""
 _BLOCK = 2**20  # elements whose rounding is measured at once
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_hf(
@@ -56,6 +55,7 @@ def write_hf(
     content = _config_json(config, args, dtype)
     model, readers = hf_model(model_spec(config.model.name), args), open_weights(config, args)
     shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
+    text = text_files(config, next(content[longest] for longest in _LONGEST if longest in content))
     kept = kept_types(config, model, dtype)
     with NewFolder(output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes) as folder:
         rounding = Rounding(dtype)
@@ -63,7 +63,7 @@ def write_hf(
             for there, part in model.pairs[name][1].tensors(whole).items():
                 folder.put(there, part)
             del whole, part  # before the next ones are read
-        folder.finish({CONFIG_FILE: content, **_of_generation(config)}, _tokenizer_folder(config))
+        folder.finish({CONFIG_FILE: content | text.ids, **text.files}, text.carried)
     rounding.tell()
     unnamed = model.has_further and not model.further
     return f", but for the layers of model.mtp_layers, which have no names in {config.model.name}" * unnamed
@@ -93,36 +93,10 @@ def kept_types(config: JobConfig, model: HFModel, dtype: torch.dtype) -> dict[st
 def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
     content, name = hf_config(config.model.name).write(args), str(dtype).removeprefix("torch.")
     content |= {"dtype": name, "torch_dtype": name}  # the second name is that of transformers 4
-    if (source := hf_folder(config)) is None:
-        tokenizer = open_tokenizer(config.model.tokenizer_file)
-        return content | {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    there, longest = read_config(source), "max_position_embeddings"
-    content[longest] = max(there.whole(longest, 1), content[longest])
-    return content | {key: there.content[key] for key in _TOKENS if key in there.content}
-
-
-def _tokenizer_folder(config: JobConfig) -> Path | None:
-    """Return the folder whose files of tokenizer and generation go with the weights, or None for a rank file."""
-    file = Path(config.model.tokenizer_file)
-    own = file if file.is_dir() else file.parent
-    return hf_folder(config) or (own if (own / "tokenizer.json").is_file() else None)
-
-
-def _of_generation(config: JobConfig) -> dict[str, Any]:
-    """Return the files that say how to talk to the model: its own chat template, and all tokens that end a text."""
-    model, found, carried = config.model, {}, _tokenizer_folder(config)
-    if carried is None:
-        return {}
-    template = find_template(model.tokenizer_file, model.chat_template, config.chat)
-    if model.chat_template is not None and template is not None:
-        found["chat_template.jinja"] = template.source
-    tokenizer = open_tokenizer(model.tokenizer_file)
-    before = read_settings(carried / GENERATION_FILE)
-    ends = sorted(end_ids(tokenizer, [carried], template))
-    given = before.get("eos_token_id")
-    if set(ends) != set(given if isinstance(given, list) else [given]):
-        found[GENERATION_FILE] = {**before, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-    return found
+    if (source := hf_folder(config)) is not None:
+        for longest in _LONGEST & {*content}:
+            content[longest] = max(read_config(source).whole(longest, 1), content[longest])
+    return content
 
 
 def _whole_tensors(

@@ -121,6 +121,11 @@ def tokenizer_hash(path: str | None = None) -> str:
     return hashlib.sha256(Path(_found(path)[1]).read_bytes()).hexdigest()
 
 
+def tokenizer_found(path: str) -> Path:
+    """Return the file of a tokenizer."""
+    return Path(_found(path)[1])
+
+
 def default_tokenizer_path() -> str:
     """Return the shipped tokenizer: 4,096 ranks, trained on the Python standard library."""
     return Model().tokenizer_file

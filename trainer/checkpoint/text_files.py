@@ -1,0 +1,69 @@
+"""The files of an exported folder that are about text: tokenizer, chat template, and what ends a text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.data.tokenizers.as_json import json_files
+from trainer.data.tokenizers.chat_template import GENERATION_FILE, end_ids, find_template
+from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, tokenizer_found
+from trainer.data.tokenizers.tokenizer_json import read_settings
+from trainer.hugging_face.files import read_config
+from trainer.stores.folder import hf_folder
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_PROBE = "def f(x):\n\treturn x ** 2  # naïve — 日本語 🙂 don't 12345\r\n   \n"
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """carried: the folder whose files of tokenizer and generation are copied, None: there is none.
+
+    files: other files by name, texts or contents of JSON; they replace copied ones. ids: entries of config.json.
+    """
+
+    carried: Path | None
+    files: dict[str, Any]
+    ids: dict[str, Any]
+
+
+def text_files(config: JobConfig, longest: int) -> TextFiles:
+    """Return the files about text of a run with the tokenizer that it used. longest: tokens of the model.
+
+    The folder from which the run started has these files, unless the run had another tokenizer.
+
+    Raises:
+        ConfigError: a file cannot be read, or is damaged.
+    """
+    model, tokenizer = config.model, open_tokenizer(config.model.tokenizer_file)
+    file, source, files = tokenizer_found(model.tokenizer_file), hf_folder(config), {}
+    own = source if source is not None and (source in file.parents or _is_tokenizer(source, tokenizer)) else None
+    carried = own if own is not None and (own / "tokenizer.json").is_file() else None
+    if carried is None and file.name.endswith(".json"):
+        carried = own = file.parent
+    if carried is None:
+        files |= json_files(str(file), longest)
+    template = find_template(model.tokenizer_file, model.chat_template, config.chat)
+    if template is not None and (model.chat_template is not None or carried is None):
+        files["chat_template.jinja"] = template.source
+    before = {} if own is None else dict(read_settings(own / GENERATION_FILE))
+    ends = sorted(end_ids(tokenizer, [own], template))
+    given = before.get("eos_token_id")
+    if carried is None or set(ends) != set(given if isinstance(given, list) else [given]):
+        begin = {} if before else {"bos_token_id": tokenizer.bos_id}
+        files[GENERATION_FILE] = {**before, **begin, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    if own is None or own != source:
+        return TextFiles(carried, files, {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id})
+    there = read_config(source).content
+    return TextFiles(carried, files, {key: there[key] for key in _TOKENS if key in there})
+
+
+def _is_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Return whether a folder has this tokenizer, perhaps in another format."""
+    try:
+        other = open_tokenizer(str(folder))
+    except ConfigError:
+        return False
+    return other.vocab_size == tokenizer.vocab_size and other.encode(_PROBE) == tokenizer.encode(_PROBE)
