@@ -121,6 +121,20 @@ FAMILIES = (
         "tests/unit/test_exported_tokenizer.py",
     ),
     Mutant(
+        "a single file beside an index is overlooked",
+        "trainer/hugging_face/files.py",
+        "if (folder / SINGLE).is_file() and SINGLE not in files.values():",
+        "if False:",
+        "tests/unit/test_hugging_face.py",
+    ),
+    Mutant(
+        "a tied tensor under its second name alone is no tensor of the model",
+        "trainer/hugging_face/reader.py",
+        "if name in self._stored and first not in self._stored:",
+        "if False:",
+        "tests/unit/test_hugging_face.py",
+    ),
+    Mutant(
         "the bias that chooses is rounded with the weights",
         "trainer/checkpoint/export.py",
         'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',

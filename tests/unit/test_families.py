@@ -23,7 +23,7 @@ from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.families.layer_kinds import LayerKind
 from trainer.families.registry import MODELS as FAMILIES
 from trainer.families.registry import hf_config, hf_families
-from trainer.hugging_face.files import read_config
+from trainer.hugging_face.files import Entries, read_config
 from trainer.hugging_face.reader import HFReader
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
@@ -54,6 +54,8 @@ def test_a_model_goes_there_and_back_bit_for_bit(tmp_path: Path, name: str) -> N
     assert hf_config(family).read(there) == args
     written = {key: value for key, value in hf_config(family).write(args).items() if key not in _OLD}
     unused = {"sliding_window"} if there.content.get("use_sliding_window") is False else set()
+    as_published = (hf_config(family).write(args)["rope_scaling"] or {}).get("type")  # transformers fills its table
+    unused |= {"rope_parameters"} if as_published else set()
     unused |= {"max_position_embeddings"} if "model_max_length" in written else set()  # another name of it
     assert {key: there.content[key] for key in written if key not in unused} == {
         key: value for key, value in written.items() if key not in unused
@@ -204,6 +206,18 @@ def test_the_adapters_of_a_fused_matrix_are_not_written_for_peft(tmp_path: Path)
     ):
         export.write_peft(tmp_path / "adapters", config, args, 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_longrope_is_written_as_published() -> None:
+    """transformers 4 takes exactly these entries of the table, and the others from outside."""
+    args = MODELS["phi3, LongRoPE"][1]
+    there = hf_config("phi3").write(args)
+    assert {*there["rope_scaling"]} == {"type", "short_factor", "long_factor"}
+    assert there["original_max_position_embeddings"] == 16
+    published = {name: value for name, value in there.items() if name != "rope_parameters"}
+    assert hf_config("phi3").read(Entries(Path("config.json"), published)).rope_scaling == args.rope_scaling
+    factor = MODELS["phi3, LongRoPE, a factor of attention"][1]
+    assert hf_config("phi3").write(factor)["rope_scaling"]["attention_factor"] == 1.3
 
 
 def test_the_usual_scale_of_attention_is_written_as_a_number() -> None:

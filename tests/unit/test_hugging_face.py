@@ -122,10 +122,30 @@ def test_a_second_name_of_a_tied_tensor_may_be_there_with_the_same_values(tmp_pa
     safetensors.torch.save_file(found, tmp_path / SINGLE)
     reader = HFReader(tmp_path, hf_model(llama3.SPEC, args))
     assert "output.weight" not in reader.pairs
+    assert torch.equal(reader.read("tok_embeddings.weight"), found["model.embed_tokens.weight"])
+    rounded = found["model.embed_tokens.weight"].bfloat16()
+    equal = {**found, "model.embed_tokens.weight": rounded, "lm_head.weight": rounded.float()}
+    safetensors.torch.save_file(equal, tmp_path / SINGLE)
+    assert torch.equal(HFReader(tmp_path, hf_model(llama3.SPEC, args)).read("tok_embeddings.weight"), rounded)
+    alone = {name: x for name, x in found.items() if name != "model.embed_tokens.weight"}
+    safetensors.torch.save_file(alone, tmp_path / SINGLE)
+    reader = HFReader(tmp_path, hf_model(llama3.SPEC, args))
+    assert torch.equal(reader.read("tok_embeddings.weight"), found["lm_head.weight"])
     found["lm_head.weight"][-1, -1] += 1
     safetensors.torch.save_file(found, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match=r"lm_head.weight and model.embed_tokens.weight differ, and"):
         HFReader(tmp_path, hf_model(llama3.SPEC, args))
+
+
+def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
+    """transformers would read the single file."""
+    saved(tmp_path, LLAMA)
+    found = tensors(tmp_path)
+    safetensors.torch.save_file(found, tmp_path / SINGLE)
+    with pytest.raises(ConfigError, match=rf"two sets of weights, {SINGLE} and the files of {INDEX}; remove"):
+        HFReader(tmp_path, hf_model(llama3.SPEC, LLAMA))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(found, SINGLE)}))
+    HFReader(tmp_path, hf_model(llama3.SPEC, LLAMA))
 
 
 def damage(folder: Path, kind: str) -> None:

@@ -55,7 +55,8 @@ def text_files(config: JobConfig, longest: int) -> TextFiles:
         begin = {} if before else {"bos_token_id": tokenizer.bos_id}
         files[GENERATION_FILE] = {**before, **begin, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     if own is None or own != source:
-        return TextFiles(carried, files, {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id})
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}
+        return TextFiles(carried, files, ids)  # without an entry some classes have an id of another vocabulary
     there = read_config(source).content
     return TextFiles(carried, files, {key: there[key] for key in _TOKENS if key in there})
 

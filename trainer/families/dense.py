@@ -66,8 +66,15 @@ def _read_phi3(config: Entries) -> Fields:
 
 
 def _write_phi3(args: TransformerArgs) -> Fields:
+    """Write the table as published: transformers 4 takes three entries there alone, and computes the others."""
     long = args.rope_scaling
-    return {} if long is None else {"original_max_position_embeddings": long.original_max_seq_len}
+    if long is None:
+        return {}
+    entries: Fields = {"original_max_position_embeddings": long.original_max_seq_len}
+    if long.attention_factor is None and args.max_seq_len <= round(long.factor * long.original_max_seq_len):
+        factors = {"short_factor": [*long.short_factors], "long_factor": [*long.long_factors]}
+        entries["rope_scaling"] = {"type": "longrope", **factors}
+    return entries
 
 
 def _read_gemma(config: Entries) -> Fields:

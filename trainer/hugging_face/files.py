@@ -230,7 +230,8 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     """Return every tensor of a Hugging Face folder, by name, but for rotary tables, which models compute.
 
     Raises:
-        ConfigError: a file is missing or broken, or a tensor is in another file than the index says.
+        ConfigError: a file is missing or broken, a tensor is in another file than the index says, or there are two
+            sets of weights.
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
@@ -243,6 +244,10 @@ def read_folder(folder: Path) -> dict[str, Stored]:
         files = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder / INDEX} is no index of tensors ({error}); copy it again") from None
+    if (folder / SINGLE).is_file() and SINGLE not in files.values():
+        raise ConfigError(
+            f"{folder} holds two sets of weights, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
+        )
     found: dict[str, Stored] = {}
     for name in sorted(set(map(str, files.values()))):
         if Path(name).name != name:

@@ -134,6 +134,9 @@ class HFReader(FileSystemReader):
             self._stored = with_scales(stored)
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
+        for name, first in model.second_names.items():
+            if name in self._stored and first not in self._stored:
+                self._stored[first] = self._stored.pop(name)
         there = (name for ours in model.further for name in model.pairs[ours][1].names)
         self.lacks_further = model.has_further and not any(name in self._stored for name in there)
         """Whether the model's layers for further tokens are not there."""
@@ -209,10 +212,10 @@ class HFReader(FileSystemReader):
 
     def _check_equal(self, name: str, first: str) -> None:
         a, b = self._stored[name], self._stored[first]
-        same = (a.shape, a.dtype) == (b.shape, b.dtype)
+        same, wide = a.shape == b.shape, torch.promote_types(_dtype_of(a), _dtype_of(b))
         for start in range(0, a.shape[0], _ROWS) if same else ():
             part = [start, *[0] * len(a.shape[1:])], [min(_ROWS, a.shape[0] - start), *a.shape[1:]]
-            same = same and torch.equal(read_part(a, *part), read_part(b, *part))
+            same = same and torch.equal(read_part(a, *part).to(wide), read_part(b, *part).to(wide))
         if not same:
             raise ConfigError(f"{name} and {first} differ, and the model has one tensor for both (tie_word_embeddings)")
 
