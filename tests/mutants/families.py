@@ -135,6 +135,13 @@ FAMILIES = (
         "tests/unit/test_hugging_face.py",
     ),
     Mutant(
+        "a model that takes the likeliest token draws",
+        "trainer/commands/sampling_defaults.py",
+        'if content.get("do_sample") is False:',
+        "if False:",
+        "tests/unit/test_sampling_defaults.py",
+    ),
+    Mutant(
         "the bias that chooses is rounded with the weights",
         "trainer/checkpoint/export.py",
         'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',

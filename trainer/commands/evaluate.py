@@ -21,6 +21,7 @@ from trainer.commands.options import Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run
 from trainer.commands.start import CPU_RANKS
 from trainer.config.errors import ConfigError
+from trainer.config.schema import Job
 from trainer.data.evaluation import long_documents, needle_prompts
 from trainer.data.sources.registry import DATASETS, DataSettings
 from trainer.data.token_files.catalog import check_data, documents_in_order
@@ -64,7 +65,7 @@ def parser() -> Parser:
     add("--depths", nargs="+", type=number(float, 0, 100), default=_DEPTHS, metavar="D", help=text)
     add("--samples", type=some, default=4, metavar="N", help="needle prompts of each length and depth (default: 4)")
     add("--batch-size", type=some, default=1, metavar="N", help="sequences of a forward on each rank (default: 1)")
-    add("--output", type=Path, metavar="FOLDER", help="for evaluation.json (default: evaluation in FOLDER)")
+    add("--output", type=Path, metavar="FOLDER", help="for evaluation.json (default: outputs/evaluation/NAME)")
     model_options(described, seed="of the needle prompts")
     add("--ngpu", type=some, metavar="N", help=f"ranks (default: one a GPU, or {CPU_RANKS} on CPUs)")
     return described
@@ -123,7 +124,8 @@ def _set_defaults(wanted: argparse.Namespace, trained_for: int, data: tuple[str,
     by_default = [n for n in (wanted.seq_len // 4, wanted.seq_len // 2, wanted.seq_len) if n >= _SHORTEST_NEEDLE]
     wanted.lengths = sorted(set(wanted.lengths or by_default or [wanted.seq_len]))
     wanted.depths = sorted(set(wanted.depths))
-    wanted.output = wanted.output or wanted.folder / "evaluation"
+    # Not in the folder that is measured, which may be somebody else's.
+    wanted.output = wanted.output or Path(Job().dump_folder, "evaluation", wanted.folder.resolve().name)
 
 
 def lengths_of(wanted: argparse.Namespace) -> list[int]:

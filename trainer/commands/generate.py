@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run
+from trainer.commands.sampling_defaults import set_sampling
 from trainer.commands.talk import Talk, check_length, ends_of, talk_options, text_tokens
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
@@ -34,12 +35,12 @@ def model_parser(command: str, text: str, *, tokens: int = 1024) -> Parser:
     add = described.add_argument
     add("folder", type=Path, help="job.dump_folder of the run, or a Hugging Face folder")
     add("--tokens", type=number(int, 1), default=tokens, help=f"most tokens to write (default: {tokens})")
-    text = "0: the likeliest token; 1: as the model says (default: 0.7)"
-    add("--temperature", type=number(float, 0), default=0.7, help=text)
-    text = "draw among the k likeliest tokens (default: 0, all)"
-    add("--top-k", type=number(int, 0), default=0, help=text)
-    text = "draw among the likeliest tokens of this probability (default: 1)"
-    add("--top-p", type=number(float, above=0, most=1), default=1.0, help=text)
+    text = "0: the likeliest token; 1: as the model says (default: of the model's generation_config.json, else 0.7)"
+    add("--temperature", type=number(float, 0), help=text)
+    text = "draw among the k likeliest tokens (default: likewise, else 0, all)"
+    add("--top-k", type=number(int, 0), help=text)
+    text = "draw among the likeliest tokens of this probability (default: likewise, else 1)"
+    add("--top-p", type=number(float, above=0, most=1), help=text)
     model_options(described, seed="of the drawn tokens")
     text = "ranks that divide the model, a GPU each (default: 1)"
     add("--ngpu", type=number(int, 1), default=1, metavar="N", help=text)
@@ -111,6 +112,7 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
         raise ConfigError(f"--context-parallel {cp} does not divide the {ranks} ranks; give --ngpu a multiple of it")
     settings = ["--allow-imports"] * args.allow_imports
     config, _ = text_configuration(args.folder, args.step, command=command, tokenizer=args.tokenizer, settings=settings)
+    set_sampling(args, config)
     unit = ranks * (2 if cp > 1 else 1)
     length = max(config.training.seq_len // unit, 1) * unit
     config = replace(

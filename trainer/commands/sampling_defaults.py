@@ -1,0 +1,44 @@
+"""How a model draws tokens if the command line does not say it: as its `generation_config.json` does. Torch-free."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.data.tokenizers.chat_template import GENERATION_FILE
+from trainer.data.tokenizers.tokenizer_json import read_settings
+from trainer.stores.folder import hf_folder
+
+USUAL: dict[str, float] = {"temperature": 0.7, "top_k": 0, "top_p": 1.0}
+"""Where neither the command line nor the model says it."""
+
+
+def set_sampling(args: argparse.Namespace, config: JobConfig) -> None:
+    """Set temperature, top_k and top_p where the command line has none (None), by the folder of the model.
+
+    Raises:
+        ConfigError: the file has a value that is out of bounds.
+    """
+    folder, named = hf_folder(config), {}
+    if folder is not None:
+        named = _named(folder / GENERATION_FILE, read_settings(folder / GENERATION_FILE))
+    for name, usual in USUAL.items():
+        if getattr(args, name) is None:
+            setattr(args, name, named.get(name, usual))
+
+
+def _named(file: Path, content: Mapping[str, Any]) -> dict[str, float]:
+    if content.get("do_sample") is False:  # the likeliest token, whatever the others say
+        return {"temperature": 0.0}
+    found = {name: content[name] for name in USUAL if content.get(name) is not None}
+    bounds = {"temperature": (0, float("inf")), "top_k": (0, float("inf")), "top_p": (0, 1)}
+    for name, value in found.items():
+        least, most = bounds[name]
+        kinds = int if name == "top_k" else (int, float)
+        right = isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
+        if not right or (name == "top_p" and value == 0) or value == float("inf"):
+            rule = {"top_k": "a whole number from 0", "top_p": "a number above 0, at most 1"}
+            raise ConfigError(f"{file}: {name} = {value!r} must be {rule.get(name, 'a number from 0')}; correct it")
+    return found
