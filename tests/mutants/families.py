@@ -142,6 +142,13 @@ FAMILIES = (
         "tests/unit/test_sampling_defaults.py",
     ),
     Mutant(
+        "a text that grows beyond the original length keeps the short factors of LongRoPE",
+        "trainer/models/decoder.py",
+        "return scaling.original_max_seq_len if length <= scaling.original_max_seq_len else math.inf",
+        "return math.inf",
+        "tests/unit/test_longrope_lengths.py",
+    ),
+    Mutant(
         "the bias that chooses is rounded with the weights",
         "trainer/checkpoint/export.py",
         'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',

@@ -239,6 +239,9 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     set_timeout(job.config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
     with torch.device("meta"):
         model = spec.build(job.model).to(getattr(torch, job.config.training.dtype))
+    start = job.config.checkpoint.initial_load_path
+    if not job.config.checkpoint.enable and start is not None and (Path(start) / CONFIG_FILE).is_file():
+        model.by_length = True  # as transformers does it with the same folder
     spec.parallelize(model, dims, job)
     initialize(model, seed=0, device=device, offload=job.config.training.enable_cpu_offload)
     once = partial(read_once, over=dims["world"])

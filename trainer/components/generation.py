@@ -10,6 +10,7 @@ A new token is computed by all of them alike. Each attends to what it keeps, and
 log-sum-exps, as those of a ring. Tensor-parallel ranks keep their own heads.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.sharding.placement import rows_on
 from trainer.job.record import ResolvedJob
 from trainer.models.attention import InnerAttention
+from trainer.models.decoder import rotated_until
 from trainer.models.linear_attention import InnerLinearAttention
 from trainer.models.short_convolution import InnerConvolution
 
@@ -270,6 +272,11 @@ class Sampling:
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
+def on_token_of(on_token: Callable[[int, int], bool | None], prompt: int, _: int, token: int) -> bool | None:
+    """Call `on_token` with the number of a prompt that is continued alone."""
+    return on_token(prompt, token)
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -295,6 +302,13 @@ def generate(
     Raises:
         SharedConfigError: on every rank, if logits are not numbers.
     """
+    if len(prompts) > 1 and rotated_until(model, 1) < math.inf:  # each text has frequencies of its own length
+        found = []
+        for i, prompt in enumerate(prompts):
+            tell = None if on_token is None else partial(on_token_of, on_token, i)
+            one = {"tokens": tokens, "sampling": sampling, "seed": seed + i, "ends": ends, "on_token": tell}
+            found += generate(model, job, dims, [prompt], **one)
+        return found
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     texts, open_texts = [list(prompt) for prompt in prompts], list(range(len(prompts)))
     written: list[list[int]] = [[] for _ in prompts]
@@ -341,9 +355,10 @@ def _logits(
     while True:
         read = [text[-longest:] if len(text) <= longest else text[-max(longest // 2, 1) :] for text in texts]
         length = max(map(len, read))
+        until = int(min(most, rotated_until(model, max(map(len, texts)))))
         filled = length + -length % unit
         tokens = torch.tensor([text + [0] * (filled - len(text)) for text in read], device=device)
-        capacity = filled // cp.size() + -(-(most - length) // cp.size())
+        capacity = filled // cp.size() + -(-(until - length) // cp.size())
         lengths = torch.tensor([len(text) for text in read], device=device)
         cache = GenerationCache(lengths, capacity, cp, tp)
         positions = None if on_prompt is None else torch.arange(length, device=device).expand(len(texts), -1)
@@ -360,8 +375,8 @@ def _logits(
                 on_prompt(start, whole_logits(model, hidden[:, start : start + _PROMPT_PART], tp))
             hidden = hidden.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2]))
             on_prompt = None
-        for written in range(most - length + 1):
+        for written in range(until - length + 1):
             yield whole_logits(model, hidden, tp)[:, -1]
-            if written < most - length:
+            if written < until - length:
                 hidden = cache.run(model, torch.tensor([text[-1:] for text in texts], device=device))
-        # The texts are full: read their younger half again.
+        # The texts are full: read their younger half again. Or all of them, with frequencies for longer texts.

@@ -4,6 +4,7 @@ Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06
 2503.19786, OLMo 2 2501.00656, GLM-4.5 2508.06471, DeepSeek-V3 2412.19437.
 """
 
+import math
 from copy import deepcopy
 from functools import partial
 
@@ -196,6 +197,8 @@ class Transformer(nn.Module):
         for theta in self.thetas:
             self.register_buffer(_own(theta), torch.empty(pairs), persistent=False)
         self.rotary_dtype = torch.float32
+        self.by_length = False
+        """Whether LongRoPE goes by the length of each text, as in transformers, and not by `max_seq_len`."""
 
     def forward(
         self,
@@ -266,12 +269,27 @@ class Transformer(nn.Module):
         args = self.args
         self.rotary_dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
         rotated, unrotated = args.rotary_dim, args.table_dim - args.rotary_dim
-        whole = rope_frequencies(rotated, args.rope_theta, args.rope_scaling, unrotated, args.max_seq_len)
-        self.frequencies = whole.to(device)
+        self._set_frequencies(args.max_seq_len, device)
         for theta in self.thetas:
             setattr(self, _own(theta), rope_frequencies(rotated, theta, None, unrotated).to(device))
         for router in routers_of([self]).values():
             router.init_buffers(device)
+
+    def rotate_for(self, length: int) -> float:
+        """Rotate a text of `length` tokens, and return the longest text for which this holds.
+
+        With `by_length` LongRoPE has its short factors up to the original length, and the long ones beyond it.
+        """
+        scaling = self.args.rope_scaling
+        if not self.by_length or scaling is None or scaling.kind != "longrope":
+            return math.inf
+        self._set_frequencies(length, self.frequencies.device)
+        return scaling.original_max_seq_len if length <= scaling.original_max_seq_len else math.inf
+
+    def _set_frequencies(self, longest: int, device: torch.device) -> None:
+        args, unrotated = self.args, self.args.table_dim - self.args.rotary_dim
+        found = rope_frequencies(args.rotary_dim, args.rope_theta, args.rope_scaling, unrotated, longest)
+        self.frequencies = found.to(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         """Set norms to one; draw embeddings of unit scale, and an output whose logits are small.
@@ -285,3 +303,9 @@ class Transformer(nn.Module):
             parameter.normal_(0.0, 1.0 / parameter.shape[1], generator=generator)
         else:
             fill(name, parameter, generator)
+
+
+def rotated_until(model: nn.Module, length: int) -> float:
+    """Set the frequencies of any model for a text of `length` tokens; return the longest text for which they hold."""
+    rotate_for = getattr(model, "rotate_for", None)
+    return math.inf if rotate_for is None else rotate_for(length)

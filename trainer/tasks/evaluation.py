@@ -29,6 +29,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.record import ResolvedJob
+from trainer.models.decoder import rotated_until
 from trainer.models.model_spec import Decoder
 from trainer.runtime.agreement import once_a_node
 from trainer.tasks.language import LanguageTask
@@ -222,6 +223,7 @@ class Evaluation:
         ]
 
     def _batch(self, arrays: dict) -> TextBatch:
+        rotated_until(self.model, arrays["tokens"].shape[1])
         return tensors_of(arrays) | {"uses_positions": True}  # they are then cut, and a share has its own
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,58 @@
+"""Law: with the weights of a Hugging Face folder, LongRoPE goes by the length of each text, as in transformers."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.hf_families import MODELS, hf_decoder
+from tests.unit.saved_runs import saved_run
+from trainer.commands.finished_run import loaded_model
+from trainer.commands.generate import checked
+from trainer.commands.main import main as lct
+from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
+from trainer.runtime.process_group import Process, process_group
+
+NAME = "phi3, LongRoPE"  # original length 16, longest 64
+PROMPTS = ("import os", "def f(x):\n    return x", "a" + " b c d e f g h i j k l m n o p q r s t")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("phi3") / "hf"
+    family, args = MODELS[NAME]
+    hf_decoder(family, args).float().save_pretrained(path)
+    shutil.copy(default_tokenizer_path(), path / "tokenizer.model")
+    return path
+
+
+def test_greedy_texts_are_those_of_transformers_over_the_original_length(folder: Path, capsys) -> None:
+    tokenizer = open_tokenizer(str(folder))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(prompt)]])
+        out = theirs.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=tokenizer.eos_id, pad_token_id=0)
+        assert out.shape[1] > 17
+        wanted.append(tokenizer.decode(out[0, 1:].tolist()))
+    asked = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    assert lct(["generate", str(folder), *asked, "--tokens", "30", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "\n\n".join(wanted) + "\n"
+
+
+def test_a_run_keeps_the_factors_of_its_training(folder: Path, tmp_path: Path) -> None:
+    """It has trained on short texts with the factors of its longest."""
+    run = tmp_path / "run"
+    saved_run(run, f"--model.path={folder}", "--training.seq_len=64")
+    assert [by_length(path) for path in (folder, run)] == [16, float("inf")]
+
+
+def by_length(path: Path) -> float:
+    """The longest text with the frequencies of a text of three tokens."""
+    _, job = checked([str(path)])
+    process = Process.from_environment()
+    with process_group(process, job.config.comm):
+        model, _ = loaded_model(job, process.device)
+        return model.rotate_for(3)
