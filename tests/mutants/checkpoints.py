@@ -127,6 +127,20 @@ CHECKPOINTS = (
         "tests/distributed/test_lora.py",
     ),
     Mutant(
+        "a whole file of another step is not found",
+        "trainer/checkpoint/verify.py",
+        "if found != wanted:",
+        "if found != wanted and False:",
+        "tests/unit/test_verify_steps.py",
+    ),
+    Mutant(
+        "states of unknown parameters are those of an optimizer of a package",
+        "trainer/checkpoint/verify.py",
+        "in expected\n\n    return",
+        "in expected or True\n\n    return",
+        "tests/unit/test_verify_steps.py",
+    ),
+    Mutant(
         "every rank reads the headers of a Hugging Face folder",
         "trainer/checkpoint/weights.py",
         "once(lambda: HFReader(Path(given), tensors).headers)",

@@ -10,9 +10,9 @@ import pickle
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -95,6 +95,27 @@ def unpickled(content: bytes, state: RunState) -> Metadata:
     return metadata
 
 
+class _Summed:
+    """A file that is written from its beginning to its end, with the check sum of its bytes."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.sum = stream, 0
+
+    def write(self, content: Any) -> int:
+        self.sum = zlib.crc32(content, self.sum)
+        return self._stream.write(content)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """A result with the check sum of its whole file, for the rank that publishes."""
+
+    sum: int = 0
+
+
 class _Files(FileSystem):
     """A store as PyTorch's reader and writer see a file system.
 
@@ -103,9 +124,18 @@ class _Files(FileSystem):
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.sums: dict[str, int] = {}
+        """Check sum (zlib.crc32) of each file that was written, by its name."""
 
-    def create_stream(self, path: Place, mode: str) -> AbstractContextManager[IO[bytes]]:
-        return self._store.open(path, mode)
+    @contextmanager
+    def create_stream(self, path: Place, mode: str) -> Iterator[IO[bytes]]:
+        with self._store.open(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            summed = _Summed(stream)
+            yield summed
+            self.sums[path.name] = summed.sum
 
     def concat_path(self, path: Place, suffix: str) -> Place:
         return path / suffix
@@ -209,11 +239,14 @@ class Writer(FileSystemWriter):
             OSError: a file cannot be written. PyTorch's own error says less, and loses the cause on the way to others.
         """
         try:
-            return super().write_data(plan, planner)
+            results = super().write_data(plan, planner).wait()
         except Exception as error:
             if (cause := os_error_of(error)) is not None:
                 raise OSError(cause.errno, cause.strerror) from error
             raise
+        sums, done = self.fs.sums, Future()
+        done.set_result([_Written(**vars(x), sum=sums[x.storage_data.relative_path]) for x in results])
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata, publish the checkpoint, and remove old ones."""
@@ -229,6 +262,7 @@ class Writer(FileSystemWriter):
         for place in (result.storage_data for result in written):
             files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
         sums = {name: zlib.crc32(content) for name, content in whole.items()}
+        sums |= {result.storage_data.relative_path: result.sum for result in written}
         state = replace(self._state, files=files, sums=sums)
         self._folder.publish(state.step, state_text(state), self._claim)
         mark_best(self._folder, state.step, self._best)

@@ -1,0 +1,50 @@
+"""Laws of `lct verify` that need no training: files of their own step, and states of optimizers of packages."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.saved_runs import saved_run
+from trainer.checkpoint.verify import _without_states, expected_entries
+from trainer.commands.main import main as lct
+from trainer.config.loader import parse_command_line
+from trainer.job.resolution import resolve_model
+
+
+def test_a_file_of_another_step_with_the_same_length_is_found(tmp_path: Path, capsys) -> None:
+    """All sums inside the file are right."""
+
+    def train(model: torch.nn.Module) -> None:
+        for x in model.parameters():
+            x += 1
+
+    saved_run(tmp_path / "run", "--training.seq_len=64")
+    saved_run(tmp_path / "run", "--training.seq_len=64", step=5, change=train)
+    third, fifth = (tmp_path / "run" / "checkpoint" / f"step-{step}" for step in (3, 5))
+    assert lct(["verify", str(tmp_path / "run")]) == 0
+    assert (third / "__0_0.distcp").stat().st_size == (fifth / "__0_0.distcp").stat().st_size
+    shutil.copy(third / "__0_0.distcp", fifth / "__0_0.distcp")
+    capsys.readouterr()
+    assert lct(["verify", str(tmp_path / "run")]) == 1
+    whole, damaged = capsys.readouterr().out.splitlines()
+    assert whole.startswith("step-3: whole: ")
+    assert damaged.startswith("step-5: damaged: ")
+    assert "the check sum of __0_0.distcp is wrong: damaged, or of another step" in damaged
+
+
+@pytest.mark.parametrize(
+    ("entry", "stays"),
+    [
+        ("optimizer.norm.weight.momentum_buffer", False),
+        ("optimizer.layers.0.attention.wq.weight.anything", False),
+        ("optimizer.layers.99.attention.wq.weight.exp_avg", True),
+        ("optimizer.norm.weight", True),
+        ("model.more", True),
+    ],
+)
+def test_states_of_an_optimizer_of_a_package_belong_to_parameters(entry: str, stays: bool) -> None:
+    config = parse_command_line([]).config
+    expected = expected_entries(config, resolve_model(config), with_optimizer=False)
+    assert (entry in _without_states(dict.fromkeys([*expected, entry]), expected)) is stays
