@@ -127,6 +127,13 @@ CHECKPOINTS = (
         "tests/distributed/test_lora.py",
     ),
     Mutant(
+        "tensors of a file may share bytes",
+        "trainer/hugging_face/files.py",
+        "if stored.start != end:",
+        "if stored.start > end:",
+        "tests/unit/test_hugging_face_headers.py",
+    ),
+    Mutant(
         "a whole file of another step is not found",
         "trainer/checkpoint/verify.py",
         "if found != wanted:",

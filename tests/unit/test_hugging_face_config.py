@@ -118,6 +118,8 @@ def test_old_and_new_names_mean_the_same(folder: Path) -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 must be a multiple of 3"),
         ({"hidden_size": "32"}, "hidden_size = '32' must be a number above 0"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5 must be a whole number"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000 must be at most 10,000"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf must be a number above 0"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' must be true or false"),
     ],
 )

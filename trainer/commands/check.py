@@ -5,19 +5,25 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, to_toml
+from trainer.config.schema import JobConfig
 from trainer.data.text_data import first_start
+from trainer.families.registry import from_path
+from trainer.hugging_face.files import CONFIG_FILE
 from trainer.job import resolve
 from trainer.job.data import conversation_notes
 from trainer.job.memory import check_memory
 from trainer.job.record import size_words
+from trainer.job.resolution import resolve_model
 from trainer.job.summary import summary
 from trainer.runtime.console import line_width
 from trainer.runtime.devices import Machine, this_machine
 from trainer.runtime.dump_folder import folders_of, holder_of
+from trainer.stores.folder import step_to_load
 
 
 def acted(command: CommandLine, start: Start) -> bool:
@@ -71,9 +77,27 @@ def main(argv: list[str]) -> int:
     arguments = ["--check-config", *start.arguments]
     command = parse_command_line(arguments)
     check(command, start)
+    check_tensors(command.config)
     if not command.print_config:
         print(peak_of_a_step(arguments, *_ranks(command, start, this_machine())))
     return 0
+
+
+def check_tensors(config: JobConfig) -> None:
+    """Compare names and shapes of a Hugging Face folder with the model, by the headers of its files.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown or of another shape.
+    """
+    config = from_path(config)
+    start = config.checkpoint.initial_load_path
+    if start is None or not (Path(start) / CONFIG_FILE).is_file():
+        return
+    if config.checkpoint.enable and not config.lora.rank and step_to_load(config) is not None:
+        return  # it is not read
+    from trainer.checkpoint.weights import open_initial  # it imports torch
+
+    open_initial(config, resolve_model(config))
 
 
 def peak_of_a_step(arguments: list[str], ranks: int, device_type: str) -> str:

@@ -14,6 +14,8 @@ from trainer.families.layer_kinds import LayerKind, in_turns
 from trainer.families.rotary_entries import rope_entries, rotary, rotary_share, rotary_table
 from trainer.hugging_face.files import FLOAT8_BLOCK, Entries, HFTensor
 
+_MOST_LAYERS = 10_000
+"""Each layer is made before anything is computed."""
 _ROPE = ("rope_parameters", "rope_scaling")
 
 
@@ -112,7 +114,7 @@ class HFDecoder:
                 table.only("partial_rotary_factor", 1.0)
         fields = {
             "dim": dim,
-            "n_layers": config.whole("num_hidden_layers"),
+            "n_layers": config.whole("num_hidden_layers", most=_MOST_LAYERS),
             "n_heads": n_heads,
             "n_kv_heads": n_kv_heads,
             "ffn_hidden_dim": config.whole("intermediate_size"),

@@ -35,15 +35,17 @@ class Entries:
         """Return a number above 0; ConfigError if it is something else, or missing without a default."""
         value = self.content.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(f"{self.file}: {key} = {value!r} must be a number above 0")
         return value
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """Return a whole number above 0; otherwise as `number`."""
+    def whole(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
+        """Return a whole number above 0, at most `most`; otherwise as `number`."""
         value = self.number(key, default)
         if not isinstance(value, int):
             raise ConfigError(f"{self.file}: {key} = {value!r} must be a whole number")
+        if most is not None and value > most:
+            raise ConfigError(f"{self.file}: {key} = {value!r} must be at most {most:,}")
         return value
 
     def switch(self, key: str) -> bool:
@@ -276,15 +278,37 @@ def read_file(file: Path) -> dict[str, Stored]:
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
                 raise ValueError(f"its header has {length} bytes, and the file {size}")
-            entries = json.loads(opened.read(length))
+            entries = json.loads(opened.read(length), object_pairs_hook=_once)
         entries.pop("__metadata__", None)
-        return {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
+        found = {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
+        _check_places(found, 8 + length, size)
+        return found
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); copy it again") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{file} is no safetensors file, or a part of one ({error}); copy it again") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of JSON; ValueError if it has a name twice."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return table
+
+
+def _check_places(tensors: Mapping[str, Stored], first: int, size: int) -> None:
+    """Check that each byte behind the header belongs to one tensor, as the format says; ValueError otherwise."""
+    end = first
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, math.prod(item[1].shape))):
+        if stored.start != end:
+            raise ValueError(f"{name} begins at byte {stored.start}, and the tensor before it ends at {end}")
+        end += math.prod(stored.shape) * BYTES[stored.dtype]
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end} of {size}")
 
 
 def _stored(file: Path, name: str, entry: dict, base: int, size: int) -> Stored:
