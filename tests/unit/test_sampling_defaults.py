@@ -8,7 +8,7 @@ import pytest
 from tests.chat_files import CHATML, chat_folder
 from tests.hf_decoders import LLAMA, saved
 from tests.unit.saved_runs import saved_run
-from trainer.commands import chat, evaluate, generate, serve
+from trainer.commands import evaluate, generate, serve
 from trainer.config.errors import ConfigError
 
 USUAL = (0.7, 0, 1.0)
@@ -37,7 +37,7 @@ def drawn(command, folder: Path, *options: str) -> tuple[float, int, float]:
 )
 def test_the_command_line_wins_over_the_model(folder: Path, content: dict, options: list[str], wanted: tuple) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2} | content))
-    for command in (generate, chat, serve):
+    for command in (generate, serve):
         assert drawn(command, folder, *options) == wanted
 
 
