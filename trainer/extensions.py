@@ -16,10 +16,14 @@ docs/your_own_model.md has a family from its first line to its tests.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.config.optimizer import OPTIMIZERS_HERE
+from trainer.config.places import check_place
 from trainer.config.registry import CHOICES, OPTIMIZERS, TABLES, TASK_OF_DATASET
+from trainer.config.schema import JobConfig
 from trainer.data.sources.registry import DATASETS, DataSettings, Source
 from trainer.data.tokenizers.chat_template import TEMPLATES
 from trainer.distributed.context_parallel.planning.methods import METHODS, Method
@@ -40,6 +44,7 @@ def register_model(
     family reads and writes a `config.json`, if transformers has it.
     """
     MODELS.add(name, Family(flavors, spec, hugging_face))
+    check_place(f"register_model({name!r}): spec", f"{spec}:SPEC")
 
 
 def register_dataset(name: str, source: Source) -> None:
@@ -57,6 +62,7 @@ def register_iterable(name: str, place: str) -> None:
     reading again up to the position. A document is a text, an object with the field `training.dataset_text_field`, a
     list of token ids, or an `Encoded`.
     """
+    check_place(f"register_iterable({name!r}): place", place)
     DATASETS.add(name, Source((), _no_files, _no_files, check=lambda _: None, iterable=place))
 
 
@@ -74,6 +80,7 @@ def register_chat_template(name: str, source: str) -> None:
 
 def register_task(task: TaskSpec, *, datasets: tuple[str, ...]) -> None:
     """Add a task: training on something else than tokens. datasets: the values of `training.dataset` that mean it."""
+    check_place(f"register_task({task.name!r}): module", task.module)
     TASKS.add(task.name, task)
     for name in datasets:
         TASK_OF_DATASET.add(name, task.name)
@@ -85,6 +92,10 @@ def register_table(name: str, table: type[Any]) -> None:
     It is defined in the package. Its fields may be those of `trainer.config.keys.key`, with bounds, a unit, and when
     they have an effect.
     """
+    if name in {table.name for table in fields(JobConfig)}:
+        raise ConfigError(f"a table named {name!r} exists already; register yours under another name")
+    if not (isinstance(table, type) and is_dataclass(table)):
+        raise ConfigError(f"register_table({name!r}) needs a frozen dataclass, and got {table!r}")
     TABLES.add(name, table)
 
 
@@ -95,6 +106,9 @@ def register_optimizer(name: str, place: str) -> None:
     `torch.optim.Optimizer`; `trainer.components.optimizer.parameter_groups` says which parameters decay. The schedule
     sets `lr` of its groups. Settings of its own stand in a table of its own, see `register_table`.
     """
+    if name in OPTIMIZERS_HERE:
+        raise ConfigError(f"an optimizer named {name!r} exists already; register yours under another name")
+    check_place(f"register_optimizer({name!r}): place", place)
     OPTIMIZERS.add(name, place)
     CHOICES.setdefault("optimizer.name", []).append(name)
 
@@ -112,5 +126,6 @@ def register_observer(place: str) -> None:
     place: "package.module:name" of a function of (`ResolvedJob`, `ParallelDims`, model parts of this rank) that returns
     a `trainer.observer.Observer`.
     """
+    check_place("register_observer: place", place)
     if place not in OBSERVERS:
         OBSERVERS.append(place)

@@ -17,6 +17,20 @@ DATA = (
         _BALANCE,
     ),
     Mutant(
+        "a place may name what its module lacks",
+        "trainer/config/places.py",
+        "if names is not None and first not in names:",
+        "if names is None and first:",
+        "tests/unit/test_extensions.py::test_a_package_that_fails_is_one_sentence",
+    ),
+    Mutant(
+        "a package replaces AdamW",
+        "trainer/extensions.py",
+        "if name in OPTIMIZERS_HERE:",
+        "if name in OPTIMIZERS:",
+        "tests/unit/test_extensions.py::test_a_package_that_fails_is_one_sentence",
+    ),
+    Mutant(
         "a function has eight graphs at most",
         "trainer/transforms/compile.py",
         "recompile_limit=max(config.recompile_limit, _GRAPHS)",

@@ -78,12 +78,37 @@ def test_the_command_line_goes_over_the_file(package: Path) -> None:
             "from trainer.extensions import register_model\nregister_model('llama3', {}, spec='')",
             "a model named 'llama3' exists already; register yours under another name",
         ),
+        (
+            "from trainer.extensions import register_optimizer\nregister_optimizer('AdamW', 'other:build')",
+            "an optimizer named 'AdamW' exists already; register yours under another name",
+        ),
+        (
+            "from trainer.extensions import register_table\nregister_table('training', dict)",
+            "a table named 'training' exists already; register yours under another name",
+        ),
+        (
+            "from trainer.extensions import register_optimizer\nregister_optimizer('mine', 'other:bild')\n"
+            "if True:\n    def build(parts, config): ...",
+            "register_optimizer('mine'): place = 'other:bild': module 'other' has no 'bild'; did you mean 'build'?",
+        ),
+        (
+            "from trainer.extensions import register_observer\nregister_observer('other.parts:watch')",
+            "register_observer: place = 'other.parts:watch': there is no module 'other.parts'",
+        ),
+        (
+            "from trainer.extensions import register_iterable\nregister_iterable('texts', 'other.open')",
+            "register_iterable('texts'): place = 'other.open' must have the form 'package.module:name'",
+        ),
+        (
+            "from trainer.extensions import register_model\nregister_model('mine', {}, spec='other')",
+            "register_model('mine'): spec = 'other:SPEC': module 'other' has no 'SPEC'",
+        ),
     ],
 )
 def test_a_package_that_fails_is_one_sentence(tmp_path: Path, text: str | None, reason: str) -> None:
     if text is not None:
         (tmp_path / "other.py").write_text(text)
-    for command in ("train", "check"):
+    for command in ("check", "train"):
         result = lct(tmp_path, command, "--job.imports", "other")
         assert result.returncode == 2
         assert result.stderr.startswith(f"error: job.imports: 'other' cannot be imported ({reason}")

@@ -17,6 +17,7 @@ from trainer.config.command_line import COMMAND_LINE, read_options, split
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.help import help_text
 from trainer.config.keys import keys_of
+from trainer.config.places import is_module_name
 from trainer.config.registry import with_tables
 from trainer.config.schema import JobConfig
 from trainer.config.toml import found_or_preset, with_bases
@@ -108,6 +109,9 @@ def import_packages(names: Sequence[str]) -> None:
     if names and not {"", str(Path.cwd())} & {*sys.path}:
         sys.path.insert(0, str(Path.cwd()))
     for name in names:
+        if not is_module_name(name):
+            hint = f", such as {Path(name).stem!r}" if name.endswith(".py") else ""
+            raise ConfigError(f"job.imports: {name!r} is not the name of a module; write it as in an import{hint}")
         try:
             importlib.import_module(name)
             IMPORTED.append(name)

@@ -1,0 +1,93 @@
+"""Look up places of a package's code, "package.module:name", without importing them. Torch-free.
+
+A package names what needs PyTorch by its place, and ranks import it. A wrong name is found before ranks start.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import find_spec
+
+from trainer.config.errors import ConfigError, did_you_mean
+
+
+def check_place(what: str, place: str) -> None:
+    """Check that a place names a module that exists, and a name that the module defines.
+
+    Args:
+        what: the argument that has the place, for the message.
+        place: "package.module:name".
+
+    Raises:
+        ConfigError: the form is wrong, or there is no such module or name.
+    """
+    module, _, name = place.partition(":")
+    if not (is_module_name(module) and name):
+        raise ConfigError(f"{what} = {place!r} must have the form 'package.module:name'")
+    if module in sys.modules and not _source_of(sys.modules[module].__spec__):
+        return
+    spec = _found(module)
+    if spec is None:
+        raise ConfigError(
+            f"{what} = {place!r}: there is no module {module!r}; name one that is installed, or that lies below the "
+            "folder where the command runs"
+        )
+    names = _names_of(spec)
+    first = name.partition(".")[0]
+    if names is not None and first not in names:
+        raise ConfigError(f"{what} = {place!r}: module {module!r} has no {first!r}{did_you_mean(first, names)}")
+
+
+def is_module_name(text: str) -> bool:
+    """Return whether a text has the form of a module's name, such as "package.module"."""
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def _found(module: str) -> ModuleSpec | None:
+    """Return where a module is, without an import of its packages; None if it is nowhere."""
+    full_name, *parts = module.split(".")
+    spec = find_spec(full_name)
+    for part in parts:
+        if spec is None:
+            return None
+        full_name = f"{full_name}.{part}"
+        spec = PathFinder.find_spec(full_name, spec.submodule_search_locations or [])
+    return spec
+
+
+def _source_of(spec: ModuleSpec | None) -> str | None:
+    is_source = spec is not None and isinstance(spec.loader, SourceFileLoader)
+    return spec.origin if is_source else None
+
+
+def _names_of(spec: ModuleSpec) -> set[str] | None:
+    """Return the names that a module defines or imports at its top; None if only an import can tell."""
+    source = _source_of(spec)
+    if source is None:
+        return None
+    try:
+        with open(source, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):  # the import says it better
+        return None
+    names = set(_bound(tree.body))
+    return None if names & {"*", "__getattr__"} else names
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the names that statements bind, also below an `if`, `try`, `with` or loop."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+            continue
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            for alias in statement.names:
+                yield (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+        for block in ("body", "orelse", "finalbody"):
+            yield from _bound(getattr(statement, block, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _bound(handler.body)
