@@ -31,7 +31,7 @@ from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.record import ResolvedJob
 from trainer.job.summary import closing
 from trainer.models.auxiliary_loss import normalise_auxiliary_losses
-from trainer.models.initialization import initialize
+from trainer.models.initialization import initialize, stored_as
 from trainer.models.model_spec import model_spec
 from trainer.observer import Observer, registered_observers
 from trainer.runtime.agreement import check_same, raise_on_all_ranks
@@ -158,7 +158,7 @@ class Trainer:
         model_parts = []
         for modules in stages:
             with torch.device("meta"):
-                part: nn.Module = self.spec.build(self.job.model).to(getattr(torch, training.dtype))
+                part: nn.Module = stored_as(self.spec.build(self.job.model), getattr(torch, training.dtype))
             if modules is not None:
                 self.spec.keep_stage(part, modules)
             self.spec.parallelize(part, self.dims, self.job)

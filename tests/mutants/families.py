@@ -149,6 +149,13 @@ FAMILIES = (
         "tests/unit/test_longrope_lengths.py",
     ),
     Mutant(
+        "decays of a run in bfloat16 are stored in bfloat16",
+        "trainer/models/initialization.py",
+        'if getattr(module, "float32_at_least", False):',
+        "if False:",
+        _TYPES,
+    ),
+    Mutant(
         "the bias that chooses is rounded with the weights",
         "trainer/checkpoint/export.py",
         'if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:',

@@ -12,7 +12,7 @@ from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.families.registry import from_path
 from trainer.job.resolution import resolve_model
-from trainer.models.initialization import initialize
+from trainer.models.initialization import initialize, stored_as
 from trainer.models.model_spec import model_spec
 from trainer.runtime.dump_folder import configuration_text, save_configuration
 from trainer.stores.folder import RunState, checkpoint_folder, model_description
@@ -27,7 +27,7 @@ def saved_run(
     config = from_path(parse_command_line(given).config)
     args = resolve_model(config)
     with torch.device("meta"):
-        model = model_spec(config.model.name).build(args).to(getattr(torch, config.training.dtype))
+        model = stored_as(model_spec(config.model.name).build(args), getattr(torch, config.training.dtype))
     apply_lora(model, config.lora)
     initialize(model, seed=0, device=torch.device("cpu"))
     if config.checkpoint.initial_load_path is not None:

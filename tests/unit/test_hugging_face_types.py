@@ -17,12 +17,15 @@ from tests.hf_families import MODELS
 from tests.unit.hugging_face_folders import tensors
 from tests.unit.saved_runs import saved_run
 from trainer.checkpoint.export import kept_types
+from trainer.checkpoint.weights import names_of
 from trainer.commands.convert import main as convert
 from trainer.config.schema import JobConfig, Model
 from trainer.families.registry import MODELS as families
 from trainer.families.registry import hf_config
 from trainer.hugging_face.files import read_folder
+from trainer.hugging_face.reader import HFReader
 from trainer.hugging_face.writer import NewFolder
+from trainer.models.initialization import stored_as
 from trainer.models.model_spec import hf_model, model_spec
 
 FAMILIES = dict(MODELS.values()) | {name: args for (name, _), args in CONFIGS.items()}
@@ -46,12 +49,12 @@ def test_what_transformers_keeps_in_float32_is_written_so(family: str) -> None:
         assert kept_types(config, model, dtype) == dict.fromkeys(names | biases, torch.float32)
 
 
-def mixed_folder(folder: Path, family: str = "minimax_m2") -> Path:
-    """Weights in bfloat16, with norms and biases that choose in float32."""
+def mixed_folder(folder: Path, family: str = "minimax_m2", wide_names: tuple[str, ...] = ("norm", BIAS)) -> Path:
+    """Weights in bfloat16, with some tensors in float32: norms and biases that choose."""
     args = replace(FAMILIES[family], vocab_size=4400)
     shapes = hf_model(model_spec(family), args).shapes()
-    wide = {name: torch.float32 for name in shapes if "norm" in name or BIAS in name}
-    assert any(BIAS in name for name in wide)
+    wide = {name: torch.float32 for name in shapes if any(part in name for part in wide_names)}
+    assert all(any(part in name for name in wide) for part in wide_names)
     generator = torch.Generator().manual_seed(0)
     with NewFolder(folder, shapes, torch.bfloat16, other_types=wide) as new:
         for name, shape in shapes.items():
@@ -161,3 +164,30 @@ def test_types_in_one_file_are_aligned_and_in_the_order_of_their_names(tmp_path:
     places = {name: stored.start for name, stored in read_folder(tmp_path / "out").items()}
     assert places["b"] % 4 == 0
     assert places["a"] < places["c"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+def test_decays_stay_in_float32_beside_weights_in_bfloat16(tmp_path: Path, family: str) -> None:
+    """From the folder through a run in bfloat16 to the export; norms are rounded, and a line says so."""
+    decays = ("A_log", "dt_bias")
+    source, run, out = mixed_folder(tmp_path / "hf", family, ("norm", *decays)), tmp_path / "run", tmp_path / "out"
+    saved_run(run, f"--model.path={source}", "--training.seq_len=16", "--training.dtype=bfloat16")
+    assert convert(["to-hf", str(run), str(out)]) == 0
+    before, after = tensors(source), tensors(out)
+    kept = [name for name in before if name.endswith(decays)]
+    assert kept
+    assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in kept)
+    args, spec = replace(FAMILIES[family], vocab_size=4400), model_spec(family)
+    reader = HFReader(source, hf_model(spec, args))
+    with torch.device("meta"):
+        model = stored_as(spec.build(args), torch.bfloat16)
+    rounded = reader.rounded_to({name: x.dtype for x, name in names_of([model]).items()})
+    assert {*rounded} == {name for name in before if "norm" in name}
+
+
+def test_decays_of_a_run_in_bfloat16_from_random_weights_are_exported_as_they_are_saved(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    saved_run(run, "--model.name=qwen3_next", "--training.seq_len=16", "--training.dtype=bfloat16")
+    assert convert(["to-hf", str(run), str(out)]) == 0
+    wide = {name for name, x in tensors(out).items() if x.dtype == torch.float32}
+    assert wide == {name for name in tensors(out) if name.endswith(("A_log", "dt_bias"))}

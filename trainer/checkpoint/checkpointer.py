@@ -162,6 +162,12 @@ class Checkpointer:
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
         base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
         raise_on_all_ranks(lambda: load_weights([base], model_parts, adapters=False), world)
+        types = {name: x.dtype for x, name in names_of(model_parts).items()}
+        if isinstance(base, HFReader) and (rounded := base.rounded_to(types)):
+            logger.info(
+                f"training.dtype = {self._config.training.dtype!r} rounds {len(rounded)} tensors that have a wider "
+                f"type there, such as {rounded[0]}; training.dtype = 'float32' keeps them"
+            )
         if isinstance(base, HFReader) and base.lacks_further:
             logger.info(
                 f"the layers of model.mtp_layers = {self._model.mtp_layers} are not there: they start at random"

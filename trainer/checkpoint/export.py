@@ -1,7 +1,7 @@
 """The weights of a run in the formats of Hugging Face, read from its checkpoint tensor by tensor."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.text_files import text_files
-from trainer.checkpoint.weights import WeightsReader, load_tensors, open_saved, open_weights
+from trainer.checkpoint.weights import Reader, WeightsReader, load_tensors, open_saved, open_weights
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
@@ -56,7 +56,7 @@ def write_hf(
     model, readers = hf_model(model_spec(config.model.name), args), open_weights(config, args)
     shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
     text = text_files(config, next(content[longest] for longest in _LONGEST if longest in content))
-    kept = kept_types(config, model, dtype)
+    kept = kept_types(config, model, dtype, _saved_types(readers[:1]))
     with NewFolder(output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes) as folder:
         rounding = Rounding(dtype)
         for name, whole in _whole_tensors(config, args, shapes, readers, rounding):
@@ -69,18 +69,24 @@ def write_hf(
     return f", but for the layers of model.mtp_layers, which have no names in {config.model.name}" * unnamed
 
 
-def kept_types(config: JobConfig, model: HFModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def kept_types(
+    config: JobConfig, model: HFModel, dtype: torch.dtype, saved: Mapping[str, torch.dtype] | None = None
+) -> dict[str, torch.dtype]:
     """Return the tensors there, by name, that keep a wider type than `dtype`, which rounds the others.
 
     They are buffers, such as the biases that choose experts, tensors that transformers keeps in float32, and tensors
-    that are wider than most others in the folder from which the run started.
+    that are wider than most others in the folder from which the run started, or in its checkpoint. saved: the types
+    there, by our names.
     """
+    usual = getattr(torch, config.training.dtype)
     family, kept = hf_config(config.model.name), {}
     parts = {*getattr(family, "float32_in_float16", ())} if dtype == torch.float16 else set()
-    for ours, hf in model.pairs.values():
+    for name, (ours, hf) in model.pairs.items():
         for there in hf.names:
             if not isinstance(ours, torch.nn.Parameter) or parts & {*there.split(".")}:
                 kept[there] = torch.float32
+            elif (own := (saved or {}).get(name, usual)).itemsize > usual.itemsize:
+                kept[there] = own
     source = hf_folder(config)
     if source is not None and any((source / file).is_file() for file in (INDEX, SINGLE)):
         try:
@@ -163,6 +169,13 @@ class Rounding:
 
 def _named(adapters: Mapping[str, tuple[Shape, Shape]]) -> dict[str, Shape]:
     return {name: x for module, ab in adapters.items() for name, x in zip(adapter_names(module), ab, strict=True)}
+
+
+def _saved_types(readers: Iterable[WeightsReader]) -> dict[str, torch.dtype]:
+    """Return the types of the tensors of a run's own checkpoint, by name."""
+    own = [reader.read_metadata().state_dict_metadata for reader in readers if isinstance(reader, Reader)]
+    entries = ((name.removeprefix("model."), entry) for found in own for name, entry in found.items())
+    return {name: entry.properties.dtype for name, entry in entries}
 
 
 def _read(shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, torch.Tensor]:

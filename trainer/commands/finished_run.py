@@ -230,7 +230,7 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
 
     from trainer.checkpoint.weights import load_weights, open_weights
     from trainer.distributed.parallel_dims import ParallelDims
-    from trainer.models.initialization import initialize
+    from trainer.models.initialization import initialize, stored_as
     from trainer.models.model_spec import model_spec
     from trainer.runtime.agreement import raise_on_all_ranks, read_once
     from trainer.runtime.process_group import set_timeout
@@ -238,7 +238,7 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     spec, dims = model_spec(job.config.model.name), ParallelDims(job.degrees, device.type)
     set_timeout(job.config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
     with torch.device("meta"):
-        model = spec.build(job.model).to(getattr(torch, job.config.training.dtype))
+        model = stored_as(spec.build(job.model), getattr(torch, job.config.training.dtype))
     start = job.config.checkpoint.initial_load_path
     if not job.config.checkpoint.enable and start is not None and (Path(start) / CONFIG_FILE).is_file():
         model.by_length = True  # as transformers does it with the same folder

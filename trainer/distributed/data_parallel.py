@@ -101,8 +101,8 @@ def apply_data_parallel(
         "mp_policy": MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy(),
     }
-    if options.param_dtype != storage:
-        for module in exact:
+    for module in exact:
+        if next(module.parameters()).dtype != options.param_dtype:
             policy = MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)
             fully_shard(module, **settings | {"mp_policy": policy})
     if inner is not None:

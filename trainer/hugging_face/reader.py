@@ -224,6 +224,12 @@ class HFReader(FileSystemReader):
         found = [self._stored[name] for name in names if name in self._stored]
         return reduce(torch.promote_types, map(_dtype_of, found)) if found else torch.bfloat16
 
+    def rounded_to(self, types: Mapping[str, torch.dtype]) -> list[str]:
+        """Return the tensors there that are wider than most others, and wider than ours. types: of ours, by name."""
+        wide = wider_types(self._stored)
+        ours = {there: types[name] for name, (_, hf) in self.pairs.items() if name in types for there in hf.names}
+        return [name for name, dtype in wide.items() if name in ours and ours[name].itemsize < dtype.itemsize]
+
     # ---- the protocol of DCP
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

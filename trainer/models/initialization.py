@@ -36,6 +36,15 @@ def fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, bran
         draw(parameter, generator, branches=branches)
 
 
+def stored_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a model on meta in its data type of storage; modules with `float32_at_least` are no narrower than that."""
+    model.to(dtype)
+    for module in model.modules():
+        if getattr(module, "float32_at_least", False):
+            module.to(torch.promote_types(dtype, torch.float32))
+    return model
+
+
 @torch.no_grad()
 def initialize(model: nn.Module, *, seed: int, device: torch.device, offload: bool = False) -> None:
     """Give the model on meta its storage, weights and buffers.

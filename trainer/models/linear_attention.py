@@ -41,6 +41,8 @@ class Decay(nn.Module):
     the type of the computation: e^a_log multiplies what is summed over all tokens.
     """
 
+    float32_at_least = True
+
     def __init__(self, heads: int, channels: int = 1) -> None:
         super().__init__()
         self.channels = channels
