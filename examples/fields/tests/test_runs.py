@@ -196,7 +196,7 @@ def test_a_wrong_forecast_is_refused_in_one_sentence(arguments: list[str], messa
 
 def test_a_text_command_refuses_a_run_on_fields(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('job.imports = ["examples.fields"]\ntraining.dataset = "fields"\n')
-    command = [sys.executable, "-m", "trainer", "generate", str(tmp_path)]
+    command = [sys.executable, "-m", "trainer", "generate", str(tmp_path), "--allow-imports"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "is about fields, which `lct generate` is not for; use `python -m examples.fields.forecast" in result.stderr
