@@ -112,10 +112,24 @@ PLANNER = (
     ),
     Mutant(
         "suggestions take host memory that is not there",
-        "trainer/planner/search.py",
-        'if answer.fits and answer.profile.totals["host"] <= host_memory:',
-        "if answer.fits:",
-        "tests/unit/test_planner_times.py::test_suggestions_are_what_fits_the_fastest_first",
+        "trainer/planner/suggest.py",
+        'fits = answer.fits and answer.profile.totals["host"] <= self._host_memory',
+        "fits = answer.fits",
+        "tests/unit/test_planner_suggest.py",
+    ),
+    Mutant(
+        "suggestions have no replicas of nodes",
+        "trainer/planner/suggest.py",
+        "replicas = max(self._ranks // ranks_of_a_replica, 1)",
+        "replicas = 1",
+        "tests/unit/test_planner_suggest.py",
+    ),
+    Mutant(
+        "suggestions keep the micro-batch of the file",
+        "trainer/planner/suggest.py",
+        "str(2 * found.job.config.training.local_batch_size)",
+        "str(found.job.config.training.local_batch_size)",
+        "tests/unit/test_planner_suggest.py",
     ),
     Mutant(
         "a check does not trace",

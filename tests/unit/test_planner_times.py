@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.planner_profile import profile_of
 from trainer.config.errors import ConfigError
-from trainer.planner.search import longest_sequence, suggestions
+from trainer.planner.search import longest_sequence
 from trainer.planner.timing import RECORDS, Device, device, step_time
 
 # ---- time
@@ -109,34 +109,3 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(size) -> None:
     assert not beyond.fits
     assert len(calls) <= 14
     assert max(calls) <= 16 * max(most, 8192)
-
-
-def degrees_of(arguments: Sequence[str]) -> tuple[int, int, str]:
-    keys = dict(text[2:].split("=", 1) for text in arguments)
-    cp, tp = (int(keys[f"parallelism.{name}_parallel_degree"]) for name in ("context", "tensor"))
-    return cp, tp, keys.get("parallelism.context_parallel_method", "")
-
-
-def test_suggestions_are_what_fits_the_fastest_first() -> None:
-    asked: list[tuple[int, int, str]] = []
-
-    def estimate(arguments: Sequence[str]):
-        cp, tp, method = degrees_of(arguments)
-        asked.append((cp, tp, method))
-        assert 8 % (cp * tp) == 0
-        if tp == 8:
-            raise ConfigError("heads")
-        offloads = "offload" in " ".join(arguments)
-        needed = 400e9 / cp / tp * (0.5 if offloads else 1.0)
-        speed = 1000 / cp**0.1 / tp * (0.99 if method == "ring" else 1.0)
-        return fake(needed, speed, host=1e12 if offloads and method == "ring" else 0.0)
-
-    found = suggestions(estimate, [], 8, host_memory=100e9)
-    chosen = [(*degrees_of(choice.settings), "offload" in " ".join(choice.settings)) for choice in found]
-    # Half of the ranks with offloading fit, and are faster; the ring has no room on the host.
-    assert chosen[0] == (4, 1, "all_to_all", True)
-    assert (8, 1, "ring", False) in chosen
-    assert not any(method == "ring" and offloads for *_, method, offloads in chosen)
-    assert not any(tp == 8 for _, tp, *_ in chosen)
-    assert (1, 1, "") not in asked, "fewer ranks than those that do not fit were tried"
-    assert chosen.index((8, 1, "all_to_all", False)) < chosen.index((8, 1, "ring", False))  # as fast, fewer kernels

@@ -27,7 +27,8 @@ from trainer.planner import shim
 from trainer.planner.calibrate import calibrate
 from trainer.planner.estimate import Estimate, estimate, in_words, lines
 from trainer.planner.profile import Profile
-from trainer.planner.search import Estimator, longest_sequence, suggestions
+from trainer.planner.search import Estimator, longest_sequence
+from trainer.planner.suggest import suggestions
 from trainer.planner.timing import device
 from trainer.planner.worker import Worker
 from trainer.runtime.console import line_width, paragraphs
@@ -115,20 +116,49 @@ def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Est
 
 
 def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Estimate:
-    """Print the fastest choices, write the best if asked to, and return its estimate; ConfigError if nothing fits."""
-    found = suggestions(of, arguments, ranks, _HOST_OF_A_GPU)
+    """Print the job as it is given and the fastest choices, and write the best one if a path is given.
+
+    Returns:
+        The estimate of the best choice.
+
+    Raises:
+        ConfigError: nothing that was tried fits.
+    """
+    given = of(arguments)
+    print(_row(given, "as given" if given.fits else "as given, which does not fit"))
+    found = suggestions(of, arguments, ranks, _HOST_OF_A_GPU, _Progress())
     if not found:
         raise ConfigError(
             f"nothing that was tried fits on {ranks} GPUs; use more of them, or a shorter training.seq_len"
         )
     for choice in found[:8]:
-        best = choice.estimate
-        print(f"{best.tokens_per_second:9,.0f} tok/s  {size_words(best.total):>9}  {' '.join(choice.settings)}")
-        print(f"{'':17}{best.time.bottleneck}")
+        print(_row(choice.estimate, " ".join(choice.words(given.job.given)) or "as given"))
+    best = found[0].estimate
+    if best.job.sequences_per_step != given.job.sequences_per_step:
+        print(
+            f"\nthe first has {best.job.sequences_per_step:,} sequences a step, and the given job "
+            f"{given.job.sequences_per_step:,}: set the learning rate for it, or training.global_batch_size"
+        )
     if path:
-        Path(path).write_text(to_toml(found[0].estimate.job.given), encoding="utf-8")
+        Path(path).write_text(to_toml(best.job.given), encoding="utf-8")
         print(f"\nthe first is written to {path}: lct train {path}")
-    return found[0].estimate
+    return best
+
+
+def _row(found: Estimate, settings: str) -> str:
+    speed, memory = f"{found.tokens_per_second:9,.0f} tok/s", f"{size_words(found.total):>9}"
+    return f"{speed}  {memory}  {settings}\n{'':17}{found.time.bottleneck}"
+
+
+class _Progress:
+    """Tells on stderr how many jobs were traced: each of them on a terminal, else every tenth."""
+
+    def __call__(self, count: int, best: float) -> None:
+        text = f"{count} settings traced; the best has {best:,.0f} tokens a second and rank"
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif count % 10 == 0:
+            print(text, file=sys.stderr, flush=True)
 
 
 def draw(profile: Profile, path: Path) -> None:
