@@ -16,7 +16,8 @@ def test_a_quick_test_guards_each_file(file: str) -> None:
 
 
 def test_tests_of_a_file_are_those_that_import_it_name_it_or_see_its_mistakes() -> None:
-    assert guards_of(["trainer/commands/chat.py"]) == ["tests/unit/test_chat_command.py"]  # named by its marker
+    of_chat = ["tests/unit/test_chat_command.py", "tests/unit/test_conversation.py"]
+    assert guards_of(["trainer/commands/chat.py"]) == of_chat  # one is named by its marker
     assert "tests/unit/test_merging.py" in guards_of(["trainer/distributed/context_parallel/execution/merging.py"])
     of_windows = guards_of(["trainer/distributed/domain_parallel/windows.py"])
     assert of_windows == [test for test in of_windows if test.startswith("tests/distributed/test_domain")]

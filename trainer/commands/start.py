@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU_RANKS = 2
 """Ranks that are started on a machine without GPUs."""
 DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
+FINE_TUNING = ROOT / "train_configs" / "finetune.toml"
+"""What a command line without a file starts from, if it names a folder of weights."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ def parse(argv: list[str]) -> Start:
         ranks = whole_number("--ngpu", known.ngpu, such_as="--ngpu 2")
     elif "NGPU" in os.environ:
         ranks = whole_number("NGPU", os.environ["NGPU"], such_as="NGPU=2")
-    config = config or os.environ.get("CONFIG_FILE") or str(DEFAULT_CONFIG)
+    names_weights = any(word.partition("=")[0] in ("--model.path", "--model-path") for word in rest)
+    without_file = FINE_TUNING if names_weights else DEFAULT_CONFIG
+    config = config or os.environ.get("CONFIG_FILE") or str(without_file)
     log_rank = getattr(known, "log_rank", os.environ.get("LOG_RANK", "0"))
     return Start(ranks, log_rank, ["--job.config_file", config, *rest])
 

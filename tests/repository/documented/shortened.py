@@ -14,7 +14,8 @@ STEPS_OF_ONE = 50
 TOKENS_OF_ONE = 16
 LEAST_TOKENS, MOST_TOKENS = 64, 512
 
-BIG = {path.stem for path in (Path(__file__).parents[3] / "train_configs").glob("*.toml")} - {"debug_model"}
+BIG = {path.stem for path in (Path(__file__).parents[3] / "train_configs").glob("*.toml")}
+BIG -= {"debug_model", "finetune", "sft", "lora", "dpo"}
 _STEPS = ("--training.steps", "--checkpoint.interval", "--checkpoint.load_step", "--validation.freq")
 _TOKENS = ("--training.seq_len", "--seq-len", "--lengths")
 _ON_RANKS = ("lct generate", "lct chat", "lct evaluate")
