@@ -7,8 +7,9 @@ import torch
 
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.families.registry import MODELS
+from trainer.families.registry import MODELS, flavor_args
 from trainer.job import ResolvedJob, resolve
+from trainer.job.experts import note_of_router
 from trainer.job.summary import summary
 from trainer.models.decoder import Transformer
 
@@ -117,3 +118,15 @@ def test_weights_of_experts_are_divided_by_all_ranks(tp: int, cp: int, ep: int) 
     gates = 4 * experts.number * model.dim
     others = (model.n_params() - of_experts - norms - gates) / 4 + gates / (4 / tp)
     assert job.task.memory(job).weights == pytest.approx(4 * (of_experts / 4 + others), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "words"), [("0", "it is never trained"), ("0.1", "its balance loss alone trains it")]
+)
+def test_a_router_without_a_gradient_is_told(coefficient: str, words: str) -> None:
+    args = flavor_args(parse_command_line([QWEN]).config.model)
+    one = replace(args, router_aux_loss_coef=float(coefficient), experts=replace(args.experts, per_token=1))
+    (note,) = note_of_router(one)
+    assert words in note
+    assert note_of_router(replace(one, experts=replace(one.experts, normalise=False))) == ()
+    assert note_of_router(args) == ()

@@ -71,7 +71,7 @@ class Optimizer:
     eps: float = key(1e-8, POSITIVE, when=_ADAM)
     """Term that is added to the root of the second moment."""
     weight_decay: float = key(0.1, NOT_NEGATIVE)
-    """Weight decay of the matrices (not of norms and embeddings)."""
+    """Weight decay of parameters with two dimensions or more, but for embeddings and biases of experts."""
     groups: tuple[str, ...] = key((), when=_ADAM)
     """Rates (factors) and decays of parameters by name, the first match: "tok_embeddings.* lr=0.1 weight_decay=0"."""
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)

@@ -57,6 +57,19 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
             raise ConfigError(f"{setting} does not work with the experts of model.name = {config.model.name!r}, {why}")
 
 
+def note_of_router(args: ModelArgs) -> tuple[str, ...]:
+    """Return a note if the loss of tokens never trains the routers of these model arguments."""
+    experts = experts_of(args)
+    if experts is None or experts.per_token > 1 or not experts.normalise:
+        return ()
+    trained = "its balance loss alone trains it" if getattr(args, "router_aux_loss_coef", 0) else "it is never trained"
+    return (
+        "each token chooses one expert, whose normalised weight is 1 whatever the router says: the router has no "
+        f"gradient from the loss of tokens, and {trained}; weights that are not normalised (norm_topk_prob = false) "
+        "train it",
+    )
+
+
 def dispatch_bytes(
     out: float, back: float, *, dim: int, itemsize: int, per_token: int, weight_itemsize: int
 ) -> dict[str, float]:

@@ -13,7 +13,7 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.families.args import ModelArgs, experts_of
 from trainer.families.registry import MODELS, flavor_args, from_path
 from trainer.job.degrees import KEYS, Degrees, resolve_degrees
-from trainer.job.experts import check_experts
+from trainer.job.experts import check_experts, note_of_router
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
 from trainer.job.language import Language
 from trainer.job.preferences import Preferences
@@ -72,6 +72,7 @@ def resolve(
     problems.check(check_early_update, config, degrees)
     problems.check(_check_tensor_parallel_sizes, model, config.model.flavor, degrees)
     problems.check(check_experts, config, model, degrees)
+    notes += note_of_router(model)
     notes += tuple(problems.check(task.check, config, model, degrees) or ())
     for check in () if data_checked else task.data_checks(config):
         problems.check(check, config)
