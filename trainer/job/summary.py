@@ -1,5 +1,6 @@
 """The decisions of a job in words, each with its reason: what `check` prints, and a run at its start. Torch-free."""
 
+import math
 from pathlib import Path
 
 from trainer.config.errors import MissingFile
@@ -26,9 +27,12 @@ def summary(job: ResolvedJob, width: int = WIDTH) -> str:
         "mesh": _mesh(job),
         **of_task,
         "optimizer": _optimizer(job),
+        "schedule": _schedule(job),
         "precision": _precision(job),
         "recomputed": _recomputed(job),
         "compiled": _compiled(job),
+        "validation": _validation(job),
+        "metrics": _metrics(job),
         "checkpoints": _checkpoints(job),
         "memory": _memory(job),
     }
@@ -114,9 +118,9 @@ def _mesh(job: ResolvedJob) -> str:
 
 
 def _optimizer(job: ResolvedJob) -> str:
-    """Return what Muon updates, and what has a rate or decay by name; empty where neither is."""
+    """Return what updates which parameters, by which rate, and what has a rate or decay by name."""
     settings, muon, model = job.config.optimizer, job.config.muon, job.model
-    texts = []
+    texts = [f"{settings.name}, rate {settings.lr:g}"]
     if settings.name == "Muon":
         rate = settings.lr if muon.lr is None else muon.lr
         what, others = "matrices", "the rest"
@@ -131,7 +135,41 @@ def _optimizer(job: ResolvedJob) -> str:
             f"Muon, rate {rate:g}, for {what}, products in {products}",
             f"AdamW, rate {settings.lr:g}, for {others}",
         ]
+    texts.append(f"weight decay {settings.weight_decay:g}")
+    if math.isfinite(job.config.training.max_norm):
+        texts.append(f"gradients scaled down to a norm of {job.config.training.max_norm:g}")
     return "; ".join([*texts, *(f"by name: {text}" for text in settings.groups)])
+
+
+def _schedule(job: ResolvedJob) -> str:
+    settings, steps = job.config.lr_scheduler, job.config.training.steps
+    total = settings.length(steps)
+    parts = []
+    if settings.warmup_steps:
+        parts.append(f"rises over {settings.warmup_steps:,} steps")
+    if decay := settings.decay_steps(total):
+        parts.append(f"falls to {settings.min_lr_factor:g} of it over the last {decay:,}, {settings.decay_type}")
+    return f"the rate {', '.join(parts) or 'is constant'}"
+
+
+def _validation(job: ResolvedJob) -> str:
+    settings = job.config.validation
+    if not job.validates:
+        return ""
+    dataset = settings.dataset or job.config.training.dataset
+    how_many = f"{settings.sequences:,} sequences" if settings.sequences else "all sequences"
+    return f"every {settings.freq:,} steps, on {how_many} of {dataset}"
+
+
+def _metrics(job: ResolvedJob) -> str:
+    settings = job.config.metrics
+    trackers = [
+        name
+        for name, on in (("TensorBoard", settings.enable_tensorboard), ("Weights & Biases", settings.enable_wandb))
+        if on
+    ]
+    places = " and ".join(["metrics.jsonl", *trackers])
+    return f"every {settings.log_freq:,} steps to {places}" if settings.log_freq > 1 else f"each step to {places}"
 
 
 def _precision(job: ResolvedJob) -> str:
