@@ -4,9 +4,12 @@ import io
 import logging
 import os
 import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+from trainer.components.metrics import StepMetrics
 from trainer.runtime.console import end_live_line, logger, program, say_waiting, set_up_logging, show_progress
 
 STEP = "step 50/100  loss 5.191 (max 5.91)  grad 0.53  lr 2.3e-3  1,461 tok/s  5.6 s  0.7 GiB  eta 4:40"
@@ -99,3 +102,8 @@ def test_the_program_is_named_as_it_can_be_called(tmp_path, monkeypatch: pytest.
     assert program() == "bin/lct"
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert program() == "lct"
+
+
+def test_the_page_of_metrics_has_every_key() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert [field.name for field in fields(StepMetrics) if f"`{field.name}`" not in page] == []
