@@ -193,3 +193,29 @@ def test_a_missing_file_is_told_beside_wrong_options():
     assert message.startswith("2 settings are wrong:\n")
     assert "nowhere.toml" in message
     assert "'training.steps'" in message
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--model=llama3_8b", "is a table of settings; its keys are --model.path, --model.name, --model.flavor"),
+        ("--compile", "its keys are --compile.enable, "),
+        ("--gpus=8", "--ngpu 8 for lct train (or NGPU=8)"),
+        ("--module=llama3", "give a preset or a file first: lct train llama3_8b"),
+    ],
+)
+def test_what_newcomers_write_is_answered(argument: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_command_line([argument])
+    assert words in str(error.value)
+
+
+def test_another_number_is_no_near_spelling() -> None:
+    families = ["llama3", "qwen3", "gemma2"]
+    assert [nearest(name, families) for name in ("llama4", "qwen2", "llama", "lama3")] == [
+        None,
+        None,
+        "llama3",
+        "llama3",
+    ]
+    assert nearest("h10", ["h100", "h200"]) == "h100"

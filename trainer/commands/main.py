@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"lct {__version__}")
         return 0
     if arguments[0] not in COMMANDS:
-        report(f"error: {arguments[0]!r} is not a command of lct{did_you_mean(arguments[0], COMMANDS)}")
+        known = [*COMMANDS, "--version", "--help"]
+        report(f"error: {arguments[0]!r} is not a command of lct{did_you_mean(arguments[0], known)}")
         return 2
     command = import_module(f"trainer.commands.{COMMANDS[arguments[0]][0]}")
     try:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 from trainer.config.errors import ConfigError
+from trainer.config.values import meant
 
 Number = TypeVar("Number", int, float)
 
@@ -36,7 +37,8 @@ def number(
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a {'whole ' * (kind is int)}number") from None
+            hint = f"; write {whole}" if kind is int and (whole := meant(text)) else ""
+            raise argparse.ArgumentTypeError(f"{text!r} must be a {'whole ' * (kind is int)}number{hint}") from None
         if not (least <= value <= most and above < value and math.isfinite(value)):
             raise argparse.ArgumentTypeError(f"{text} must be {rule}")
         return value

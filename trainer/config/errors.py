@@ -78,12 +78,19 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     names, plain = list(names), _plain(word)
     distances = [(_distance(plain, _plain(name)), name) for name in names]
     near = [(distance, name) for distance, name in distances if distance <= _allowed(plain, _plain(name))]
+    near = [(distance, name) for distance, name in near if not _another_number(plain, _plain(name))]
     if near:
         return min(near, key=lambda pair: pair[0])[1]
     parts = set(re.split(r"[-_. ]", word.lower()))
     begun = [name for name in names if len(plain) >= 4 and _plain(name).startswith(plain)]
     whole = [name for name in names if len(parts) > 1 and parts <= set(re.split(r"[-_. ]", name.lower()))]
     return min([*begun, *whole], key=len, default=None)
+
+
+def _another_number(a: str, b: str) -> bool:
+    """Return whether two words differ in the value of a digit alone: llama4 is another model than llama3."""
+    letters = [re.sub(r"\d", "0", word) for word in (a, b)]
+    return a != b and letters[0] == letters[1]
 
 
 def _plain(word: str) -> str:

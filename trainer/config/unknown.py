@@ -30,6 +30,10 @@ def unknown_key(name: str, given: str, where: str, schema: type) -> ConfigError:
         advice = ELSEWHERE.get(table.partition(".")[0].lower())
     if advice is not None:
         return ConfigError(f"{given} ({where}) is not a known key; {advice}")
+    if name in tables:
+        keys = [f"--{other}" for other in known if other.startswith(f"{name}.")]
+        shown_keys = f"{', '.join(keys[:3])}{' ...' * (len(keys) > 3)}"
+        return ConfigError(f"{given} ({where}) is a table of settings; its keys are {shown_keys}")
     if table and table not in tables:
         return ConfigError(f"{given} ({where}) is in no known table{did_you_mean(table, tables)}")
     in_table = [other for other in known if other.startswith(f"{table}.")]

@@ -142,15 +142,15 @@ def _wrong(name: str, value: object, key: Key, where: str) -> ConfigError:
         hint = f'; write "{value}"'
     elif kind is bool and str(value).lower() in _SWITCHES:
         hint = f"; write {_SWITCHES[str(value).lower()]}"
-    elif kind is int and (meant := _meant(value)):
-        hint = f"; write {meant}"
+    elif kind is int and (number := meant(value)):
+        hint = f"; write {number}"
     if optional:
         hint += ", or leave it out"
     words = kind_name(kind, infinite=key.may_be_infinite)
     return ConfigError(f"{name} = {shown(value)} ({where}) must be {words}{hint}")
 
 
-def _meant(value: object) -> str:
+def meant(value: object) -> str:
     """Return the whole number for 1e4, 8,192 or 8k; both readings of a unit; empty for anything else."""
     written = _parsed(value, float) if isinstance(value, str) else value
     if isinstance(written, float) and math.isfinite(written) and written == int(written):
