@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.commands import check, rank, train
+from trainer.commands import check, rank, start, train
 from trainer.commands.main import main as lct
 from trainer.commands.start import DEFAULT_CONFIG, parse
 from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [
@@ -168,3 +169,15 @@ def test_a_run_that_failed_says_how_it_resumes(arguments: list[str], saved: tupl
     found = train._to_resume(train.parse_command_line(parse(arguments).arguments).config)
     assert found.startswith(hint)
     assert bool(found) == bool(hint)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], False),
+        (["--training.dataset=text"], True),
+        (["--training.dataset=text", "--model.tokenizer_path=x"], False),
+    ],
+)
+def test_the_tokenizer_of_python_is_told_with_other_text(arguments: list[str], told: bool) -> None:
+    assert bool(start._tokenizer_of_python(parse_command_line(arguments).config)) == told
