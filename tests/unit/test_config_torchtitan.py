@@ -200,7 +200,7 @@ def test_float8_settings_are_ignored_while_it_is_off(tmp_path: Path) -> None:
     assert any("float8.filter_fqns = 'output, router.gate'" in note for note in command.notes)
     assert any('fqns = ["experts"]' in note or "fqns = ['experts']" in note for note in command.notes)
     assert read(tmp_path / "off.toml", "--float8.filter_fqns", "wq").config.float8.filter_fqns == ("wq",)
-    with pytest.raises(ConfigError, match="experts are neither cut by matrices"):
+    with pytest.raises(ConfigError, match="tensor parallelism does not divide experts"):
         read(tmp_path / "off.toml", "--float8.enable")
 
 

@@ -75,7 +75,7 @@ def size(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     described = argparse.ArgumentParser(prog="lct convert", description=__doc__.splitlines()[0])
-    ways = described.add_subparsers(dest="way", required=True)
+    ways = described.add_subparsers(dest="way")
     out = ways.add_parser("to-hf", help="write the weights of a run as a Hugging Face folder")
     out.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], help="default: as it is saved")
     out.add_argument("--max-shard-size", type=size, default=size("5GB"), help="largest file (default: 5GB)")
@@ -96,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Convert, and say what can be done next."""
     args = parser().parse_args(argv)
+    if args.way is None:
+        raise ConfigError("lct convert needs one of to-hf, to-peft, add-tokens, such as lct convert to-hf RUN FOLDER")
     try:
         print(args.run(args))
     except OSError as error:

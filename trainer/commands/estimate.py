@@ -62,6 +62,8 @@ def main(argv: list[str]) -> int:
         if record.type == "cuda" and (why := shim.why_not()):
             note = f"{why}: traced with the kernels of CPUs, which keep more of norms and attention than those of a GPU"
             record, arguments = replace(record, type="cpu"), [*arguments, *_AS_ON_GPUS]
+        what = config.job.description or config.job.config_file or "the default settings"
+        print(f"{what} on {ranks} of {options.gpu}", file=sys.stderr if options.json else sys.stdout)
         with Worker(has_shim=record.type == "cuda") as worker:
             of = partial(estimate, worker, ranks=ranks, device=record, whole=options.picture is not None)
             with redirect_stdout(sys.stderr if options.json else sys.stdout):
@@ -73,6 +75,7 @@ def main(argv: list[str]) -> int:
                     found = of(arguments)
         if options.picture:
             draw(found.profile, options.picture)
+            print(f"the picture is {options.picture}", file=sys.stderr if options.json else sys.stdout)
     except OSError as error:
         raise ConfigError(str(error)) from None
     if options.json:
@@ -90,13 +93,14 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="lct estimate", usage=argparse.SUPPRESS, description=__doc__, allow_abbrev=False, formatter_class=_HELP
     )
-    parser.add_argument("--world-size", default="8")
-    parser.add_argument("--gpu", default="h100")
-    parser.add_argument("--max-seq-len", action="store_true")
-    parser.add_argument("--suggest", nargs="?", const="", metavar="OUT.toml")
-    parser.add_argument("--calibrate", type=Path, metavar="OUT.toml")
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", action="store_true")
+    add = parser.add_argument
+    add("--world-size", default="8", metavar="N", help="ranks of the job, a GPU each (default: 8)")
+    add("--gpu", default="h100", metavar="NAME", help="kind of GPU, or a .toml file (default: h100)")
+    add("--max-seq-len", action="store_true", help="search the longest sequence that fits")
+    add("--suggest", nargs="?", const="", metavar="OUT.toml", help="search the fastest settings, and write them")
+    add("--calibrate", type=Path, metavar="OUT.toml", help="measure this machine's CPU, and write its record")
+    add("--picture", type=Path, metavar="FILE", help="draw memory over the step, as .png or .svg")
+    add("--json", action="store_true", help="print everything as JSON")
     config, rest = (argv[:1], argv[1:]) if argv and not argv[0].startswith("-") else ([], argv)
     options, rest = parser.parse_known_args(rest)
     return options, parse([*config, *rest]).arguments

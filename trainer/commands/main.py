@@ -58,6 +58,8 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the arguments name, and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -195,7 +195,8 @@ def _recomputed(job: ResolvedJob) -> str:
     settings = job.config.activation_checkpoint
     if settings.mode == "selective":
         if every := settings.whole_layers:
-            return f"activations of every {every}th layer (selective)"
+            layers = {1: "every layer", 2: "every second layer"}.get(every, f"one in {every} layers")
+            return f"activations of {layers} (selective)"
         return "activations but for attention and every second matrix product (selective, by operator)"
     return {
         "none": 'nothing: all activations are kept (activation_checkpoint.mode = "none")',
