@@ -255,3 +255,20 @@ def test_what_may_surprise_gets_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert spoken == "LOG_RANK names '9', and there are the ranks 0 to 0: the others log"
     monkeypatch.setattr(start, "_left_checkpoints", lambda _: "")
     monkeypatch.setitem(os.environ, "LOG_RANK", "0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the rate rises over 10 steps, falls to 0 of it over the last 90, linear"),
+        (["--training.steps=4"], "the rate rises over 10 steps"),
+        (
+            ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_ratio=0.2"],
+            "the rate falls to 0 of it over the last 20",
+        ),
+    ],
+)
+def test_the_schedule_is_said(arguments: list[str], words: str) -> None:
+    text = re.sub(r"\s+", " ", summary(job_of(*arguments)))
+    assert f"schedule {words}" in text
+    assert "-" not in text.partition("schedule ")[2].partition(" precision")[0]

@@ -147,7 +147,8 @@ def _schedule(job: ResolvedJob) -> str:
     parts = []
     if settings.warmup_steps:
         parts.append(f"rises over {settings.warmup_steps:,} steps")
-    if decay := settings.decay_steps(total):
+    decay = settings.decay_steps(total)
+    if decay > 0:
         parts.append(f"falls to {settings.min_lr_factor:g} of it over the last {decay:,}, {settings.decay_type}")
     return f"the rate {', '.join(parts) or 'is constant'}"
 
