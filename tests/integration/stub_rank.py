@@ -1,7 +1,7 @@
 """A rank without torch, so that the launcher's behaviour is seen in a second: `FOLDER WHAT...`, one word for each rank.
 
 `exit-N` ends at once with that code; `wait` ends with 0 after SIGTERM or SIGINT, or with 0 when the file `done` is in
-the folder; `print` prints a line and waits; `hang` ignores signals; `leave` ends as a rank that lost its peers, when
+the folder; `print` prints a word and waits; `hang` ignores signals; `leave` ends as a rank that lost its peers, when
 another one has been killed.
 """
 
@@ -28,7 +28,7 @@ def rank_process() -> int:
     if what.startswith("exit-"):
         return int(what.removeprefix("exit-"))
     if what == "print":
-        print("a line")
+        print("a word", end="")
     while not stopped and not (Path(folder) / "done").exists():
         time.sleep(0.02)
         if what == "leave" and (Path(folder) / "leave").exists():

@@ -224,6 +224,24 @@ def test_a_signal_to_the_launcher_ends_the_job_in_good_order(tmp_path: Path) -> 
     assert lines_of(out)[-1] == f"stopped by SIGTERM after step {len(losses(tmp_path))}; nothing saved: {SAVES}"
 
 
+def test_a_run_whose_output_has_no_reader_goes_on_and_saves(tmp_path: Path) -> None:
+    """As `lct train 2>&1 | head` and a `tee` that dies leave it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "train", *QUICK, "--checkpoint.enable", f"--job.dump_folder={tmp_path}"],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not re.search(r"step 1/.*loss", line := process.stdout.readline()):
+        assert line, process.wait()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert len(losses(tmp_path)) == 3
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-3"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [True, False], ids=["second signal", "time-out"])
 def test_a_stop_that_takes_too_long_ends_at_once(tmp_path: Path, second: bool) -> None:

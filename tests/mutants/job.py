@@ -462,9 +462,23 @@ PROCESSES = (
     Mutant(
         "a forked rank prints when its buffer is full",
         "trainer/runtime/rank_processes.py",
-        "        sys.stdout, sys.stderr = _unbuffered(1, sys.stdout), _unbuffered(2, sys.stderr)\n",
+        "        outlast_readers(buffered=False, is_log=False)\n",
         "",
         "tests/integration/test_launcher.py::test_a_rank_prints_at_once",
+    ),
+    Mutant(
+        "a log on a full disk ends the run",
+        "trainer/runtime/output.py",
+        "if not self._is_log and not isinstance(error, BrokenPipeError):",
+        "if not isinstance(error, BrokenPipeError):",
+        "tests/unit/test_output.py::test_a_full_disk_drops_a_log_and_stops_a_result",
+    ),
+    Mutant(
+        "native code writes on to a pipe without a reader",
+        "trainer/runtime/output.py",
+        "            _to_null_device(self._descriptor)  #",
+        "            pass  #",
+        "tests/unit/test_output.py::test_a_reader_that_goes_away_is_told_once_and_only_of_a_log",
     ),
     Mutant(
         "a large file of a block of the GPU check is kept",

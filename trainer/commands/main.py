@@ -6,6 +6,7 @@ from importlib import import_module
 from trainer import __version__
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.runtime.console import report
+from trainer.runtime.output import outlasting_readers
 
 # command -> (module, what it does, an example)
 COMMANDS = {
@@ -42,6 +43,8 @@ COMMANDS = {
         "lct tokenize --path 'data/*.jsonl' --output tokens",
     ),
 }
+_LOGS = (["convert"], ["serve"], ["tokenize"])
+"""Commands whose output only reports on their work, from the first line on."""
 
 
 def usage() -> str:
@@ -58,6 +61,11 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the arguments name, and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    with outlasting_readers(is_log=arguments[:1] in _LOGS):
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -78,8 +86,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        return 0
 
 
 if __name__ == "__main__":

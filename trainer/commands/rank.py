@@ -28,6 +28,7 @@ from trainer.runtime.devices import this_machine
 from trainer.runtime.dump_folder import folder_held, folders_of
 from trainer.runtime.garbage import imports_uncollected
 from trainer.runtime.launcher_watch import end_with, launcher_of
+from trainer.runtime.output import outlast_readers
 from trainer.runtime.rank_processes import LOST_PEERS
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
             if rank == 0:
                 acted(command, Start(ranks_here, "0", [], of_job=world_size))
             return 0
+        outlast_readers(buffered=False, is_log=True)
         machine = this_machine()
         device_type = machine.device_type(command.config.job.device)
         # Our launcher has looked at all files; else the first rank of the node looks at the data's, which may be many.
@@ -178,24 +180,19 @@ def set_allocator(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def command_line(program: Callable[..., int] = main) -> int:
-    """Run the program of a rank in a shell: a closed pipe (`--help | head`) and Ctrl-C end it without a trace."""
+    """Run the program of a rank in a shell: Ctrl-C ends it without a trace, and output may lose its reader."""
     set_allocator()
+    outlast_readers(buffered=False, is_log=False)
     launcher, arguments = launcher_of(sys.argv[1:], os.environ)
     if launcher is not None:
         end_with(launcher)
     faulthandler.enable()  # a crash in native code prints where Python was
     faulthandler.register(signal.SIGUSR1)
     try:
-        try:
-            code = program(arguments, launched=sys.argv[1:2] == ["--launched-by"])
-        finally:
-            sys.stdout.flush()
+        code = program(arguments, launched=sys.argv[1:2] == ["--launched-by"])
         if "torch" in sys.modules:
             _end(code)
         return code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the output goes there
-        return 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

@@ -25,6 +25,7 @@ from trainer.runtime.console import line_width, logger, report, say_waiting, set
 from trainer.runtime.devices import this_machine
 from trainer.runtime.dump_folder import ESTIMATE, folders_of, holder_of
 from trainer.runtime.nodes import Nodes
+from trainer.runtime.output import outlasting_readers
 from trainer.stores.folder import checkpoint_folder
 
 _WRONG = 2  # a setting
@@ -36,6 +37,11 @@ def main(argv: list[str]) -> int:
     command = parse_command_line(start.arguments)
     if acted(command, start):
         return 0
+    with outlasting_readers(is_log=True):
+        return _train(start, command)
+
+
+def _train(start: Start, command: CommandLine) -> int:
     launch_arguments = _prepare(start, command)
     # Ranks find the token files of this node, so that no collective waits for hours.
     if not _tokenized(start, command.config):

@@ -27,6 +27,7 @@ from trainer.runtime.console import report
 from trainer.runtime.garbage import imports_uncollected
 from trainer.runtime.job_store import NodesMissing, StoreError, listener_of_one_node, meet, open_store, serve
 from trainer.runtime.nodes import Nodes, whole_number
+from trainer.runtime.output import outlasting_readers
 from trainer.runtime.rank_processes import (
     LOST_PEERS,
     RankEnd,
@@ -277,4 +278,5 @@ def _passing_signals_on(processes: RankProcesses) -> Iterator[list[int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with outlasting_readers(is_log=True):
+        sys.exit(main())

@@ -8,7 +8,6 @@ A rank is a fresh Python process, or a fork of the launcher, which has then impo
 Torch-free. The launcher (`runtime/launch.py`) is the only caller. Nothing here decides why a job failed.
 """
 
-import io
 import os
 import signal
 import subprocess
@@ -21,6 +20,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
+
+from trainer.runtime.output import outlast_readers
 
 LOST_PEERS = 3
 """Exit code of a rank that ended because another rank failed: the launcher looks for the cause elsewhere."""
@@ -212,7 +213,7 @@ def _be_rank(module: str, words: list[str], variables: Mapping[str, str]) -> NoR
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         os.environ.update(variables)
         sys.argv = [module, *words]
-        sys.stdout, sys.stderr = _unbuffered(1, sys.stdout), _unbuffered(2, sys.stderr)
+        outlast_readers(buffered=False, is_log=False)
         code = import_module(module).rank_process()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -222,8 +223,3 @@ def _be_rank(module: str, words: list[str], variables: Mapping[str, str]) -> NoR
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(code)
-
-
-def _unbuffered(descriptor: int, stream: io.TextIOBase) -> io.TextIOWrapper:
-    raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115 (as long as the process)
-    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, write_through=True)

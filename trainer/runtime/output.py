@@ -1,0 +1,110 @@
+"""Standard output and standard error that outlast their readers: text that nobody can read is dropped.
+
+`lct train | head`, a `tee` that dies or a full disk under a log must not end hours of training. Torch-free.
+"""
+
+import io
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_STDOUT, _STDERR = 1, 2
+
+
+class LastingOutput(io.RawIOBase):
+    """A file descriptor whose reader may go away: from then on the descriptor is the null device.
+
+    is_log: the text only reports on work, whose result is elsewhere. Then every text that cannot be written is dropped,
+    on a full disk too, and the first such text of standard output is told on standard error.
+    """
+
+    def __init__(self, descriptor: int, *, is_log: bool) -> None:
+        super().__init__()
+        self._descriptor, self._is_log, self._told = descriptor, is_log, False
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: "bytes | memoryview") -> int:
+        """Write everything, or drop what is left; return the length of the data."""
+        left = memoryview(data).cast("B")
+        length = len(left)
+        try:
+            while left:
+                left = left[self._write_some(left) :]
+        except OSError as error:
+            if not self._is_log and not isinstance(error, BrokenPipeError):
+                raise
+            self._drop(error)
+        return length
+
+    def _write_some(self, data: memoryview) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except BlockingIOError:  # another process has made the terminal or pipe non-blocking
+            select.select([], [self._descriptor], [])
+            return 0
+
+    def _drop(self, error: OSError) -> None:
+        if isinstance(error, BrokenPipeError):
+            _to_null_device(self._descriptor)  # for native code that writes there too
+        if self._is_log and not self._told and self._descriptor != _STDERR:
+            line = f"note: standard output cannot be written ({error.strerror}): the work goes on without it\n"
+            with suppress(OSError):
+                os.write(_STDERR, line.encode())
+        self._told = True
+
+
+def outlast_readers(*, buffered: bool, is_log: bool) -> None:
+    """Replace the output streams of this process, see `LastingOutput`. A closed descriptor becomes the null device.
+
+    buffered: write whole lines; otherwise each piece of text at once, as `python -u` does. Streams without a
+    descriptor, such as a test's, stay.
+    """
+    sys.stdout = _lasting(sys.stdout, _STDOUT, buffered=buffered, is_log=is_log)
+    sys.stderr = _lasting(sys.stderr, _STDERR, buffered=buffered, is_log=True)
+
+
+@contextmanager
+def outlasting_readers(*, is_log: bool) -> Iterator[None]:
+    """Replace the output streams inside, see `outlast_readers`; they write whole lines."""
+    before = sys.stdout, sys.stderr
+    outlast_readers(buffered=True, is_log=is_log)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _lasting(stream: io.TextIOBase | None, descriptor: int, *, buffered: bool, is_log: bool) -> io.TextIOBase:
+    encoding, errors = "utf-8", "backslashreplace"
+    if stream is None:  # Python has started with this descriptor closed
+        _to_null_device(descriptor)
+    else:
+        try:
+            descriptor = stream.fileno()
+        except (OSError, ValueError, AttributeError):
+            return stream
+        stream.flush()
+        encoding, errors = stream.encoding, stream.errors
+    raw = LastingOutput(descriptor, is_log=is_log)
+    binary = io.BufferedWriter(raw) if buffered else raw
+    return io.TextIOWrapper(
+        binary, encoding=encoding, errors=errors, line_buffering=buffered, write_through=not buffered
+    )
+
+
+def _to_null_device(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)
