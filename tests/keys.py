@@ -149,6 +149,7 @@ EFFECTS: dict[str, str | Seen] = {
     "job.description": Seen(_MANY, _more("out", "what-it-is-for")),
     "job.imports": "tests/unit/test_extensions.py::test_a_model_and_a_table_come_from_the_folder_of_the_command",
     "job.device": "tests/unit/test_devices.py::test_the_device_that_is_asked_for",
+    "job.stop_signals": "tests/unit/test_stop.py::test_signals_of_the_key_count_and_no_others",
     "job.max_minutes": Seen("--job.max_minutes=1e-6", _becomes("logged", [1, 2, 3], [1])),
     # ---- profiling
     "profiling.enable_profiling": Seen(_TRACE, _more("files", "profile_trace/iteration_3/rank0_trace.json")),

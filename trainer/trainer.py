@@ -69,6 +69,7 @@ class Trainer:
         keep_caches_apart(self.dims)
         self.stop = Stop(
             config.checkpoint.stop_timeout_seconds,
+            signals=config.job.stop_signals,
             max_minutes=config.job.max_minutes,
             prints=self.dims.rank("world") == 0,
         )

@@ -1,6 +1,6 @@
 """A rank without torch, so that the launcher's behaviour is seen in a second: `FOLDER WHAT...`, one word for each rank.
 
-`exit-N` ends at once with that code; `wait` ends with 0 after SIGTERM or SIGINT, or with 0 when the file `done` is in
+`exit-N` ends at once with that code; `wait` ends with 0 after a signal (not SIGUSR1), or when the file `done` is in
 the folder; `print` prints a word and waits; `hang` ignores signals; `leave` ends as a rank that lost its peers, when
 another one has been killed.
 """
@@ -22,7 +22,7 @@ def rank_process() -> int:
     faulthandler.register(signal.SIGUSR1)
     rank = int(os.environ["RANK"])
     what, stopped = words[rank], []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, lambda number, _: stopped.append(number) if what != "hang" else None)
     (Path(folder) / f"rank-{rank}").write_text(str(os.getpid()))
     if what.startswith("exit-"):

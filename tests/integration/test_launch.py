@@ -224,6 +224,23 @@ def test_a_signal_to_the_launcher_ends_the_job_in_good_order(tmp_path: Path) -> 
     assert lines_of(out)[-1] == f"stopped by SIGTERM after step {len(losses(tmp_path))}; nothing saved: {SAVES}"
 
 
+@pytest.mark.parametrize(
+    ("number", "to_rank"),
+    [(signal.SIGUSR1, False), *slow((signal.SIGUSR2, False), (signal.SIGHUP, False), (signal.SIGHUP, True))],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_any_stop_signal_saves(tmp_path: Path, number: signal.Signals, to_rank: bool) -> None:
+    process = launch(*QUICK, "--training.steps=100000", "--checkpoint.enable", f"--job.dump_folder={tmp_path}")
+    while not re.search(r"step +1/.*loss", line := process.stdout.readline()):
+        assert line, process.wait()
+    os.kill(ranks_of(process.pid)[1] if to_rank else process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "checkpoint saved" in lines_of(out)[-1]
+    steps = [path.name for path in (tmp_path / "checkpoint").glob("step-*")]
+    assert steps == [f"step-{len(losses(tmp_path))}"]
+
+
 def test_a_run_whose_output_has_no_reader_goes_on_and_saves(tmp_path: Path) -> None:
     """As `lct train 2>&1 | head` and a `tee` that dies leave it."""
     process = subprocess.Popen(
@@ -234,7 +251,7 @@ def test_a_run_whose_output_has_no_reader_goes_on_and_saves(tmp_path: Path) -> N
         stderr=subprocess.STDOUT,
         text=True,
     )
-    while not re.search(r"step 1/.*loss", line := process.stdout.readline()):
+    while not re.search(r"step +1/.*loss", line := process.stdout.readline()):
         assert line, process.wait()
     process.stdout.close()
     assert process.wait(timeout=60) == 0

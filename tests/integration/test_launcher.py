@@ -153,13 +153,24 @@ def test_a_process_beside_the_ranks_may_fail(tmp_path: Path, preload: list[str])
         assert process.wait(timeout=60) == code
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, *slow(signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)]
+)
 def test_a_signal_reaches_every_rank(tmp_path: Path, preload: list[str], number: signal.Signals) -> None:
     """They end in good order: exit code 0."""
     process = start(tmp_path, preload, "wait", "wait")
     ranks_of(tmp_path, 2, process)
     process.send_signal(number)
     assert (process.communicate(timeout=60), process.returncode) == (("", ""), 0)
+
+
+def test_a_signal_that_is_no_stop_ends_all_at_once(tmp_path: Path, preload: list[str]) -> None:
+    process = start(tmp_path, [*preload, "--stop-signals=SIGTERM"], "wait", "wait")
+    ranks = ranks_of(tmp_path, 2, process)
+    process.send_signal(signal.SIGUSR2)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + signal.SIGUSR2, "error: stopped by SIGUSR2\n")
+    assert not any(map(runs, ranks))
 
 
 def test_no_rank_outlives_its_launcher(tmp_path: Path, preload: list[str]) -> None:

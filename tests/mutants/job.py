@@ -565,6 +565,20 @@ PROCESSES = (
         "tests/integration/test_launcher.py::test_a_rank_that_hangs_is_killed_and_named",
     ),
     Mutant(
+        "SIGUSR1 to the launcher only shows what its ranks do",
+        "trainer/runtime/launch.py",
+        "sent = instead_of.get(signal.Signals(number), signal.Signals(number))",
+        "sent = signal.Signals(number)",
+        "tests/unit/test_launch.py::test_a_stop_signal_is_passed_on_and_sigusr1_as_another_one",
+    ),
+    Mutant(
+        "a rank under nohup stops when its terminal closes",
+        "trainer/runtime/stop.py",
+        "if not (number == signal.SIGHUP and ignores_hang_up)",
+        "if number or ignores_hang_up",
+        "tests/unit/test_stop.py::test_a_hang_up_that_nohup_ignores_stays_ignored",
+    ),
+    Mutant(
         "a signal reaches the first rank alone",
         "trainer/runtime/rank_processes.py",
         "        for rank in self.running:\n            with suppress",

@@ -114,3 +114,16 @@ def test_a_process_with_threads_or_with_cuda_is_not_forked() -> None:
     for before, answer in cases.items():
         run = [sys.executable, "-c", code.format(before)]
         assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == answer, before
+
+
+@pytest.mark.parametrize(
+    ("number", "sent"),
+    [(signal.SIGUSR1, signal.SIGUSR2), (signal.SIGHUP, signal.SIGHUP), (signal.SIGINT, signal.SIGINT)],
+)
+def test_a_stop_signal_is_passed_on_and_sigusr1_as_another_one(number: signal.Signals, sent: signal.Signals) -> None:
+    """At SIGUSR1 itself a rank shows its stacks and goes on."""
+    processes = mock.Mock(running=[0])
+    with launch._passing_signals_on(processes, [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]) as passed_on:
+        os.kill(os.getpid(), number)
+        assert passed_on == [sent]
+    processes.send.assert_called_once_with(sent)

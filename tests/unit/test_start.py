@@ -1,5 +1,7 @@
 """Law: `lct check` checks the run that `lct train` starts; a wrong start is one sentence before torch is imported."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from trainer.commands.main import main as lct
 from trainer.commands.start import DEFAULT_CONFIG, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.runtime.stop import ends_by
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [
@@ -181,3 +184,14 @@ def test_a_run_that_failed_says_how_it_resumes(arguments: list[str], saved: tupl
 )
 def test_the_tokenizer_of_python_is_told_with_other_text(arguments: list[str], told: bool) -> None:
     assert bool(start._tokenizer_of_python(parse_command_line(arguments).config)) == told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_before_there_are_ranks_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, number: signal.Signals
+) -> None:
+    """For instance while token files are made."""
+    monkeypatch.setattr(train, "_tokenized", lambda *_: os.kill(os.getpid(), number))
+    assert train.main([]) == 128 + number
+    assert capsys.readouterr().err == f"error: stopped by {number.name} before the training started\n"
+    assert signal.getsignal(number) != ends_by

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config.schema import STOP_SIGNALS
 from trainer.runtime.stop import Stop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ with Stop(int(sys.argv[1]), prints=True) as stop:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
 def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals):
     def mine(*_: object) -> None:
         raise AssertionError
@@ -46,15 +47,29 @@ def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals):
         signal.signal(number, before)
 
 
-def test_other_signals_do_not_count():
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+@pytest.mark.parametrize(
+    ("number", "names"), [(signal.SIGUSR1, STOP_SIGNALS), (signal.SIGUSR2, ("SIGTERM",))], ids=["stacks", "not named"]
+)
+def test_signals_of_the_key_count_and_no_others(number: signal.Signals, names: tuple[str, ...]):
+    before = signal.signal(number, lambda *_: None)
     try:
-        with Stop(100) as stop:
-            os.kill(os.getpid(), signal.SIGUSR1)
+        with Stop(100, signals=names) as stop:
+            os.kill(os.getpid(), number)
             time.sleep(0.1)
             assert stop.signal == 0
+            assert stop.reason([0.0] * len(stop.votes())) is None
+            assert stop.reason([0.0, 1.0, *stop.votes()[2:]]) == "stopped by SIGTERM"
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(number, before)
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(100):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_files_are_closed_again():

@@ -7,7 +7,7 @@ CONDITIONAL = {key for key, known in keys_of(JobConfig).items() if known.when}
 # Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.
 ALWAYS = {
     *("job.config_file", "job.dump_folder", "job.description", "job.max_minutes"),
-    *("job.device", "job.imports"),
+    *("job.device", "job.imports", "job.stop_signals"),
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_wandb", "metrics.enable_color_printing"),
     "metrics.log_update_norms",

@@ -5,6 +5,7 @@ checked and said.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -26,9 +27,11 @@ from trainer.runtime.devices import this_machine
 from trainer.runtime.dump_folder import ESTIMATE, folders_of, holder_of
 from trainer.runtime.nodes import Nodes
 from trainer.runtime.output import outlasting_readers
+from trainer.runtime.stop import Stopped, ends_by, handled_by
 from trainer.stores.folder import checkpoint_folder
 
 _WRONG = 2  # a setting
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # until there are ranks
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +41,12 @@ def main(argv: list[str]) -> int:
     if acted(command, start):
         return 0
     with outlasting_readers(is_log=True):
-        return _train(start, command)
+        try:
+            with handled_by(dict.fromkeys(_ENDING, ends_by)):
+                return _train(start, command)
+        except Stopped as stopped:
+            report(f"error: stopped by {stopped.number.name} before the training started")
+            return 128 + stopped.number
 
 
 def _train(start: Start, command: CommandLine) -> int:

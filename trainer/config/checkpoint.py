@@ -62,4 +62,4 @@ class Checkpoint:
     )
     """Data type of the weights in the Hugging Face folder."""
     stop_timeout_seconds: int = key(120, SECONDS, "seconds")
-    """Seconds after SIGTERM or SIGINT in which the run finishes its step and saves; then it ends at once."""
+    """Seconds after a signal of `job.stop_signals` in which the run finishes its step and saves, or ends at once."""

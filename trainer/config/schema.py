@@ -77,6 +77,9 @@ OUTPUT_IN_HIGH_PRECISION = Condition(
 )
 
 
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+
+
 @dataclass(frozen=True)
 class Job:
     """The run as a whole."""
@@ -93,6 +96,8 @@ class Job:
     """Python modules of your own, imported first: they add models, data sets, tasks (docs/your_own_model.md)."""
     max_minutes: float | None = key(None, POSITIVE, "minutes", example=60.0)
     """Minutes after which the run stops cleanly, at the end of a step; None: no limit."""
+    stop_signals: tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"], ...] = STOP_SIGNALS
+    """Signals after which the run finishes its step, saves and ends. SIGUSR1 to a rank shows its stacks in any case."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Start one process per rank of this node: `python -m trainer.runtime.launch --nproc-per-node N [train.py arguments]`.
 
 `torchrun train.py ...` does the same job, but returns 1 and prints a trace of its own when a rank fails. This launcher
-returns the failing rank's exit code and names the rank in one line. It passes SIGTERM and SIGINT on to the ranks, which
-finish their step, save, and end in good order; a second signal ends them at once. When a rank has failed, the others
-have a few seconds to end. A rank that hangs is asked for its stack and killed. When the launcher is killed, its ranks
-end at once (`runtime/launcher_watch.py`). Several nodes wait for each other before their ranks start
-(`runtime/job_store.py`).
+returns the failing rank's exit code and names the rank in one line. It passes the signals of `job.stop_signals` on to
+the ranks, which finish their step, save, and end in good order; a second signal ends them at once. When a rank has
+failed, the others have a few seconds to end. A rank that hangs is asked for its stack and killed. When the launcher
+is killed, its ranks end at once (`runtime/launcher_watch.py`). Several nodes wait for each other before their ranks
+start (`runtime/job_store.py`).
 """
 
 import argparse
@@ -23,12 +23,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from trainer.config.errors import ConfigError
+from trainer.config.schema import STOP_SIGNALS
 from trainer.runtime.console import report
 from trainer.runtime.garbage import imports_uncollected
 from trainer.runtime.job_store import NodesMissing, StoreError, listener_of_one_node, meet, open_store, serve
 from trainer.runtime.nodes import Nodes, whole_number
 from trainer.runtime.output import outlasting_readers
 from trainer.runtime.rank_processes import (
+    LAUNCHER_SIGNALS,
     LOST_PEERS,
     RankEnd,
     RankProcesses,
@@ -36,6 +38,7 @@ from trainer.runtime.rank_processes import (
     can_fork,
     flight_record,
 )
+from trainer.runtime.stop import Stopped, ends_by, handled_by
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -49,14 +52,6 @@ _GRACE_AFTER_LOST_PEERS_SECONDS = 2.0
 _SIGNALLED_SECONDS = 30.0
 # For the launchers of other nodes, whose ranks may end later.
 _OTHER_NODES_SECONDS = 300.0
-
-
-class Stopped(Exception):
-    """A signal ends the launcher: SIGHUP, SIGQUIT, or another one before the ranks were started."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
-        self.number = signal.Signals(number)
 
 
 @dataclass(frozen=True)
@@ -111,6 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--preload", help=text)
     text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is reported as crashed"
     parser.add_argument("--flight-records", type=Path, help=text)
+    text = "signals that are passed on to the ranks, separated by commas (default: all of job.stop_signals)"
+    parser.add_argument("--stop-signals", default=",".join(STOP_SIGNALS), help=text)
     options, arguments = parser.parse_known_args(argv)
     try:
         ranks = whole_number("--nproc-per-node", options.nproc_per_node, such_as="--nproc-per-node 2")
@@ -120,13 +117,14 @@ def main(argv: list[str] | None = None) -> int:
         report(f"error: {error}")
         return 2
     launch = Launch(nodes, ranks, timeout, RankProgram(options.program, arguments), options.preload)
-    return _run(launch, Watchdog(options.flight_records))
+    stop_signals = [signal.Signals[name] for name in options.stop_signals.split(",") if name]
+    return _run(launch, Watchdog(options.flight_records), stop_signals)
 
 
-def _run(launch: Launch, watchdog: "Watchdog") -> int:
+def _run(launch: Launch, watchdog: "Watchdog", stop_signals: Sequence[signal.Signals]) -> int:
     """Run the job and return its exit code; report a failure or a stop in one line."""
     processes = RankProcesses()
-    with _passing_signals_on(processes) as received:
+    with _passing_signals_on(processes, stop_signals) as received:
         try:
             store = _start(launch, processes)
             processes.wait(watchdog.grace_of)
@@ -251,30 +249,26 @@ def _cause(ends: Sequence[RankEnd], lost_peers: Callable[[RankEnd], bool]) -> tu
 
 
 @contextmanager
-def _passing_signals_on(processes: RankProcesses) -> Iterator[list[int]]:
-    """Pass SIGTERM and SIGINT on to the ranks inside, and give the list of those received.
+def _passing_signals_on(processes: RankProcesses, stop_signals: Sequence[signal.Signals]) -> Iterator[list[int]]:
+    """Pass SIGTERM, SIGINT and these signals on to the ranks inside, and give the list of those passed on.
 
-    Without ranks they end the launcher by `Stopped`, as SIGHUP and SIGQUIT always do, unless they are ignored (nohup).
+    SIGUSR1 is passed on as another one of them, because a rank shows its stacks at it. Without ranks a signal ends the
+    launcher by `Stopped`, and so does a signal that is not passed on.
     """
     received: list[int] = []
+    others = [number for number in stop_signals if number != signal.SIGUSR1]
+    instead_of = {signal.SIGUSR1: others[0] if others else signal.SIGTERM}
 
     def pass_on(number: int, _: FrameType | None) -> None:
         if not processes.running:
             raise Stopped(number)
-        received.append(number)
-        processes.send(signal.Signals(number))
+        sent = instead_of.get(signal.Signals(number), signal.Signals(number))
+        received.append(sent)
+        processes.send(sent)
 
-    def stop(number: int, _: FrameType | None) -> None:
-        raise Stopped(number)
-
-    handlers = {signal.SIGTERM: pass_on, signal.SIGINT: pass_on, signal.SIGHUP: stop, signal.SIGQUIT: stop}
-    handled = {number: how for number, how in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
-    before = {number: signal.signal(number, how) for number, how in handled.items()}
-    try:
+    passed_on = dict.fromkeys((signal.SIGTERM, signal.SIGINT, *stop_signals), pass_on)
+    with handled_by(dict.fromkeys(LAUNCHER_SIGNALS, ends_by) | passed_on):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,15 @@ from trainer.runtime.output import outlast_readers
 LOST_PEERS = 3
 """Exit code of a rank that ended because another rank failed: the launcher looks for the cause elsewhere."""
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+LAUNCHER_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""The signals for which the launcher sets handlers; a fork of the launcher has them at first."""
 _STACK_SECONDS = 0.5
 _POLL_SECONDS = 0.05
 
@@ -192,11 +200,13 @@ def _forked(program: RankProgram, variables: Mapping[str, str]) -> _Fork:
     words = program.words
     sys.stdout.flush()
     sys.stderr.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # in the rank they are the launcher's until it has set its own
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, LAUNCHER_SIGNALS
+    )  # in the rank they are the launcher's until it has set its own
     pid = os.fork()
     if pid == 0:
         _be_rank(program.module, words, variables)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LAUNCHER_SIGNALS)
     return _Fork(pid)
 
 
@@ -207,10 +217,10 @@ def _be_rank(module: str, words: list[str], variables: Mapping[str, str]) -> NoR
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGHUP, signal.SIGQUIT):
+        for number in LAUNCHER_SIGNALS[2:]:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
                 signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LAUNCHER_SIGNALS)
         os.environ.update(variables)
         sys.argv = [module, *words]
         outlast_readers(buffered=False, is_log=False)

@@ -1,18 +1,54 @@
-"""Stop in good order after SIGTERM, SIGINT or `job.max_minutes`: ranks agree on one reason after each step."""
+"""Stop in good order after a signal of `job.stop_signals` or `job.max_minutes`: ranks agree on one reason each step.
+
+`Stopped` is for the time before ranks run, when nothing can be saved yet. Torch-free.
+"""
 
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 
+from trainer.config.schema import STOP_SIGNALS
 from trainer.runtime.console import report
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+Handler = Callable[[int, FrameType | None], None]
 # A scheduler signals every process of a job, and the launcher passes its own signal on: both count as one signal.
 _SAME_SIGNAL_SECONDS = 2.0
+_SHOWS_STACKS = signal.SIGUSR1  # in a rank, see commands/rank.py
+
+
+class Stopped(Exception):
+    """A signal ends this process, which has no ranks to pass it on to, or which passes that signal on to none."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = signal.Signals(number)
+
+
+def ends_by(number: int, _: FrameType | None) -> None:
+    """Raise `Stopped`: a handler of signals."""
+    raise Stopped(number)
+
+
+@contextmanager
+def handled_by(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """Set handlers of signals inside. A signal that is ignored, as SIGHUP is under nohup, stays ignored."""
+    handled = {number: how for number, how in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, how) for number, how in handled.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def rank_signals(names: Sequence[str]) -> tuple[signal.Signals, ...]:
+    """Return the signals of `job.stop_signals` at which a rank stops: SIGUSR1 shows its stacks."""
+    return tuple(number for name in dict.fromkeys(names) if (number := signal.Signals[name]) != _SHOWS_STACKS)
 
 
 class Stop:
@@ -21,11 +57,20 @@ class Stop:
     A second signal, or the end of `timeout_seconds` after the first, ends the process at once with 128 + the signal's
     number. The exit restores the handlers. In another thread than the main thread the context does nothing.
 
-    max_minutes: time after which `reason` stops the run, too; prints: whether this rank reports the first signal and
-    the time-out.
+    signals: names, as in `job.stop_signals`; SIGUSR1 is left to `commands/rank.py`, and SIGHUP stays ignored if it is
+    (nohup). max_minutes: time after which `reason` stops the run, too. prints: whether this rank reports the first
+    signal and the time-out.
     """
 
-    def __init__(self, timeout_seconds: float, *, max_minutes: float | None = None, prints: bool = False) -> None:
+    def __init__(
+        self,
+        timeout_seconds: float,
+        *,
+        signals: Sequence[str] = STOP_SIGNALS,
+        max_minutes: float | None = None,
+        prints: bool = False,
+    ) -> None:
+        self.signals = rank_signals(signals)
         self.timeout, self.max_minutes, self.prints = timeout_seconds, max_minutes, prints
         self.started = time.monotonic()
         self.signal = 0
@@ -34,12 +79,12 @@ class Stop:
     def votes(self) -> list[float]:
         """Return this rank's vote for each reason to stop, 0 or 1; their sums over all ranks decide in `reason`."""
         over = self.max_minutes is not None and time.monotonic() - self.started > 60 * self.max_minutes
-        return [float(over), *(float(self.signal == number) for number in SIGNALS)]
+        return [float(over), *(float(self.signal == number) for number in self.signals)]
 
     def reason(self, votes: Sequence[float]) -> str | None:
         """Return why all ranks stop after this step, by the votes of all of them; None if they continue."""
         over, *signals = votes
-        for number, asked in zip(SIGNALS, signals, strict=True):
+        for number, asked in zip(self.signals, signals, strict=True):
             if asked:
                 return f"stopped by {number.name}"
         return f"job.max_minutes = {self.max_minutes:g} passed: stopped" if over else None
@@ -51,7 +96,9 @@ class Stop:
             self._read_end, self._write_end = os.pipe()
             os.set_blocking(self._write_end, False)
             self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            self._handlers_before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+            ignores_hang_up = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            handled = [number for number in self.signals if not (number == signal.SIGHUP and ignores_hang_up)]
+            self._handlers_before = {number: signal.signal(number, lambda *_: None) for number in handled}
             self._watcher = threading.Thread(target=self._watch, name="stop signals", daemon=True)
             self._watcher.start()
             self._entered = True
@@ -81,7 +128,7 @@ class Stop:
             numbers = os.read(self._read_end, 64)
             if not numbers:
                 return
-            for number in filter(SIGNALS.__contains__, numbers):
+            for number in filter(self.signals.__contains__, numbers):
                 if not self.signal:
                     self.signal, first = number, time.monotonic()
                     if self.prints:
