@@ -89,7 +89,6 @@ class Trainer:
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
         self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
-        set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
         self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
         self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)

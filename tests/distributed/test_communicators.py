@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -14,10 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.distributed.pool import WorkerPool
 from trainer.config import parse_command_line
+from trainer.distributed.context_parallel.execution.build import same_ranks
 from trainer.distributed.parallel_dims import ParallelDims, new_group
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all, gather_shards, reduce_shards
 from trainer.job.degrees import Degrees, resolve_degrees
-from trainer.runtime.process_group import Process, process_group, set_timeout
+from trainer.runtime.process_group import Process, group_timeout, process_group, set_timeout
 
 ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
 
@@ -70,6 +72,26 @@ def test_nccl_splits_the_group_of_all_ranks_once_for_a_mesh() -> None:
         new.assert_called_once_with([2], backend="fake", use_local_synchronization=True, group_desc="mesh_pp")
     finally:
         dist.destroy_process_group()
+
+
+def time_outs_case(degrees: Degrees) -> set[float]:
+    """The time-outs in seconds of groups that are made at the start, and later when the job's group has another one."""
+    process, comm = Process.from_environment(), parse_command_line(["--comm.init_timeout_seconds=50"]).config.comm
+    with process_group(process, comm):
+        dims = ParallelDims(degrees, "cpu")
+        late = [dims.own_group("dp_shard", "reduce"), same_ranks(dims["cp"].get_group(), "late")]
+        groups = [group for group in _world.pg_map if dist.get_backend(group) != "fake"]
+        assert {*late} <= {*groups}
+        found = {group_timeout(group, process.device).total_seconds() for group in groups}
+        set_timeout(60)
+        last = dist.new_group(use_local_synchronization=True)
+        return found | {group_timeout(last, process.device).total_seconds()}
+
+
+def test_a_group_has_the_time_out_that_the_group_of_the_job_has_when_it_is_made(pool: WorkerPool) -> None:
+    """A rank that stops while the model is built is waited for in a group that was just made."""
+    assert pool.run(4, time_outs_case, degrees_of(4, dp_shard=2, cp=2)) == [{50.0, 60.0}] * 4
+    assert distributed_c10d._get_default_timeout("gloo") == distributed_c10d.default_pg_timeout
 
 
 def groups_case(degrees: Degrees) -> list[tuple[str, list[int], str]]:

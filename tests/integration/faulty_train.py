@@ -46,7 +46,7 @@ def before(owner: Any, name: str, fault: Callable[..., None]) -> None:
 
 
 def plant(kind: str, place: str) -> None:
-    """Let this rank fail at `place`: start, model, forward, backward, optimizer or checkpoint."""
+    """Let this rank fail at `place`: start, model, parts, forward, backward, optimizer or checkpoint."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -59,6 +59,9 @@ def plant(kind: str, place: str) -> None:
         return
     if place == "model":
         before(Trainer, "build_task", lambda *_: fail(kind))
+        return
+    if place == "parts":
+        before(Trainer, "build_model_parts", lambda *_: fail(kind))
         return
     steps = []
     before(Trainer, "train_step", lambda _, step: steps.append(step))

@@ -39,7 +39,7 @@ SETTINGS = [
     f"--comm.train_timeout_seconds={STEP_TIMEOUT_SECONDS}",
     f"--comm.checkpoint_timeout_seconds={SAVING_TIMEOUT_SECONDS}",
 ]
-AT_START = ("start", "model")
+AT_START = ("start", "model", "parts")
 PLACES = (*AT_START, "forward", "backward", "optimizer", "checkpoint", "async checkpoint")
 KINDS = ("die", "stop", "hang", "raise")
 QUICK = {("1", "die", "optimizer")}  # a hang: below, in a pipeline

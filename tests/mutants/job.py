@@ -565,6 +565,14 @@ PROCESSES = (
         "tests/integration/test_launcher.py::test_a_rank_that_hangs_is_killed_and_named",
     ),
     Mutant(
+        "a new group waits half an hour",
+        "trainer/runtime/process_group.py",
+        "    distributed_c10d._get_default_timeout = lambda _backend: group_timeout(dist.group.WORLD, device)\n",
+        "",
+        "tests/distributed/test_communicators.py::"
+        "test_a_group_has_the_time_out_that_the_group_of_the_job_has_when_it_is_made",
+    ),
+    Mutant(
         "SIGUSR1 to the launcher only shows what its ranks do",
         "trainer/runtime/launch.py",
         "sent = instead_of.get(signal.Signals(number), signal.Signals(number))",

@@ -233,10 +233,8 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     from trainer.models.initialization import initialize, stored_as
     from trainer.models.model_spec import model_spec
     from trainer.runtime.agreement import raise_on_all_ranks, read_once
-    from trainer.runtime.process_group import set_timeout
 
     spec, dims = model_spec(job.config.model.name), ParallelDims(job.degrees, device.type)
-    set_timeout(job.config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
     with torch.device("meta"):
         model = stored_as(spec.build(job.model), getattr(torch, job.config.training.dtype))
     start = job.config.checkpoint.initial_load_path

@@ -3,6 +3,7 @@
 import os
 import pickle
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,7 +98,8 @@ def process_group(
         timeout=timedelta(seconds=comm.init_timeout_seconds),
     )
     try:
-        yield
+        with _time_out_inherited(device):
+            yield
     except Exception as error:
         if comm.trace_buf_size and is_peer_failure(error):
             logger.warning(_dump_flight_record(process.rank, records, device))
@@ -106,6 +108,26 @@ def process_group(
         raise
     else:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _time_out_inherited(device: torch.device) -> Iterator[None]:
+    """Let a group that is made without a time-out take the one that the job's group has then.
+
+    PyTorch's default is half an hour, also where it makes groups itself (DeviceMesh), and the first wait in a new group
+    comes before its time-out can be set.
+    """
+    before = distributed_c10d._get_default_timeout
+    distributed_c10d._get_default_timeout = lambda _backend: group_timeout(dist.group.WORLD, device)
+    try:
+        yield
+    finally:
+        distributed_c10d._get_default_timeout = before
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return the time-out of the collectives of a process group."""
+    return group._get_backend(device).options._timeout
 
 
 def is_peer_failure(error: Exception) -> bool:
