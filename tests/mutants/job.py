@@ -511,8 +511,8 @@ PROCESSES = (
     Mutant(
         "a rank takes the interpreter down while threads use tensors",
         "trainer/commands/rank.py",
-        "            _end(code)\n",
-        "            pass\n",
+        "        _end(code)\n",
+        "        pass\n",
         "tests/unit/test_rank.py::test_a_rank_ends_while_threads_still_use_tensors",
     ),
     Mutant(
@@ -563,6 +563,27 @@ PROCESSES = (
         "                self.kill(show_stacks=shows_stacks)\n",
         "                pass\n",
         "tests/integration/test_launcher.py::test_a_rank_that_hangs_is_killed_and_named",
+    ),
+    Mutant(
+        "the launcher waits without end for a rank that does not end",
+        "trainer/runtime/rank_processes.py",
+        "if first_end is None and self.ends:",
+        "if first_end is None and len(self.ends) > 99:",
+        "tests/unit/test_launch.py::test_a_rank_that_runs_on_after_the_others_is_killed_and_noted",
+    ),
+    Mutant(
+        "an early end with code 0 is another node's fault",
+        "trainer/runtime/launch.py",
+        "if code == LOST_PEERS and ends[0].code == 0:",
+        "if code == LOST_PEERS and ends[0].code == 2:",
+        "tests/unit/test_launch.py::test_a_rank_that_ended_early_with_code_0_is_the_cause",
+    ),
+    Mutant(
+        "an interrupted rank takes the interpreter down",
+        "trainer/commands/rank.py",
+        "        code = 128 + signal.SIGINT\n",
+        "        return 128 + signal.SIGINT\n",
+        "tests/unit/test_rank.py::test_an_interrupted_rank_ends_at_once_with_its_code",
     ),
     Mutant(
         "a new group waits half an hour",

@@ -127,3 +127,17 @@ def test_a_stop_signal_is_passed_on_and_sigusr1_as_another_one(number: signal.Si
         os.kill(os.getpid(), number)
         assert passed_on == [sent]
     processes.send.assert_called_once_with(sent)
+
+
+def test_a_rank_that_ended_early_with_code_0_is_the_cause(capsys: pytest.CaptureFixture) -> None:
+    code, line = end_of(Watchdog(None), [0, LOST_PEERS], capsys)
+    assert (code, line) == (1, "error: rank 0 ended before the others, with exit code 0, and they lost it")
+
+
+def test_a_rank_that_runs_on_after_the_others_is_killed_and_noted() -> None:
+    processes = RankProcesses()
+    running = subprocess.Popen(["sleep", "10"])
+    processes._processes = {0: mock.Mock(pid=0, poll=lambda: 0), 1: running}
+    processes.wait(Watchdog(None).grace_of, end_seconds=0.1)
+    assert processes.overdue == [1]
+    assert running.poll() is not None

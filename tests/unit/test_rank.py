@@ -74,3 +74,22 @@ sys.exit(command_line(program))
 def test_a_rank_ends_while_threads_still_use_tensors() -> None:
     done = subprocess.run([sys.executable, "-c", BUSY], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "exit functions have run\n", "")
+
+
+INTERRUPTED = """
+import sys
+from train import command_line
+
+def program(arguments, launched):
+    import atexit, time, torch
+    atexit.register(time.sleep, 60)
+    raise KeyboardInterrupt
+
+sys.exit(command_line(program))
+"""
+
+
+def test_an_interrupted_rank_ends_at_once_with_its_code() -> None:
+    """The end of the interpreter may wait for threads, and the launcher would kill the rank as one that hangs."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], cwd=ROOT, timeout=20, check=False)
+    assert done.returncode == 130

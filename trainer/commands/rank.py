@@ -130,6 +130,10 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         if process.rank == 0:  # every rank has the same error
             report(f"error: {error}")
         return 1
+    except SystemExit as error:
+        report(f"error: rank {process.rank} called sys.exit({error.code!r}) before its work was done")
+        reports.failed(error)
+        return error.code if isinstance(error.code, int) and error.code > 0 else 1
     except Exception as error:
         if not is_peer_failure(error):
             report(f"rank {process.rank} failed:\n{traceback.format_exc()}")
@@ -190,11 +194,11 @@ def command_line(program: Callable[..., int] = main) -> int:
     faulthandler.register(signal.SIGUSR1)
     try:
         code = program(arguments, launched=sys.argv[1:2] == ["--launched-by"])
-        if "torch" in sys.modules:
-            _end(code)
-        return code
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        code = 128 + signal.SIGINT
+    if "torch" in sys.modules:
+        _end(code)
+    return code
 
 
 def _end(code: int) -> NoReturn:

@@ -27,6 +27,7 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["PYTHONSAFEPATH"] = "1"  # a folder `trainer` where the user stands is not this program
     options = ["--nproc-per-node", str(here), "--start-timeout", str(config.comm.init_timeout_seconds)]
+    options += ["--end-timeout", str(config.comm.checkpoint_timeout_seconds)]  # the last work is a save
     options += ["--stop-signals", ",".join(config.job.stop_signals)]
     if device_type == "cpu":  # no GPU has run a forked rank yet
         options += ["--preload", "trainer.trainer"]

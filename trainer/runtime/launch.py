@@ -9,6 +9,7 @@ start (`runtime/job_store.py`).
 """
 
 import argparse
+import math
 import os
 import signal
 import socket
@@ -59,7 +60,7 @@ class Launch:
     """What this launcher starts.
 
     ranks: on this node; timeout: seconds to wait for other nodes; preload: a module to import before ranks are forked
-    (None: ranks are fresh processes).
+    (None: ranks are fresh processes); end_seconds: time for all ranks to end after the first one has ended well.
     """
 
     nodes: Nodes
@@ -67,6 +68,7 @@ class Launch:
     timeout: int
     program: RankProgram
     preload: str | None = None
+    end_seconds: float = math.inf
 
     def variables(self, address: str, port: int) -> dict[int, dict[str, str]]:
         """Return rank -> its environment variables, with the names of torchrun. address, port: of the job's store."""
@@ -108,6 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--flight-records", type=Path, help=text)
     text = "signals that are passed on to the ranks, separated by commas (default: all of job.stop_signals)"
     parser.add_argument("--stop-signals", default=",".join(STOP_SIGNALS), help=text)
+    text = "seconds after the first rank has ended well in which all others must end (default: no limit)"
+    parser.add_argument("--end-timeout", type=float, default=math.inf, help=text)
     options, arguments = parser.parse_known_args(argv)
     try:
         ranks = whole_number("--nproc-per-node", options.nproc_per_node, such_as="--nproc-per-node 2")
@@ -116,7 +120,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         report(f"error: {error}")
         return 2
-    launch = Launch(nodes, ranks, timeout, RankProgram(options.program, arguments), options.preload)
+    launch = Launch(
+        nodes, ranks, timeout, RankProgram(options.program, arguments), options.preload, options.end_timeout
+    )
     stop_signals = [signal.Signals[name] for name in options.stop_signals.split(",") if name]
     return _run(launch, Watchdog(options.flight_records), stop_signals)
 
@@ -127,7 +133,7 @@ def _run(launch: Launch, watchdog: "Watchdog", stop_signals: Sequence[signal.Sig
     with _passing_signals_on(processes, stop_signals) as received:
         try:
             store = _start(launch, processes)
-            processes.wait(watchdog.grace_of)
+            processes.wait(watchdog.grace_of, launch.end_seconds)
         except (ConfigError, NodesMissing) as error:
             report(f"error: {error}")
             return 2 if isinstance(error, ConfigError) else 1
@@ -138,6 +144,13 @@ def _run(launch: Launch, watchdog: "Watchdog", stop_signals: Sequence[signal.Sig
             processes.end_by(stopped.number, _SIGNALLED_SECONDS)
             report(f"error: stopped by {stopped.number.name}")
             return 128 + stopped.number
+        if processes.overdue:
+            ranks = ", ".join(map(str, processes.overdue))
+            report(
+                f"error: rank {ranks} still ran {launch.end_seconds:g} s (comm.checkpoint_timeout_seconds) after rank "
+                f"{processes.ends[0].rank} had ended, and was killed"
+            )
+            return 1
         if processes.first_failure is not None:
             return _failed(processes.ends, received, watchdog)
         if launch.nodes.count > 1:  # the first node has the store of the others' ranks
@@ -211,6 +224,9 @@ def _failed(ends: Sequence[RankEnd], received: Sequence[int], watchdog: Watchdog
         return 128 + ended_by
     if hung:
         report(f"error: rank {rank} hung, and was killed when its peers had given it up")
+        return 1
+    if code == LOST_PEERS and ends[0].code == 0:
+        report(f"error: rank {ends[0].rank} ended before the others, with exit code 0, and they lost it")
         return 1
     if code == LOST_PEERS:
         report("error: the ranks of this node lost their peers; the cause is on another node")

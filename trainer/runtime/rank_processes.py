@@ -8,6 +8,7 @@ A rank is a fresh Python process, or a fork of the launcher, which has then impo
 Torch-free. The launcher (`runtime/launch.py`) is the only caller. Nothing here decides why a job failed.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -80,6 +81,8 @@ class RankProcesses:
         self._processes: dict[int, _RankProcess] = {}
         self.ends: list[RankEnd] = []
         """The ranks that have ended, in the order in which they were seen."""
+        self.overdue: list[int] = []
+        """The ranks that were killed because they still ran long after another one had ended well."""
 
     @property
     def running(self) -> list[int]:
@@ -117,14 +120,16 @@ class RankProcesses:
             with suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, number)
 
-    def wait(self, grace_of: Callable[[RankEnd], tuple[float, bool]]) -> None:
+    def wait(self, grace_of: Callable[[RankEnd], tuple[float, bool]], end_seconds: float = math.inf) -> None:
         """Wait for the end of all ranks. When one has failed, ask the others to end, and kill who still runs later.
 
         Args:
             grace_of: first failure -> the seconds that the others have, and whether to show the stacks of those that
                 are killed.
+            end_seconds: time after the first end with code 0 in which all other ranks must end.
         """
         deadline, shows_stacks = None, False
+        first_end = None
         while self.running:
             time.sleep(_POLL_SECONDS)
             self.look()
@@ -132,6 +137,11 @@ class RankProcesses:
                 seconds, shows_stacks = grace_of(self.first_failure)
                 deadline = time.monotonic() + seconds
                 self.send(signal.SIGTERM)
+            if first_end is None and self.ends:
+                first_end = time.monotonic()
+            if deadline is None and first_end is not None and time.monotonic() > first_end + end_seconds:
+                self.overdue = self.running
+                self.kill(show_stacks=True)
             if deadline is not None and time.monotonic() > deadline:
                 self.kill(show_stacks=shows_stacks)
 

@@ -37,7 +37,7 @@ class Reports:
             self.store, *_ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
         self._reports = dist.PrefixStore("reports", self.store)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Report that this rank has failed by itself."""
         cause = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
         self._exchange(f"failed ({cause[:_CAUSE_LENGTH]})", patience_seconds=0)
