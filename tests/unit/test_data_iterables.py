@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice, product
+from random import Random
 from types import ModuleType
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data import DataSettings, open_text
+from trainer.data.iterable_data import loader_of
 from trainer.data.loader import BatchLoader
 from trainer.data.sources.registry import DATASETS
 from trainer.data.tokenizers.tokenizer import Encoded
@@ -68,14 +70,52 @@ class WithState(Plain):
 def of_datasets(stream: int, streams: int) -> object:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": texts(stream, streams)}).to_iterable_dataset(num_shards=2)
-    return rows.shuffle(seed=3, buffer_size=1)  # datasets loses what is in its buffer when it resumes
+    return rows.shuffle(seed=3, buffer_size=1, max_buffer_input_shards=1)
+
+
+class OfIterator(Plain):
+    """One whose iterator keeps the state."""
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(_Position(texts(self.stream, self.streams, self.epoch)))
+
+
+class _Position(list):
+    """An iterator with a state, which it takes over with its next document, as `datasets` does."""
+
+    place = 0
+    loaded: int | None = None
+
+    def __iter__(self) -> Iterator[object]:
+        return self
+
+    def __next__(self) -> object:
+        self.place, self.loaded = self.place if self.loaded is None else self.loaded, None
+        if self.place == len(self):
+            raise StopIteration
+        self.place += 1
+        return self[self.place - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["place"]
+
+
+def buffered(stream: int, streams: int) -> object:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": texts(stream, streams)}).to_iterable_dataset(num_shards=2)
+    return rows.shuffle(seed=3, buffer_size=5).map(lambda row: {"text": row["text"] + "!"})
 
 
 OPENED: dict[str, Callable[[int, int], object]] = {
     "plain": Plain,
     "stateful": WithState,
+    "iterator": OfIterator,
     "sequence": texts,
     "datasets": of_datasets,
+    "buffered": buffered,
 }
 
 
@@ -115,7 +155,8 @@ def merged(loaders: list[BatchLoader]) -> dict:
 
 
 QUICK = (("plain", "concatenate"), ("plain", "best_fit"), ("stateful", "pad"), ("datasets", "concatenate"))
-ALL = product(OPENED, ("concatenate", "best_fit", "pad"))
+ALL = list(product(OPENED, ("concatenate", "best_fit", "pad")))
+CHAINS = (*QUICK, ("datasets", "best_fit"), ("iterator", "best_fit"), ("buffered", "concatenate"))
 
 
 @pytest.mark.parametrize(("name", "packing"), [*QUICK, *slow(*(case for case in ALL if case not in QUICK))])
@@ -130,6 +171,31 @@ def test_a_resumed_run_reads_the_rest_on_any_number_of_ranks(name: str, packing:
                 one.load_state_dict(merged(first))
             steps = (48 - 2 * stop) // degree
             assert read(rest, steps, 2 * stop) == whole[2 * stop : 2 * stop + steps * degree], (stop, degree)
+
+
+@pytest.mark.parametrize(("name", "packing"), [*CHAINS, *slow(*(case for case in ALL if case not in CHAINS))])
+def test_any_chain_of_resumes_reads_each_sample_once(name: str, packing: str) -> None:
+    whole = read([loader(name, packing, n=2)], 40 if name in ("plain", "iterator") else 28)
+    random = Random(f"{name} {packing}")
+    for chain in range(4 if name in ("plain", "iterator") else 1):
+        done, states = 0, {}
+        while done < len(whole):
+            degree = 1 if chain == 0 else random.choice([1, 2, 4])
+            ranks = [loader(name, packing, r=r, d=degree, n=2) for r in range(degree)]
+            for one in ranks if states else []:
+                one.load_state_dict(states)
+            steps = 1 if chain == 0 else random.randrange(4)
+            here = read(ranks, steps, done)[: len(whole) - done]
+            assert here == whole[done : done + len(here)], (chain, done, degree)
+            done, states = done + len(here), merged(ranks)
+
+
+def test_a_pass_that_is_shorter_after_a_restart_is_one_sentence(package: ModuleType) -> None:
+    one = loader("plain", n=1)
+    read([one], 6)
+    package.plain = lambda *_: iter(["a"])
+    with pytest.raises(ConfigError, match=r"pass 1 of stream 0 of 1 has 1 documents, and number \d+ is asked"):
+        loader("plain", n=1).load_state_dict(merged([one]))
 
 
 def test_passes_differ_if_the_iterable_knows_them() -> None:
@@ -228,3 +294,25 @@ def test_validation_needs_documents_that_stay() -> None:
     ).config
     with pytest.raises(ConfigError, match="each validation must read the same documents"):
         resolve(config, 1, "cpu")
+
+
+def test_a_count_of_torchdata_is_not_saved() -> None:
+    one = loader("plain", n=1)
+    read([one], 3)
+    (state,) = merged([one]).values()
+    assert state["iterable"] == ""
+    assert state["iterable_document"] > 0
+
+
+def test_a_stream_of_datasets_is_resumed_by_its_state_where_that_is_right() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": texts(0, 1)}).to_iterable_dataset(num_shards=3)
+
+    def keeps_state(stream: object) -> bool:
+        return hasattr(loader_of(stream, 0).dataset, "state_dict")
+
+    assert keeps_state(rows)
+    assert keeps_state(rows.shuffle(seed=3, buffer_size=1, max_buffer_input_shards=1))
+    assert not keeps_state(rows.shuffle(seed=3, buffer_size=2, max_buffer_input_shards=1).take(9))
+    assert not keeps_state(rows.shuffle(seed=3, buffer_size=1))  # of Parquet files it waits without an end
+    assert not keeps_state(datasets.interleave_datasets([rows, rows.shuffle(seed=3)]))

@@ -3,12 +3,16 @@
 Each data stream has an iterable of its own, and packs its documents. They come in the order of the iterable; a pass
 over it is an epoch. So their order depends on the number of streams, which is the number of data-parallel ranks of the
 first start if `training.data_streams` does not say it, and not on the number of ranks that resume.
+
+A position is the number of the oldest document that is still needed, and the state of the iterable before it. An
+iterable that keeps no state is read again from its beginning, up to this number.
 """
 
 import json
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,18 +41,45 @@ class _ByNumber(Protocol):
 
 
 class _Iterable(IterableDataset):
-    """An iterable as a data set of PyTorch.
+    """An iterable as a data set of PyTorch, with its state by torchdata's protocol `Stateful`, if it has one.
 
-    It resumes by torchdata's protocol `Stateful` if it has that, else by iterating again, up to the position.
+    The state of some streams of `datasets` is wrong, and not used.
     """
 
     def __init__(self, iterable: Any) -> None:
         self.iterable = iterable
-        if isinstance(iterable, Stateful):
+        if isinstance(iterable, Stateful) and not _state_is_wrong(iterable):
             self.state_dict, self.load_state_dict = iterable.state_dict, iterable.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.iterable)
+
+
+def _state_is_wrong(iterable: Any) -> bool:
+    """Return whether a stream of `datasets` does not go on where its state was saved. Other iterables: False.
+
+    The documents in a shuffle buffer are lost. A shuffle that reads several shards at a time waits without an end after
+    a resume, if the shards are Parquet files (datasets 5.2).
+    """
+    parts = [getattr(iterable, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if getattr(part, "max_input_shards", 1) > 1:
+            return True
+        if type(part).__name__ == "BufferShuffledExamplesIterable" and part.buffer_size > 1:
+            return True
+        inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", [])]
+        parts += [one for one in inner if one is not None]
+    return False
+
+
+def _is_count(state: Mapping[str, Any]) -> bool:
+    """Return whether a state of torchdata's loader only counts the documents of an iterable.
+
+    torchdata 0.11 counts wrong after a resume: it adds the documents that it reads again to those of the state.
+    """
+    fetched = state["fetcher_state"]  # None: of a sequence, whose state is an index
+    return fetched is not None and state["dataset_state"] is None and fetched["dataset_iter_state"] is None
 
 
 def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
@@ -75,28 +106,35 @@ class IterableDocuments:
         self._epoch = -1
 
     def start(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Go to a position in a pass. state: see `state`, of the same pass; empty: the beginning.
+        """Go to a position in a pass. state: of the stream, see `state`, of the same pass; empty: the beginning.
 
         Raises:
-            ConfigError: the function that opens the iterable cannot be imported, or fails.
+            ConfigError: the function that opens the iterable cannot be imported, or fails, or the pass ends before.
         """
-        self._epoch, self._asked, self._ended = epoch, state.get("iterable_document", 0), False
-        self._read = self._asked  # documents that have been read
+        first, given = state.get("iterable_document", 0), state.get("iterable", "")
+        if given and _is_count(json.loads(given)):
+            given = ""
+        self._epoch, self._ended = epoch, False
+        self._asked = max(first, state.get("document", 0))  # documents that were asked for, also before the restart
         self._documents: dict[int, Any] = {}
-        self._states: dict[int, str] = {}  # before a document was read
+        self._states: dict[int, str] = {first: given}  # before a document was read
         try:
             iterable = resolve_name(self._place)(self._settings.path, self._stream, self._streams)
             self._loader = loader_of(iterable, epoch)
-            if state.get("iterable"):
-                self._loader.load_state_dict(json.loads(state["iterable"]))
+            if given:
+                self._loader.load_state_dict(json.loads(given))
             self._iterator = iter(self._loader)
+            self._read = first if given else sum(1 for _ in islice(self._iterator, first))  # documents
         except Exception as error:  # whatever a user's code raises
             raise self._failed(f"{self._place} fails", error) from error
+        if self._read < first:
+            raise self._lacks(first - 1)
 
     def state(self, epoch: int, oldest: int) -> dict[str, Any]:
         """Return the position before a document, the oldest one that is asked for again after a restart.
 
-        "iterable_document": its number in the pass; "iterable": the loader's state as JSON, empty before the first one.
+        "iterable_document": its number in the pass; "iterable": the loader's state as JSON, empty before the first one,
+        and if the iterable keeps no state.
         """
         if epoch != self._epoch or not oldest:
             return {"iterable_document": 0, "iterable": ""}
@@ -119,11 +157,7 @@ class IterableDocuments:
         self._asked = max(self._asked, number + 1)
         self._read_to(self._asked)
         if number >= self._read:
-            raise ConfigError(
-                f"{self._settings.keys.dataset} = {self._settings.dataset!r}: pass {epoch + 1} of stream {self._stream}"
-                f" of {self._streams} has {self._read} documents, and number {number + 1} is asked for; give each "
-                "stream documents, the same ones after a restart, or use fewer training.data_streams"
-            )
+            raise self._lacks(number)
         document = self._documents[number]
         self._documents = {i: later for i, later in self._documents.items() if i > number}
         try:
@@ -151,9 +185,16 @@ class IterableDocuments:
             return self._states[number]
         state = self._loader.state_dict()
         try:
-            return json.dumps(state)
+            return "" if _is_count(state) else json.dumps(state)
         except TypeError as error:
             raise self._failed("its state_dict() is not JSON", error) from error
+
+    def _lacks(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"{self._settings.keys.dataset} = {self._settings.dataset!r}: pass {self._epoch + 1} of stream "
+            f"{self._stream} of {self._streams} has {self._read} documents, and number {number + 1} is asked for; give "
+            "each stream documents, the same ones after a restart, or use fewer training.data_streams"
+        )
 
     def _failed(self, what: str, error: Exception) -> ConfigError:
         where = f"{self._settings.keys.dataset} = {self._settings.dataset!r}"
