@@ -34,14 +34,14 @@ CHAT = (
         "trainer/data/iterable_data.py",
         'max(first, state.get("document", 0))',
         "first",
-        f"{_ITERABLES}::test_any_chain_of_resumes_reads_each_sample_once",
+        f"{_ITERABLES}::test_documents_that_were_packed_before_a_restart_are_behind_it",
     ),
     Mutant(
         "a stream of datasets is resumed without the documents in its shuffle buffer",
         "trainer/data/iterable_data.py",
         "and part.buffer_size > 1",
         "and False",
-        f"{_ITERABLES}::test_any_chain_of_resumes_reads_each_sample_once",
+        f"{_ITERABLES}::test_a_stream_of_datasets_is_resumed_by_its_state_where_that_is_right",
     ),
     Mutant(
         "documents of an iterable that wait for their sequence are lost when it is resumed",

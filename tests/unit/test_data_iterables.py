@@ -76,8 +76,12 @@ def of_datasets(stream: int, streams: int) -> object:
 class OfIterator(Plain):
     """One whose iterator keeps the state."""
 
+    def __init__(self, stream: int, streams: int, documents: list | None = None) -> None:
+        super().__init__(stream, streams)
+        self.documents = documents
+
     def __iter__(self) -> Iterator[object]:
-        return iter(_Position(texts(self.stream, self.streams, self.epoch)))
+        return iter(_Position(self.documents or texts(self.stream, self.streams, self.epoch)))
 
 
 class _Position(list):
@@ -106,7 +110,7 @@ class _Position(list):
 def buffered(stream: int, streams: int) -> object:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": texts(stream, streams)}).to_iterable_dataset(num_shards=2)
-    return rows.shuffle(seed=3, buffer_size=5).map(lambda row: {"text": row["text"] + "!"})
+    return rows.shuffle(seed=3, buffer_size=5, max_buffer_input_shards=1).map(lambda row: {"text": row["text"] + "!"})
 
 
 OPENED: dict[str, Callable[[int, int], object]] = {
@@ -188,6 +192,20 @@ def test_any_chain_of_resumes_reads_each_sample_once(name: str, packing: str) ->
             here = read(ranks, steps, done)[: len(whole) - done]
             assert here == whole[done : done + len(here)], (chain, done, degree)
             done, states = done + len(here), merged(ranks)
+
+
+def test_documents_that_were_packed_before_a_restart_are_behind_it(package: ModuleType) -> None:
+    """The last document that waits is in the middle of the pass; those behind it are in a sequence already."""
+    lengths = (20, 20, 20, 4, 4, 4)
+    package.iterator = lambda *_: OfIterator(0, 1, [[n + 1] * length for n, length in enumerate(lengths)])
+    whole = read([loader("iterator", "best_fit")], 9)
+    states: dict = {}
+    for sample in whole:
+        one = loader("iterator", "best_fit")
+        if states:
+            one.load_state_dict(states)
+        assert read([one], 1) == [sample]
+        states = merged([one])
 
 
 def test_a_pass_that_is_shorter_after_a_restart_is_one_sentence(package: ModuleType) -> None:
