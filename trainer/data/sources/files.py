@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
@@ -91,9 +92,10 @@ def find_files(
     is_folder = os.path.isdir(expanded)
     way = (expanded, *map(str, Path(expanded).absolute().parents))
     _check_can_be_read(path, next(part for part in way if os.path.isdir(part)), keys)
-    there = _files_below(path, expanded, keys) if is_folder else glob.glob(expanded, recursive=True)
-    there = sorted({file for file in there if os.path.isfile(file)})
-    found = [file for file in there if file.endswith(endings)] if is_folder else there
+    names = [name for name in expanded.split(os.sep) if name not in ("", os.curdir)]
+    base, pattern = (expanded, ["**"]) if is_folder else (os.sep if os.path.isabs(expanded) else "", names)
+    there = sorted(_Matches(path, keys).below(base, pattern))
+    found = _each_once([file for file in there if not is_folder or file.endswith(endings)], keys)
     if found:
         return found
     what = f"a folder without *{' and *'.join(endings)} files" if is_folder else "neither a file nor a folder"
@@ -105,23 +107,54 @@ def find_files(
     raise MissingFile(f"{keys.path} = {path!r} is {what}; {advice}")
 
 
-def _files_below(path: str, folder: str, keys: DataKeys) -> Iterator[str]:
-    """Yield what lies below a folder, also behind links, but for hidden names and links to a folder above.
+class _Matches:
+    """The files below a folder that match a pattern of names; `**` stands for any folders, and at the end for any file.
 
-    `glob` would follow such links in circles, and find each file many times.
+    Links are followed. A folder is searched once for the same rest of the pattern, whatever its name: links may lead in
+    circles, in which `glob` finds a file many times. `*` and `**` leave out hidden names.
     """
 
-    def refuse(error: OSError) -> None:
-        with reading(folder):
-            raise error
+    def __init__(self, path: str, keys: DataKeys) -> None:
+        self._path, self._keys = path, keys
+        self._searched: set[tuple[str, int]] = set()
 
-    for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        above = {os.path.realpath(part) for part in (root, *Path(root).absolute().parents)}
-        shown = (name for name in folders if not name.startswith("."))
-        folders[:] = [name for name in shown if os.path.realpath(os.path.join(root, name)) not in above]
-        for name in folders:
-            _check_can_be_read(path, os.path.join(root, name), keys)
-        yield from (os.path.join(root, name) for name in names if not name.startswith("."))
+    def below(self, folder: str, pattern: Sequence[str]) -> Iterator[str]:
+        """Yield the files. folder: "" is the current one; ConfigError: a folder cannot be read."""
+        search = os.path.realpath(folder), len(pattern)
+        if search in self._searched or not pattern:
+            return
+        self._searched.add(search)
+        name, rest = pattern[0], pattern[1:]
+        if name == "**" and rest:  # stands for no folder
+            yield from self.below(folder, rest)
+        for found in self._names(folder, name):
+            inner = os.path.join(folder, found)
+            if os.path.isdir(inner):
+                yield from self.below(inner, pattern if name == "**" else rest)
+            elif not rest and os.path.isfile(inner):
+                yield inner
+
+    def _names(self, folder: str, name: str) -> list[str]:
+        """Return the names in a folder that match one name of the pattern; those of links last."""
+        if name != "**" and not glob.has_magic(name):
+            return [name]
+        _check_can_be_read(self._path, folder or os.curdir, self._keys)
+        with reading(folder), os.scandir(folder or os.curdir) as entries:
+            links = {entry.name: entry.is_symlink() for entry in entries if fnmatchcase(entry.name, name)}
+        shown = (found for found in links if name.startswith(".") or not found.startswith("."))
+        return sorted(shown, key=lambda found: (links[found], found))
+
+
+def _each_once(files: Sequence[str], keys: DataKeys) -> list[str]:
+    """Return the first name of each file; a line of the log says so if a file has several."""
+    first: dict[str, str] = {}
+    others = [(file, first[real]) for file in files if first.setdefault(real := os.path.realpath(file), file) != file]
+    if others:
+        logger.info(
+            f"note: {keys.path} finds {len(others):,} files by a second name, such as {others[0][0]} for "
+            f"{others[0][1]}; each file is read once (a weight in [mixture] reads data more often)"
+        )
+    return list(first.values())
 
 
 def _check_can_be_read(path: str, folder: str, keys: DataKeys) -> None:
