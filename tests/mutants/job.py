@@ -115,6 +115,20 @@ DATA = (
         "tests/unit/test_data_content.py",
     ),
     Mutant(
+        "a file with two names is read twice",
+        "trainer/data/sources/files.py",
+        "return list(first.values())",
+        "return list(files)",
+        "tests/unit/test_data_paths.py",
+    ),
+    Mutant(
+        "a catalog in the cache is believed whatever it holds",
+        "trainer/data/token_files/catalog.py",
+        "if file.read_bytes() == content:",
+        "if file.exists():",
+        "tests/unit/test_token_catalog.py",
+    ),
+    Mutant(
         "the hash of a file is that of a part of it",
         "trainer/data/sources/files.py",
         "            digest.update(block)",

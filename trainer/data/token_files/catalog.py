@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ from trainer.data.token_files.format import (
     Pair,
     Pairs,
     TokenFiles,
+    catalog_name,
     checked_pair,
     open_pair,
 )
 from trainer.data.token_files.made import cached, made_by, template_hash
 from trainer.data.tokenizers.tokenizer import Encoded, tokenizer_hash, vocab_size_of
+from trainer.runtime.console import logger
 
 _REMEDY = "copy the file again; or remove its .idx, and the same `lct tokenize` makes the shard again"
 
@@ -54,13 +56,21 @@ def catalog_of(settings: DataSettings, *, makes_files: bool = True) -> str | Non
     else:
         return None
     content = json.dumps(found).encode()
-    name = f"{sha256(content).hexdigest()[:32]}.json"
+    name = catalog_name(content)
     for folder in (cache_folder() / "catalogs", Path(tempfile.gettempdir(), "long-context-trainer")):
         with suppress(OSError):  # token files need no cache
-            if not (file := folder / name).exists():
-                write_whole(file, content)
-            return str(file)
+            _keep(folder / name, content)
+            return str(folder / name)
     raise ConfigError(f"neither {cache_folder()} nor {tempfile.gettempdir()} can be written; set XDG_CACHE_HOME")
+
+
+def _keep(file: Path, content: bytes) -> None:
+    """Write a catalog, if its file is missing or damaged; OSError if it cannot be written."""
+    with suppress(FileNotFoundError):
+        if file.read_bytes() == content:
+            return
+        logger.info(f"note: {file} was damaged, and is made again")
+    write_whole(file, content)
 
 
 def open_documents(settings: DataSettings, catalog: str | None = None) -> TokenFiles:

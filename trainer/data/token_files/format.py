@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,6 +154,11 @@ def _open_files_allowed() -> int:
     return max(min(soft if soft != resource.RLIM_INFINITY else wanted, wanted) - _OTHER_FILES, 64)
 
 
+def catalog_name(content: bytes) -> str:
+    """Return the name of a catalog's file, by which its content is checked."""
+    return f"{sha256(content).hexdigest()[:32]}.json"
+
+
 class Catalog(NamedTuple):
     """All that a rank must know about a data set: one process of each node finds it out for the others.
 
@@ -169,8 +175,12 @@ class Catalog(NamedTuple):
 
     @classmethod
     def read(cls, file: str | Path) -> "Catalog":
-        """Return the catalog in a file."""
-        pairs, *others = json.loads(Path(file).read_text(encoding="utf-8"))
+        """Return the catalog in a file; ConfigError if its content is not what its name says."""
+        with reading(str(file)):
+            content = Path(file).read_bytes()
+        if Path(file).name != catalog_name(content):
+            raise ConfigError(f"{file} was damaged since this job began; start the job again, which makes it again")
+        pairs, *others = json.loads(content)
         return cls([Pair(*pair) for pair in pairs], *others)
 
 
