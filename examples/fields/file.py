@@ -16,7 +16,9 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from hashlib import blake2b
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,7 @@ import numpy as np
 
 from examples.fields import netcdf
 from trainer.config.errors import ConfigError, MissingFile
+from trainer.data.sources.files import number_of
 from trainer.distributed.sharding.ranges import Range, Ranges, size
 
 Part = tuple[Range | Ranges, Range | Ranges]
@@ -33,6 +36,10 @@ Part = tuple[Range | Ranges, Range | Ranges]
 FORMAT_VERSION = 1
 _MAKE = "python -m examples.fields.make_fields"
 _NAME = "fields"
+HASHED = 1 << 24
+"""Numbers up to which an array is hashed whole: 64 MiB."""
+PIECES = 1024
+"""Pieces of a larger array that are hashed."""
 CHUNK = 32
 """Rows and columns of a chunk of a grid, of four times and all channels: 48 KiB with three of them."""
 
@@ -48,14 +55,13 @@ def write_fields(
     Raises:
         ConfigError: something is at `path`, or zarr is missing.
     """
-    sums, squares = np.zeros(shape[2]), np.zeros(shape[2])
+    moments = netcdf.Moments(shape[2])
     with unfinished_file(path) as folder:
         array = create(folder, shape, attributes)
         for number, frames in enumerate(trajectories):
             array[number] = frames
-            sums += frames.mean((0, 2, 3), dtype=np.float64) / shape[0]
-            squares += np.square(frames, dtype=np.float64).mean((0, 2, 3)) / shape[0]
-        _zarr().open_group(folder).attrs.update({"mean": sums.tolist(), "std": np.sqrt(squares - sums**2).tolist()})
+            moments.add(frames.swapaxes(0, 1).reshape(shape[2], -1))
+        _zarr().open_group(folder).attrs.update({"mean": moments.mean.tolist(), "std": moments.std.tolist()})
 
 
 @contextmanager
@@ -161,10 +167,10 @@ class FieldSource:
             mean, std = (np.asarray(attributes[name], np.float32) for name in ("mean", "std"))
         except (KeyError, ValueError, TypeError):
             mean = std = np.zeros(0, np.float32)
-        if not (len(channels) == shape[2] and mean.shape == std.shape == (shape[2],) and np.all(std > 0)):
-            raise _foreign(
-                path, f"it must have a name, a mean and a positive standard deviation of its {shape[2]} channels"
-            )
+        whole = len(channels) == shape[2] and mean.shape == std.shape == (shape[2],)
+        if not (whole and np.isfinite(mean).all() and np.isfinite(std).all() and np.all(std > 0)):
+            what = f"it must have a name, a finite mean and a finite, positive standard deviation of its {shape[2]}"
+            raise _foreign(path, f"{what} channels")
         return cls(str(path), array, tuple(channels), mean[:, None, None], std[:, None, None], attributes)
 
     @property
@@ -181,6 +187,30 @@ class FieldSource:
     def grid(self) -> tuple[int, int]:
         """Height and width of the grid."""
         return self.array.shape[3], self.array.shape[4]
+
+    @cached_property
+    def numbers(self) -> int:
+        """A 63-bit hash of numbers of the array, read where they are: all of them up to HASHED, else pieces.
+
+        A piece has up to CHUNK rows and columns of one time, in the middle of the grid. There are up to PIECES, with
+        the same number of times of each trajectory; of more than PIECES trajectories, as many at equal distances.
+        """
+        trajectories, times, _, *grid = self.array.shape
+        which, when = range(trajectories), [slice(None)]
+        rows = columns = slice(None)
+        if np.prod(self.array.shape, dtype=float) > HASHED:
+            which = np.linspace(0, trajectories - 1, min(trajectories, PIECES), dtype=int).tolist()
+            frames = np.linspace(0, times - 1, min(times, max(PIECES // trajectories, 1)), dtype=int).tolist()
+            when = [slice(time, time + 1) for time in frames]
+            rows, columns = (slice(n // 2 - min(n, CHUNK) // 2, n // 2 + (min(n, CHUNK) + 1) // 2) for n in grid)
+        digest = blake2b(digest_size=8)
+        for trajectory, part in product(which, when):
+            try:
+                piece = self.array[trajectory, part, :, rows, columns]
+            except (OSError, ValueError, RuntimeError) as error:
+                raise self._damaged(trajectory, f"cannot be read ({error})") from None
+            digest.update(np.ascontiguousarray(piece, np.float32).tobytes())
+        return number_of(digest)
 
     def read(self, trajectory: int, times: slice, part: Part | None = None) -> np.ndarray:
         """Return normalised frames (times, channels, rows, columns) of a part of the grid, by default all of it.
@@ -202,7 +232,10 @@ class FieldSource:
         except (OSError, ValueError, RuntimeError) as error:
             raise self._damaged(trajectory, f"cannot be read ({error})") from None
         if not np.isfinite(frames).all():
-            raise self._damaged(trajectory, "lacks a chunk, or has numbers that are not finite")
+            what = (
+                "lacks a chunk, or has numbers that are not finite (cells without data, such as land, must be filled)"
+            )
+            raise self._damaged(trajectory, what)
         return (frames - self.mean) / self.std
 
     def _damaged(self, trajectory: int, what: str) -> ConfigError:

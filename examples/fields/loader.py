@@ -59,12 +59,12 @@ class FieldLoader(StreamLoader):
         return {stream: ItemStream(own, stream=stream, seed=self._seed) for stream, own in shares}
 
     def describe(self, items: int) -> dict[str, int]:
-        # The statistics are those of all fields, so that other fields have others.
         source = self._source
         digest = blake2b(repr((source.array.shape, source.channels)).encode(), digest_size=8)
         digest.update(source.mean.tobytes() + source.std.tobytes())
         content = number_of(digest)
-        return {"trajectories": self._held_out.start, "times": source.times, "lead": self._lead, "content": content}
+        lengths = {"trajectories": self._held_out.start, "times": source.times, "lead": self._lead}
+        return lengths | {"content": content, "numbers": source.numbers}
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:

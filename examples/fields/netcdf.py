@@ -22,6 +22,9 @@ Places = tuple[slice, slice, slice, slice]
 
 ENDING = ".nc"
 _DIMS = ("trajectory", "time", "height", "width")
+_TIMES = {"time", "times", "t", "valid_time", "date", "datetime"}
+_LEADS = {"step", "lead_time", "prediction_timedelta", "forecast_period"}  # times of a forecast; `time` is its start
+_LEVELS = {"level", "lev", "plev", "pressure", "pressure_level", "isobaricinhpa", "depth"}
 _STATISTICS = "python -m examples.fields.netcdf"
 
 
@@ -47,6 +50,30 @@ class Variables:
         return np.stack([variable[where].to_numpy() for variable in self.variables], 1).astype(np.float32)
 
 
+class Moments:
+    """Mean and standard deviation of numbers that come in parts (Chan, Golub and LeVeque, 1983).
+
+    mean: of each channel, (channels,) float64.
+    """
+
+    def __init__(self, channels: int) -> None:
+        self.mean, self._squares, self._count = np.zeros(channels), np.zeros(channels), 0
+
+    def add(self, part: np.ndarray) -> None:
+        """Add numbers, (channels, n)."""
+        before, here = self._count, part.shape[1]
+        mean = part.mean(1, dtype=np.float64)
+        difference = mean - self.mean
+        self._count = before + here
+        self._squares += np.square(part - mean[:, None]).sum(1) + difference**2 * before * here / self._count
+        self.mean += difference * here / self._count
+
+    @property
+    def std(self) -> np.ndarray:
+        """The standard deviation of each channel, (channels,) float64."""
+        return np.sqrt(self._squares / self._count)
+
+
 def opened(path: Path) -> tuple[Variables, dict[str, Any]]:
     """Return the variables of a file, and attributes with names, means and standard deviations of its channels.
 
@@ -64,6 +91,7 @@ def opened(path: Path) -> tuple[Variables, dict[str, Any]]:
             f"{path} must have variables with the same dimensions, (time, y, x) or (trajectory, time, y, x); its "
             f"variables of numbers with 3 or 4 dimensions are: {found}"
         )
+    _check_times(path, next(iter(dims)))
     attributes = {**data.attrs, "channels": [*fields]}
     for name in ("mean", "std"):
         found = [x.attrs.get(name) for x in fields.values()]
@@ -73,6 +101,8 @@ def opened(path: Path) -> tuple[Variables, dict[str, Any]]:
                 f"normalised; add them with `{_STATISTICS} {path}`"
             )
         attributes[name] = [float(x) for x in found]
+        if not np.isfinite(attributes[name]).all():
+            raise _without_data(path, [*fields][int(np.argmin(np.isfinite(attributes[name])))], f"{name} = nan or inf")
     return Variables([*fields.values()]), attributes
 
 
@@ -109,20 +139,44 @@ def write_part(path: Path, frames: np.ndarray, places: Callable[[tuple[int, int]
 
 
 def add_statistics(path: Path) -> dict[str, tuple[float, float]]:
-    """Add the attributes mean and std to the variables that are fields; one time after another is read."""
-    (data, fields), found = _open(path), {}
+    """Add the attributes mean and std to the variables that are fields; one time after another is read.
+
+    Raises:
+        ConfigError: a cell is not finite.
+    """
+    data, fields = _open(path)
+    found = {}
     for name, x in fields.items():
-        sums = np.zeros(2)
+        moments = Moments(1)
         for place in np.ndindex(x.shape[:-2]):
             frame = np.asarray(x[place], np.float64)
-            sums += frame.mean(), np.square(frame).mean()
-        mean, squares = sums / np.prod(x.shape[:-2])
-        found[name] = float(mean), float(np.sqrt(squares - mean**2))
+            if not np.isfinite(frame).all():
+                raise _without_data(path, name, f"cells that are not finite at {place}")
+            moments.add(frame.reshape(1, -1))
+        found[name] = float(moments.mean[0]), float(moments.std[0])
     data.close()
     with _packages()[1].File(path, "a") as file:
         for name, statistics in found.items():
             file.variables[name].attrs.update(zip(("mean", "std"), statistics, strict=True))
     return found
+
+
+def _check_times(path: Path, dims: tuple[str, ...]) -> None:
+    """Check by their names that the dimension of times is the third from the last."""
+    third, others = str(dims[-3]).lower(), {str(name).lower() for name in dims[:-3] + dims[-2:]}
+    if third in _LEVELS or (others & _TIMES and third not in _TIMES | _LEADS):
+        raise ConfigError(
+            f"{path} has variables with the dimensions ({', '.join(map(str, dims))}), and {dims[-3]} would be read as "
+            "the times of a trajectory; write them as (time, y, x) or (trajectory, time, y, x) with xarray: a variable "
+            "for each level (data.sel(level=...)), or data.transpose(..., 'time', 'lat', 'lon')"
+        )
+
+
+def _without_data(path: Path, name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"the variable {name} of {path} has {what}: cells without data, such as land for a variable of the ocean, must "
+        f"have a number; fill them with xarray (data.fillna(0)), then run `{_STATISTICS} {path}`"
+    )
 
 
 def _packages() -> tuple[Any, Any]:

@@ -276,6 +276,20 @@ DATA = (
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
+        "other fields with the same statistics are taken for the same ones",
+        "examples/fields/file.py",
+        "            digest.update(np.ascontiguousarray",
+        "            np.asarray(np.ascontiguousarray",
+        "examples/fields/tests/test_data.py",
+    ),
+    Mutant(
+        "levels of a NetCDF file are read as times",
+        "examples/fields/netcdf.py",
+        "if third in _LEVELS or (",
+        "if False and (",
+        "examples/fields/tests/test_netcdf.py",
+    ),
+    Mutant(
         "held-out trajectories are trained on",
         "examples/fields/loader.py",
         "trajectories, self._starts = source.trajectories - held_out, source.times - lead",

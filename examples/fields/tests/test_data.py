@@ -262,7 +262,8 @@ def test_states_of_other_data_are_refused(source: FieldSource) -> None:
     states = merged([loader(source)])
     entry = {"epoch": 0, "item": 0, "samples": 0, "data_streams": 4, "seed": 0, "trajectories": 3, "times": 9}
     content = states[0]["content"]
-    assert states == dict.fromkeys(range(4), entry | {"lead": 1, "content": content})
+    identity = {"content": content, "numbers": source.numbers}
+    assert states == dict.fromkeys(range(4), entry | {"lead": 1} | identity)
     others = replace(source, mean=source.mean + 1)
     with pytest.raises(ConfigError, match="the content of the data set has changed since the checkpoint"):
         loader(others).load_state_dict(states)
@@ -280,6 +281,39 @@ def test_states_of_other_data_are_refused(source: FieldSource) -> None:
     del states[3]
     with pytest.raises(ConfigError, match="lacks stream 3"):
         loader(source).load_state_dict(states)
+
+
+@pytest.mark.parametrize("hashed", [1 << 24, 100])
+def test_trajectories_in_another_order_and_other_numbers_are_refused(
+    tmp_path: Path, source: FieldSource, monkeypatch: pytest.MonkeyPatch, hashed: int
+) -> None:
+    monkeypatch.setattr("examples.fields.file.HASHED", hashed)
+    states = merged([loader(source)])
+    loader(source).load_state_dict(states)
+    for name, frames in {"order": FRAMES[::-1], "numbers": FRAMES[:, :, :, ::-1]}.items():
+        write_fields(tmp_path / name, frames, SHAPE, ATTRIBUTES)
+        other = replace(FieldSource.open(tmp_path / name), mean=source.mean, std=source.std)
+        with pytest.raises(ConfigError, match="the numbers of the fields, or their order, have changed"):
+            loader(other).load_state_dict(states)
+    older = {stream: {key: x for key, x in state.items() if key != "numbers"} for stream, state in states.items()}
+    loader(source).load_state_dict(older)
+
+
+def test_the_hash_of_a_large_array_reads_little(monkeypatch: pytest.MonkeyPatch, source: FieldSource) -> None:
+    monkeypatch.setattr("examples.fields.file.HASHED", 100)
+    monkeypatch.setattr("examples.fields.file.PIECES", 3)
+    read = []
+
+    class Large:
+        shape = (10**6, 10**6, 2, 10**4, 10**4)
+
+        def __getitem__(self, index: tuple) -> np.ndarray:
+            read.append(index)
+            return np.zeros((1, 2, 32, 32), np.float32)
+
+    assert replace(source, array=Large()).numbers
+    middle = slice(4984, 5016)
+    assert read == [(n, slice(0, 1), slice(None), middle, middle) for n in (0, 499_999, 999_999)]
 
 
 # --- refusals
@@ -325,9 +359,10 @@ BAD_FILES = {
     "shape": (other_array((5, 9, 40, 70), "float32"), r"has \(5, 9, 40, 70\) in float32"),
     "dtype": (other_array(SHAPE, "float64"), "in float64"),
     "empty": (other_array((0, 9, 2, 40, 70), "float32"), "must have 5 dimensions"),
-    "channels": (lambda group: changed(group, channels=["a"]), "a name, a mean and a positive standard deviation of"),
+    "channels": (lambda group: changed(group, channels=["a"]), "a name, a finite mean and a finite, positive"),
     "std": (lambda group: changed(group, std=[1.0, 0.0]), "positive standard deviation of its 2 channels"),
-    "mean": (lambda group: changed(group, mean="high"), "a mean and a positive"),
+    "mean": (lambda group: changed(group, mean="high"), "a finite mean"),
+    "infinite": (lambda group: changed(group, mean=[np.inf] * 2, std=[np.inf] * 2), "a finite, positive standard"),
 }
 
 

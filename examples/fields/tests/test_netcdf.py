@@ -71,6 +71,15 @@ def test_statistics_are_added(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     np.testing.assert_allclose(source.read(2, slice(None)), NORMAL[2], atol=1e-3)
 
 
+def test_statistics_keep_a_small_spread_around_a_large_mean() -> None:
+    numbers = 1e9 + np.random.default_rng(0).normal(0, 1, (2, 4, 1000))
+    moments = netcdf.Moments(2)
+    for part in numbers.swapaxes(0, 1):
+        moments.add(part)
+    np.testing.assert_allclose(moments.mean, numbers.mean((1, 2)), rtol=1e-15)
+    np.testing.assert_allclose(moments.std, numbers.std((1, 2)), rtol=1e-6)
+
+
 def test_parts_of_ranks_are_one_file_that_xarray_reads(tmp_path: Path) -> None:
     path = tmp_path / "x.nc"
     create(path, SHAPE, ATTRIBUTES | {"mean": MEAN, "std": STD, "parameters": {"not": "kept"}})
@@ -102,6 +111,41 @@ def test_what_is_no_file_of_fields_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             FieldSource.open(path)
     assert netcdf.main([]) == netcdf.main([str(text)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("dims", "right"),
+    [
+        (("time", "level", "lat", "lon"), False),
+        (("lat", "lon", "time"), False),
+        (("valid_time", "member", "y", "x"), False),
+        (("level", "lat", "lon"), False),
+        (("time", "step", "lat", "lon"), True),  # forecasts: each start is a trajectory
+        (("member", "T", "y", "x"), True),
+        (("a", "b", "c", "d"), True),
+    ],
+)
+def test_times_are_the_third_dimension_from_the_last(tmp_path: Path, dims: tuple[str, ...], right: bool) -> None:
+    path = tmp_path / "x.nc"
+    variable = dims, FRAMES[0, :4, :, :8, :6][(0,) * (4 - len(dims))], {"mean": 0.0, "std": 1.0}
+    xarray.Dataset({"v": variable}).to_netcdf(path, engine="h5netcdf")
+    if right:
+        assert FieldSource.open(path).grid == (8, 6)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"dimensions \({', '.join(dims)}\), and {dims[-3]} would be read as the times"
+    ):
+        FieldSource.open(path)
+
+
+def test_cells_without_data_are_one_sentence(tmp_path: Path) -> None:
+    land = FRAMES[0, :, 0].copy()
+    land[:, 3] = np.nan
+    for name, mean in (("bare", {}), ("nan", {"mean": np.nan, "std": 1.0}), ("inf", {"mean": 0.0, "std": np.inf})):
+        path = tmp_path / f"{name}.nc"
+        xarray.Dataset({"sst": (("time", "y", "x"), land, mean)}).to_netcdf(path, engine="h5netcdf")
+        with pytest.raises(ConfigError, match=r"cells without data, such as land .* fill them with xarray"):
+            FieldSource.open(path) if mean else netcdf.add_statistics(path)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ IDENTITY = {
     "seq_len": "training.seq_len = {now} is not the {saved} of the checkpoint, and its training.packing counts pieces "
     "of documents of that length",
     "content": "the content of the data set has changed since the checkpoint",
+    "numbers": "the numbers of the fields, or their order, have changed since the checkpoint",
 }
 """What decides the data behind a position: entry of a state -> what is said if it differs. Older states lack some."""
 _OLDER = ("data",)  # a hash of sizes, heads and tails of files, which was in the place of "content"
@@ -299,6 +300,8 @@ def _check(saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping
         resume = f"resume with {before}" if name not in IDENTITY else "resume with that one"
         if name == "content":
             resume = "restore the files (new ones may be added behind the last one)"
+        elif name == "numbers":
+            resume = "restore the file"
         raise ConfigError(
             f"{f'of the source {source!r}, ' if source else ''}{problem.format(now=now, saved=before)}, so that its "
             f"positions would mean other data; {resume}, {AGAIN}"
