@@ -18,19 +18,23 @@ class Numbers:
     made_by = MappingProxyType({})
 
     def __init__(self, lengths: list[int], bad: int = -1, above: int = 0) -> None:
-        self.lengths, self.bad, self.above = lengths, bad, above
+        self.sizes, self.bad, self.above = lengths, bad, above
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.sizes)
 
     def __getitem__(self, i: int) -> Encoded:
         if i == self.bad:
             raise BadRecord(f"document {i} is damaged")
-        return Encoded(np.arange(1, self.lengths[i] + 1) + 1000 * i + self.above)
+        return Encoded(np.arange(1, self.sizes[i] + 1) + 1000 * i + self.above)
+
+    def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each document."""
+        return np.array(self.sizes)
 
     def fingerprint(self, documents: int) -> int:
         """What tells changed data apart."""
-        return hash(tuple(self.lengths[:documents])) >> 1
+        return hash(tuple(self.sizes[:documents])) >> 1
 
 
 class Ids(Numbers):

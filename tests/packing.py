@@ -22,7 +22,7 @@ def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[PackedSequen
     """Yield the full sequences of whole documents (n,), each with its begin and end tokens; drop an incomplete one."""
     source = Ids([*documents, [0]])
     stream = _InOrder(source, range(len(source)), stream=0, seq_len=seq_len, seed=0)
-    yield from (stream.next_sample() for _ in range((sum(source.lengths) - 1) // seq_len))
+    yield from (stream.next_sample() for _ in range((sum(source.sizes) - 1) // seq_len))
 
 
 def assert_exact_in_legs(

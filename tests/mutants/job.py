@@ -290,6 +290,13 @@ DATA = (
         "examples/fields/tests/test_netcdf.py",
     ),
     Mutant(
+        "a stream may have empty documents alone",
+        "trainer/data/order/streams.py",
+        "        data_streams //= 2\n",
+        "        break\n",
+        "tests/unit/test_data_loader.py",
+    ),
+    Mutant(
         "held-out trajectories are trained on",
         "examples/fields/loader.py",
         "trajectories, self._starts = source.trajectories - held_out, source.times - lead",

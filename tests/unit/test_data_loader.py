@@ -292,9 +292,24 @@ def refusal(call) -> str:
 
 
 @pytest.mark.parametrize("empty", [1, 3])
-def test_a_stream_without_a_token_is_refused_instead_of_turning_for_ever(empty):
+def test_a_stream_without_a_token_is_refused_instead_of_turning_for_ever(empty, monkeypatch):
+    assert f"none of the {empty} documents of the data set holds text" in refusal(lambda: loader([""] * empty, n=1))
+    monkeypatch.setattr("trainer.data.text_data.SORTED", 0)  # documents of larger data are not counted
     one = loader([""] * empty, n=1)
     assert f"none of the {empty} documents of data stream 0 holds text; leave out" in refusal(lambda: next(iter(one)))
+
+
+def test_each_stream_has_text_although_most_documents_are_empty():
+    documents = ["abc" if i % 10 == 0 else "" for i in range(600)]
+    one = loader(documents, n=None)
+    n = one.state_dict()[0]["data_streams"]
+    assert n < 64
+    assert len(rows(islice(iter(one), 200))) == 200
+    said = refusal(lambda: loader(documents, n=64))
+    assert "training.data_streams = 64 leaves a stream without text" in said
+    assert f"use {n}, leave it out" in said
+    full = loader(["abc"] * 600, n=None)
+    assert len(full.state_dict()) == 64
 
 
 def test_one_document_among_many_empty_ones_is_found():

@@ -270,8 +270,11 @@ class IterableData:
     items = 0
     """Number of documents: not known."""
 
-    def check(self, data_streams: int | None) -> None:
+    def check(self, data_streams: int | None, seed: int = 0) -> None:
         """Nothing is known before the documents are read."""
+
+    def streams_with_text(self, data_streams: int, seed: int) -> int:
+        return data_streams
 
     def streams(
         self, items: int, seq_len: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int

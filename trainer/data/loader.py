@@ -66,7 +66,7 @@ class BatchLoader(StreamLoader):
     plan: computes from the arrays of a batch what stands under "plan" in it; exchange: makes other batches of these.
 
     Raises:
-        ConfigError: there is no document, or there are fewer than streams.
+        ConfigError: there is no document with text, or too few for each stream.
     """
 
     def __init__(
@@ -82,11 +82,14 @@ class BatchLoader(StreamLoader):
         plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
         exchange: Callable[[Iterator[TextBatch]], Iterator[dict[str, Any]]] = iter,
     ) -> None:
-        data.check(data_streams)
+        data.check(data_streams, seed)
         self._exchange = exchange
         self._data, self._batch_size, self._plan, self._seq_len = data, local_batch_size, plan, seq_len
         split = {"data_streams": data_streams, "seed": seed, "dp_rank": dp_rank, "dp_degree": dp_degree}
         super().__init__(data.items, **split)
+
+    def fitting(self, data_streams: int) -> int:
+        return self._data.streams_with_text(data_streams, self._seed)
 
     def streams_of(self, items: int | tuple[int, ...], data_streams: int) -> dict[int, TextStream | MixtureStream]:
         return self._data.streams(items, self._seq_len, data_streams, self._seed, self._rank, self._degree)

@@ -26,7 +26,7 @@ import numpy as np
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.order.streams import AGAIN, StreamState, assigned
+from trainer.data.order.streams import AGAIN, SORTED, StreamState, assigned, streams_with_text
 from trainer.data.packing import DocumentStream, PackedSequence, TooLong, WholeStream
 from trainer.data.sources.files import DataKeys, cache_folder
 from trainer.data.sources.registry import DataSettings, check_streams, files_of, source_of
@@ -93,9 +93,24 @@ class TextData:
         """Number of documents."""
         return len(self.source)
 
-    def check(self, data_streams: int | None) -> None:
-        """Check that every stream has a document; ConfigError otherwise."""
+    def check(self, data_streams: int | None, seed: int = 0) -> None:
+        """Check that every stream has a document, of up to SORTED one with text; ConfigError otherwise."""
         check_streams("the data set", len(self.source), data_streams)
+        if not (most := self.streams_with_text(data_streams or 1, seed)):
+            raise ConfigError(
+                f"none of the {len(self.source)} documents of the data set holds text; give a document with text"
+            )
+        if data_streams is not None and most < data_streams:
+            raise ConfigError(
+                f"training.data_streams = {data_streams} leaves a stream without text, because many of the "
+                f"{len(self.source)} documents are empty; use {most}, leave it out, or leave out documents without text"
+            )
+
+    def streams_with_text(self, data_streams: int, seed: int) -> int:
+        """Return `data_streams`, or fewer if a stream had no text; more than SORTED documents are not counted."""
+        if len(self.source) > SORTED:
+            return data_streams
+        return streams_with_text(self.source.lengths() > 0, data_streams, seed)
 
     def stream(self, items: Sequence[int], *, stream: int, seq_len: int, seed: int) -> TextStream:
         """Return a stream of some of the documents. stream: its number."""
@@ -216,10 +231,20 @@ class Mixture:
         """Documents of each source."""
         return tuple(part.items for part in self.parts.values())
 
-    def check(self, data_streams: int | None) -> None:
-        """Check that every stream has a document of every source; ConfigError otherwise."""
+    def check(self, data_streams: int | None, seed: int = 0) -> None:
+        """Check that every stream has a document of every source, see `TextData.check`; ConfigError otherwise."""
         for part in self.parts.values():
-            part.check(data_streams)
+            part.check(data_streams, seed)
+
+    def streams_with_text(self, data_streams: int, seed: int) -> int:
+        """Return `data_streams`, or fewer if a stream of a source of them had no text."""
+        fitting = 0
+        while fitting != data_streams:
+            fitting, data_streams = (
+                data_streams,
+                min(part.streams_with_text(data_streams, seed) for part in self.parts.values()),
+            )
+        return data_streams
 
     def streams(self, items: tuple[int, ...], seq_len: int, data_streams: int, *how: int) -> dict[int, MixtureStream]:
         """Return the streams that a data-parallel rank reads, by number; see `TextData.streams`."""

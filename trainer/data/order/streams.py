@@ -133,6 +133,17 @@ def streams_that_fit(items: int, dp_degree: int) -> int:
     return min(max(items // ITEMS_PER_STREAM, 1), max(DEFAULT_STREAMS, dp_degree))
 
 
+def streams_with_text(has_text: np.ndarray, data_streams: int, seed: int) -> int:
+    """Return the largest of data_streams, data_streams // 2, ... for which each stream has a document with text.
+
+    has_text: (n,) bool, of each document; 0 is returned if no document has text.
+    """
+    in_order = has_text[shuffled(len(has_text), seed, _ASSIGN)]
+    while data_streams and not all(in_order[stream::data_streams].any() for stream in range(data_streams)):
+        data_streams //= 2
+    return data_streams
+
+
 class ItemStream:
     """One stream: goes through its items, in another order in each epoch.
 
@@ -197,10 +208,14 @@ class StreamLoader:
         self._chooses = data_streams is None
         self._seed, self._rank, self._degree = seed, dp_rank, dp_degree
         fewest = min(items) if isinstance(items, tuple) else items
-        self._items, self._n = items, data_streams or streams_that_fit(fewest, dp_degree)
+        self._items, self._n = items, data_streams or self.fitting(streams_that_fit(fewest, dp_degree))
         self._streams, self._fixed = self.streams_of(items, self._n), self._fixed_by(items, self._n)
         self._given = 0
         """Samples that all ranks have read."""
+
+    def fitting(self, data_streams: int) -> int:
+        """Return the number of streams of a run that does not name it, from the number that fits `items`."""
+        return data_streams
 
     @abstractmethod
     def streams_of(self, items: Any, data_streams: int) -> dict[int, Any]:
