@@ -621,6 +621,13 @@ PROCESSES = (
         "tests/unit/test_rank.py::test_an_interrupted_rank_ends_at_once_with_its_code",
     ),
     Mutant(
+        "lines for which the disk had no room are lost",
+        "trainer/components/sinks.py",
+        "if len(self._pending) < _MOST_PENDING_BYTES:",
+        "if not self._pending:",
+        "tests/unit/test_full_disk.py::test_metrics_wait_for_room_and_are_warned_of_once",
+    ),
+    Mutant(
         "a new group waits half an hour",
         "trainer/runtime/process_group.py",
         "    distributed_c10d._get_default_timeout = lambda _backend: group_timeout(dist.group.WORLD, device)\n",

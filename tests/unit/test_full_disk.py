@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 
-from trainer.components.sinks import JsonLines
+from trainer.components import sinks
+from trainer.components.sinks import JsonLines, TensorBoard
 from trainer.config import ConfigError
 from trainer.config.writable import full_disk, os_error_of
 from trainer.runtime.dump_folder import writing_to
@@ -63,15 +64,59 @@ def test_a_full_dump_folder_is_told_in_one_sentence(tmp_path: Path) -> None:
     assert message.endswith("are free); make room there, or name another folder, and run the same command again")
 
 
-def test_metrics_that_do_not_fit_are_told_and_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_wait_for_room_and_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The run continues to its next checkpoint, whose error says what to do."""
-    metrics = JsonLines(tmp_path / "metrics.jsonl")
-    metrics._file.close()
-    with Path("/dev/full").open("a", encoding="utf-8") as metrics._file, caplog.at_level("WARNING", logger="trainer"):
+    path = tmp_path / "metrics.jsonl"
+    metrics = JsonLines(path)
+    disk = metrics._file
+    with Path("/dev/full").open("ab", buffering=0) as metrics._file, caplog.at_level("INFO", logger="trainer"):
         metrics.write({"step": 1})
         metrics.write({"step": 2})
+        metrics._file = disk
+        metrics.write({"step": 3})
         metrics.close()
-    assert caplog.text.count("metrics.jsonl are not written: the disk is full (") == 3
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    warned, told = caplog.messages
+    assert warned.startswith(f"lines of {path} are not written: the disk is full (")
+    assert told == f"there is room again: the lines of {path} that waited are written"
+
+
+def test_metrics_that_never_fit_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "_MOST_PENDING_BYTES", 20)
+    metrics = JsonLines(tmp_path / "metrics.jsonl")
+    metrics._file.close()
+    with Path("/dev/full").open("ab", buffering=0) as metrics._file, caplog.at_level("WARNING", logger="trainer"):
+        for step in range(5):
+            metrics.write({"step": step})
+        metrics.close()
+    assert caplog.messages[1:] == [f"the last lines of {tmp_path}/metrics.jsonl are not written: 5 are lost"]
+
+
+def test_a_damaged_line_of_an_earlier_run_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The last line too, if a killed run left it incomplete: this is no damage."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n{"step": 4}\n{"ste')
+    with caplog.at_level("WARNING", logger="trainer"):
+        JsonLines(path, 3).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
+    assert caplog.messages == [f"damaged lines of {path} are removed: 2"]
+
+
+def test_tensorboard_goes_on_when_there_is_room_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "_RETRY_SECONDS", 0.0)
+    board = TensorBoard(tmp_path)
+    full = mock.patch.object(board._writer, "add_scalar", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full, caplog.at_level("INFO", logger="trainer"):
+        for step in (1, 2, 3):
+            board.write({"step": step, "loss": 1.0})
+        board.close()
+    warned, told = caplog.messages
+    assert warned.startswith(f"TensorBoard's events in {board._run} are not written: the disk is full (")
+    assert told == f"TensorBoard's events are written again; 1 steps are missing in {board._run}"
 
 
 def _last_line_without_disk(code: str, folder: Path) -> str:

@@ -4,11 +4,12 @@ Each has `write`, which takes the metrics of a step by name, and `close`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from trainer.config.schema import JobConfig
@@ -16,6 +17,12 @@ from trainer.config.writable import full_disk
 from trainer.data.sources.files import write_whole
 from trainer.runtime.console import logger
 from trainer.runtime.dump_folder import writing_to
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_MOST_PENDING_BYTES = 16 << 20
+_RETRY_SECONDS = 60.0
 
 
 class JsonLines:
@@ -35,56 +42,110 @@ class JsonLines:
             elif path.exists():
                 last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
                 path.rename(path.with_name(f"{path.stem}.{last}.jsonl"))
-            self._path, self._file = path, path.open("a", encoding="utf-8")
+            self._path, self._file = path, path.open("ab", buffering=0)
+        self._pending, self._lost, self._full = b"", 0, False
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
-        self._file.write(json.dumps(metrics) + "\n")
-        with self._room_awaited():
-            self._file.flush()
+        """Write a line. Lines for which the disk has no room wait, up to 16 MiB, and are written with a later one."""
+        if len(self._pending) < _MOST_PENDING_BYTES:
+            self._pending += json.dumps(metrics).encode() + b"\n"
+        else:
+            self._lost += 1
+        self._write_pending()
 
     def close(self) -> None:
-        with self._room_awaited():
-            self._file.close()
+        self._write_pending()
+        self._file.close()
+        if missing := self._pending.count(b"\n") + self._lost:
+            logger.warning(f"the last lines of {self._path} are not written: {missing:,} are lost")
 
-    @contextmanager
-    def _room_awaited(self) -> Iterator[None]:
-        """Warn if the disk is full: a run continues, and lines wait in memory for the next flush."""
+    def _write_pending(self) -> None:
+        """Write what waits; the first time that the disk is full, warn."""
         try:
-            yield
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
         except OSError as error:
             if not (full := full_disk(error, self._path.parent)):
                 raise
-            logger.warning(f"lines of {self._path} are not written: {full}")
+            if not self._full:
+                logger.warning(f"lines of {self._path} are not written: {full}; they wait for room")
+            self._full = True
+            return
+        if self._full:
+            lost = f"; {self._lost:,} later ones were too many to keep, and are lost" if self._lost else ""
+            logger.info(f"there is room again: the lines of {self._path} that waited are written{lost}")
+        self._full, self._lost = False, 0
 
 
 def _keep_up_to(path: Path, step: int) -> None:
-    """Remove the lines of later steps from the file, and a line that a killed run left incomplete."""
-    lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError):
-            lines += [line + "\n"] if json.loads(line)["step"] <= step else []
-    write_whole(path, "".join(lines).encode())
+    """Remove the lines of later steps from the file, and a line that a killed run left incomplete.
+
+    A damaged line before the last one is removed with a warning.
+    """
+    kept, damaged = [], []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            kept += [line + "\n"] if json.loads(line)["step"] <= step else []
+        except (ValueError, KeyError, TypeError):
+            damaged += [number] if number < len(lines) else []
+    if damaged:
+        numbers = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        logger.warning(f"damaged lines of {path} are removed: {numbers}")
+    write_whole(path, "".join(kept).encode())
 
 
 class TensorBoard:
-    """Writes one scalar a metric to a folder per run; a run that resumes after `start_step` shares the folder."""
+    """Writes one scalar a metric to a folder per run; a run that resumes after `start_step` shares the folder.
+
+    On a full disk a run goes on: one warning, and a new file of events when there is room again.
+    """
 
     def __init__(self, folder: Path, start_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # the import takes a second
-
         earlier = sorted(path for path in folder.glob("????????-??????") if path.is_dir()) if start_step else []
-        run = earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
+        self._run = earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
+        self._lost, self._next_try = 0, 0.0
         with writing_to(folder):
             # Repeated steps replace the same steps of the interrupted run.
-            self._writer = SummaryWriter(str(run), purge_step=start_step + 1 if start_step else None)
+            self._writer = self._open(purge_step=start_step + 1 if start_step else None)
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
-        for name, value in metrics.items():
-            if name != "step" and isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, metrics["step"])
+        if self._writer is None and time.monotonic() < self._next_try:
+            self._lost += 1
+            return
+        try:
+            if self._writer is None:
+                self._writer = self._open()
+            for name, value in metrics.items():
+                if name != "step" and isinstance(value, (int, float)):
+                    self._writer.add_scalar(name, value, metrics["step"])
+        except OSError as error:
+            self._give_up(error)
+        else:
+            if self._lost:
+                logger.info(f"TensorBoard's events are written again; {self._lost:,} steps are missing in {self._run}")
+            self._lost = 0
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _open(self, purge_step: int | None = None) -> "SummaryWriter":
+        from torch.utils.tensorboard import SummaryWriter  # the import takes a second
+
+        return SummaryWriter(str(self._run), purge_step=purge_step)
+
+    def _give_up(self, error: OSError) -> None:
+        """Drop the writer, whose thread has ended, until a later step."""
+        if not (full := full_disk(error, self._run)):
+            raise error
+        if not self._lost:
+            logger.warning(f"TensorBoard's events in {self._run} are not written: {full}")
+        self._lost += 1
+        self._writer, self._next_try = None, time.monotonic() + _RETRY_SECONDS
 
 
 class WeightsAndBiases:
