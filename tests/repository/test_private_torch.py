@@ -140,6 +140,11 @@ PRIVATE = {
         "time-outs of groups",
         lambda: [*inspect.signature(dist.distributed_c10d._set_pg_timeout).parameters][:2] == ["timeout", "group"],
     ),
+    "_get_default_timeout": Private(
+        _GROUPS,
+        "time-outs of groups that are made later",
+        lambda: [*inspect.signature(dist.distributed_c10d._get_default_timeout).parameters] == ["backend"],
+    ),
     "_dump_fr_trace": Private(
         _GROUPS, "the flight record (without it a line says so)", lambda: torch._C._distributed_c10d._dump_fr_trace
     ),
@@ -155,6 +160,7 @@ PRIVATE = {
         "trainer/distributed/sharding/exchange.py",
         "the time-out of waiting for a message on CPUs",
         lambda: dist.ProcessGroup._get_backend,
+        also=_GROUPS,
     ),
     "_PipelineScheduleRuntime": Private(
         "trainer/distributed/pipeline_parallel.py",

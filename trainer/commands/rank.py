@@ -131,9 +131,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
             report(f"error: {error}")
         return 1
     except SystemExit as error:
-        report(f"error: rank {process.rank} called sys.exit({error.code!r}) before its work was done")
-        reports.failed(error)
-        return error.code if isinstance(error.code, int) and error.code > 0 else 1
+        return _left_early(reports, error)
     except Exception as error:
         if not is_peer_failure(error):
             report(f"rank {process.rank} failed:\n{traceback.format_exc()}")
@@ -144,6 +142,13 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
     finally:
         end_live_line()
     return 0
+
+
+def _left_early(reports: "Reports", error: SystemExit) -> int:
+    """Report that this rank's work called `sys.exit`, and return an exit code above 0."""
+    report(f"error: rank {reports.process.rank} called sys.exit({error.code!r}) before its work was done")
+    reports.failed(error)
+    return error.code if isinstance(error.code, int) and error.code > 0 else 1
 
 
 def _report_lost_peers(reports: "Reports", error: Exception) -> None:
