@@ -79,7 +79,8 @@ def rows_of(file: str, name: str) -> Iterator[str | BadRecord]:
     with reading(file), parquet.ParquetFile(file, page_checksum_verification=True) as rows:
         check_column(name, rows.schema_arrow.names, file)
         for batch in rows.iter_batches(batch_size=1024, columns=[name]):
-            for value, number in zip(_values(batch[0]), numbers, strict=False):
+            # Arrow reads a struct "a" with a field "b" beside a column "a.b".
+            for value, number in zip(_values(batch.column(name)), numbers, strict=False):
                 yield text_of_row(value, name, f"{file}, row {number}")
 
 
@@ -105,7 +106,10 @@ def text_of_row(value: object, name: str, where: str) -> str | BadRecord:
     """Return the text in the column `name` of a row, empty if it is null, or why it is none."""
     if value is None or isinstance(value, str):
         return replace_surrogates(value or "")
-    return BadRecord(f'{where}, must have a text in UTF-8 in the column "{name}", not {type(value).__name__}')
+    return BadRecord(
+        f'{where}, must have a text in UTF-8 in the column "{name}", not {type(value).__name__}; write texts there (a '
+        "CSV file does not say which of its columns are texts: use JSON lines or Parquet)"
+    )
 
 
 def check_column(name: str, columns: Sequence[str], where: str) -> None:
@@ -230,17 +234,24 @@ class HubData:
     def texts(self, shard: int, name: str) -> Iterator[str | BadRecord]:
         """Yield the texts in the column `name` of a shard.
 
-        The packages below repeat requests that fail, for some minutes.
+        The packages below repeat requests that fail, for some minutes. Nothing of a shard can be read behind a row that
+        they cannot convert: a `BadRecord` stands for all of these rows.
 
         Raises:
             ConfigError: the hub no longer answers, the shard is damaged, or has no such column.
         """
+        number = -1
         try:
             for number, row in enumerate(self._rows.shard(self.shards, shard)):
                 check_column(name, list(row), str(self))
                 yield text_of_row(row[name], name, f"{self}, shard {shard}, row {number}")
         except ConfigError:
             raise
+        except (ValueError, TypeError, NotImplementedError) as error:  # of Arrow, too: a wrong type, or no UTF-8
+            yield BadRecord(
+                f"{self}, shard {shard}, cannot be read from row {number + 1} on ({_first_line(error)}); correct its "
+                "file, or download the files and give those that are right with training.dataset = 'jsonl'"
+            )
         except Exception as error:
             raise ConfigError(
                 f"{self}, shard {shard}, cannot be read ({_first_line(error)}); run the same command again, which "
