@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -327,6 +327,17 @@ def _written(work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+@contextmanager
+def _emptied_on_error(file: Path) -> Iterator[BinaryIO]:
+    """Open a file to write at its end, and empty it if it cannot be written: a part of it would keep a disk full."""
+    with file.open("ab") as stream:
+        try:
+            yield stream
+        except OSError:
+            os.truncate(file, 0)  # another process may wait for this file, so it stays
+            raise
+
+
 def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
     """Tokenize a part. Its .idx appears last, when the shard is whole; one process at a time writes it.
 
@@ -338,7 +349,7 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
     encode, dtype = source_of(settings).encoder(settings), np.dtype(CODES[code])
     index, lengths, sums, answers, skipped = stem.with_suffix(".idx"), [], [], [], Tally()
     notes: dict[str, dict[str, Any]] = {}
-    with stem.with_suffix(".bin").open("ab") as stream:
+    with _emptied_on_error(stem.with_suffix(".bin")) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
         if index.exists():
             return
