@@ -75,7 +75,10 @@ _GRAD = ("grad_out", *_QKV, "out", "logsumexp")
 _VARLEN = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
 _EFFICIENT = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _CPU, _CUDA = (f"{CP}/execution/kernels/{name}.py" for name in ("cpu", "cuda"))
-_GROUPS, _INTERCEPTION = "trainer/runtime/process_group.py", "trainer/integrations/interception.py"
+_GROUPS, _LOCAL_ATTENTION = (
+    "trainer/runtime/process_group.py",
+    "trainer/distributed/context_parallel/local_attention.py",
+)
 _INSPECTION, _COMPILE = "trainer/integrations/inspection.py", "trainer/transforms/compile.py"
 _CPU_FLASH, _CUDNN = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"
 
@@ -200,14 +203,18 @@ PRIVATE = {
         lambda: all(hasattr(torch._functorch.config, x) for x in ("donated_buffer", "activation_memory_budget")),
     ),
     # models of others
-    "HigherOrderOperator": Private(_INTERCEPTION, "interception", imports("torch._ops", "HigherOrderOperator")),
-    "OpOverload": Private(_INTERCEPTION, "interception", imports("torch._ops", "OpOverload")),
-    "OpOverloadPacket": Private(_INTERCEPTION, "interception", imports("torch._ops", "OpOverloadPacket")),
+    "HigherOrderOperator": Private(
+        _LOCAL_ATTENTION, "refusal of local attention", imports("torch._ops", "HigherOrderOperator")
+    ),
+    "OpOverload": Private(_LOCAL_ATTENTION, "refusal of local attention", imports("torch._ops", "OpOverload")),
+    "OpOverloadPacket": Private(
+        _LOCAL_ATTENTION, "refusal of local attention", imports("torch._ops", "OpOverloadPacket")
+    ),
     "_native_multi_head_attention": Private(
-        _INTERCEPTION, "refusal of fused attention", lambda: torch._native_multi_head_attention
+        _LOCAL_ATTENTION, "refusal of fused attention", lambda: torch._native_multi_head_attention
     ),
     "_transformer_encoder_layer_fwd": Private(
-        _INTERCEPTION, "refusal of fused attention", lambda: torch._transformer_encoder_layer_fwd
+        _LOCAL_ATTENTION, "refusal of fused attention", lambda: torch._transformer_encoder_layer_fwd
     ),
     **{
         name: Private(_INSPECTION, "the list of layers that mix tokens", imports(f"torch.nn.modules.{module}", name))

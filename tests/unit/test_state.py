@@ -22,7 +22,14 @@ _CHANGES = {
         "activate",
     ),
 }
-_SETTINGS = ("os.environ", "torch.backends", "torch.compiler.config", "settings.cache_key_tag", "sys.excepthook")
+_SETTINGS = (
+    "os.environ",
+    "torch.backends",
+    "torch.compiler.config",
+    "settings.cache_key_tag",
+    "sys.excepthook",
+    "sys.stdout",
+)
 
 
 def state(tree: ast.Module) -> Iterator[str]:
