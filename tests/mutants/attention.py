@@ -365,7 +365,7 @@ EXECUTION = (
     Mutant(
         "kernels of packages are not seen by their namespace",
         f"{_CP}/local_attention.py",
-        "name = function._qualified_op_name",
+        "name = str(function)  # namespace.name",
         "name = function.__name__",
         "tests/distributed/test_local_attention.py",
     ),

@@ -157,7 +157,10 @@ PRIVATE = {
         lambda: torch.version.cuda is None or torch._C._distributed_c10d._dump_nccl_trace,
     ),
     "_timeout": Private(
-        "trainer/distributed/sharding/exchange.py", "the time-out of waiting for a message on CPUs", timeout
+        "trainer/distributed/sharding/exchange.py",
+        "the time-out of waiting for a message on CPUs",
+        timeout,
+        also=_GROUPS,
     ),
     "_get_backend": Private(
         "trainer/distributed/sharding/exchange.py",
@@ -188,6 +191,11 @@ PRIVATE = {
         imports("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
     ),
     "counters": Private(_COMPILE, "the count of compilations", imports("torch._dynamo.utils", "counters")),
+    "config": Private(
+        "trainer/transforms/compile.py",
+        "more than eight graphs of a function",
+        imports("torch._dynamo.config", "recompile_limit"),
+    ),
     "maybe_mark_dynamic": Private(
         _COMPILE, "one graph for chunks of the loss of any length", imports("torch._dynamo", "maybe_mark_dynamic")
     ),
@@ -277,6 +285,7 @@ PRIVATE = {
 # Not PyTorch's, or no name at all: modules on the way to a name, a namedtuple's method, exits, in-place foreach.
 OTHERS = frozenset(
     {"_C", "_distributed_c10d", "_replace", "_exit", "_run_exitfuncs", "_getframe", "_foreach_mul_", "_foreach_norm"}
+    | {"_ex_iterable"}  # of the package datasets
 )
 OURS = frozenset({"_context_parallel_mark", "_forward_replaced_by", "_attn_implementation", "_tensor"})
 

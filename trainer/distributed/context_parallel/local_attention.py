@@ -37,7 +37,7 @@ def attends(function: Callable) -> bool:
     if function in _CLOSED_CALLS:
         return True
     if isinstance(function, OpOverloadPacket):
-        name = function._qualified_op_name
+        name = str(function)  # namespace.name
     elif isinstance(function, OpOverload):
         name = f"{function.namespace}::{function.__name__}"  # the compiler cannot trace `name()`
     elif isinstance(function, HigherOrderOperator | BuiltinFunctionType):
