@@ -10,7 +10,6 @@ from itertools import combinations
 
 Row = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
-_TRIES = 80
 
 
 def pairs_of(row: Mapping[str, str]) -> Iterator[Pair]:
@@ -18,11 +17,14 @@ def pairs_of(row: Mapping[str, str]) -> Iterator[Pair]:
     yield from combinations(sorted(row.items()), 2)
 
 
-def covering_array(axes: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool], seed: int = 0) -> list[Row]:
+def covering_array(
+    axes: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool], seed: int = 0, tries: int = 40
+) -> list[Row]:
     """Return rows that hold every pair of values which some allowed row holds.
 
     axes: values of each setting; allowed: whether a row, also one that lacks settings, can be made whole. Greedy: each
     row starts from a pair that is missing and takes for every other setting what adds most; the same in every run.
+    tries: rows that are drawn for each such pair.
     """
     draw = random.Random(seed)
     missing = {
@@ -36,7 +38,7 @@ def covering_array(axes: Mapping[str, Sequence[str]], allowed: Callable[[Row], b
     for start in sorted(missing):
         if start not in missing:
             continue
-        candidates = [row for _ in range(_TRIES) if (row := _filled(dict(start), axes, allowed, missing, draw))]
+        candidates = [row for _ in range(tries) if (row := _filled(dict(start), axes, allowed, missing, draw))]
         missing.discard(start)  # or no row can hold it
         if candidates:
             best = max(candidates, key=lambda row: sum(pair in missing for pair in pairs_of(row)))

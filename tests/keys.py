@@ -280,7 +280,7 @@ EFFECTS: dict[str, str | Seen] = {
         "examples/fields/tests/test_jobs.py::test_the_summary_says_how_fields_are_divided"
     ),
     "training.seq_len": Seen(_SHAPE, lambda off, on: (len(off.inputs[0][0]), len(on.inputs[0][0])) == (16, 24)),
-    "training.balance": "tests/distributed/test_balance.py::test_every_document_with_a_label_is_somewhere_once",
+    "training.balance": "tests/distributed/test_balance.py::test_every_document_is_somewhere_once",
     "training.attention_mask": Seen(
         "--training.attention_mask=document --training.dataset_path={data}/lines",
         _other("losses"),

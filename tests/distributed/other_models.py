@@ -162,6 +162,7 @@ def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
         method=case.method,
         load_balancer=case.load_balancer,
         intercept=None if case.mistake == "no interception" else intercept_sdpa(),
+        local_attention=case.mistake == "no interception",
     ) as cp:
         logits = sharded_logits(case, model, batch, count)
         loss = loss_of(logits, batch, count)

@@ -67,7 +67,8 @@ def gradients_case(family: str, folder: str, tokens: torch.Tensor) -> dict[str, 
     with opened(Model(name=family, flavor=folder)) as (part, job, dims):
         load_weights([HFReader(Path(folder), hf_model(spec, job.model))], [part])
         options = job.attention or ContextParallelOptions()
-        with context_parallel(dims["cp"], buffers=[tokens], buffer_seq_dims=[1], options=options) as cp:
+        settings = {"buffer_seq_dims": [1], "options": options, "local_attention": True}
+        with context_parallel(dims["cp"], buffers=[tokens], **settings) as cp:
             plan = cp.attention_plan if job.attention else None
             loss_of(part.output(part(tokens, attention_plan=plan))).backward()
         return to_hf(spec, job.model, ((name, whole(p.grad)) for name, p in part.named_parameters()))

@@ -214,7 +214,8 @@ def autocast_of_style_case() -> None:
         for types in ((torch.float32, torch.bfloat16, torch.float32), (torch.float64,) * 3, (torch.float16,) * 3):
             inputs = [data().reshape(2, 2, 13, 4).to(dtype).requires_grad_() for dtype in types]
             copies = [x.detach().clone().requires_grad_() for x in inputs]
-            with context_parallel(mesh, buffers=[torch.zeros(13)], buffer_seq_dims=[0]) as cp:
+            buffers = {"buffers": [torch.zeros(13)], "buffer_seq_dims": [0]}
+            with context_parallel(mesh, **buffers, local_attention=True) as cp:
                 with torch.autocast("cpu", torch.bfloat16):
                     out = module(*inputs, plan=cp.attention_plan)
                     wanted = F.scaled_dot_product_attention(*copies, is_causal=True)

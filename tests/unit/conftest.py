@@ -1,7 +1,8 @@
 """What tests of several files need."""
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,13 @@ def lines(tmp_path: Path) -> Path:
     file.parent.mkdir()
     file.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(TEXTS)))
     return file
+
+
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    """Signals do what they do in a terminal, also where the tests run under nohup or in the background."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

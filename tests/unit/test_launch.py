@@ -116,6 +116,7 @@ def test_a_process_with_threads_or_with_cuda_is_not_forked() -> None:
         assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == answer, before
 
 
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize(
     ("number", "sent"),
     [(signal.SIGUSR1, signal.SIGUSR2), (signal.SIGHUP, signal.SIGHUP), (signal.SIGINT, signal.SIGINT)],

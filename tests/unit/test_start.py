@@ -186,6 +186,7 @@ def test_the_tokenizer_of_python_is_told_with_other_text(arguments: list[str], t
     assert bool(start._tokenizer_of_python(parse_command_line(arguments).config)) == told
 
 
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_before_there_are_ranks_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, number: signal.Signals
