@@ -757,8 +757,8 @@ PROCESSES = (
     Mutant(
         "a check reads another file than the run that starts",
         "trainer/commands/start.py",
-        'os.environ.get("CONFIG_FILE") or str(DEFAULT_CONFIG)',
-        "str(DEFAULT_CONFIG)",
+        'os.environ.get("CONFIG_FILE") or str(without_file)',
+        "str(without_file)",
         "tests/unit/test_start.py",
     ),
     Mutant(

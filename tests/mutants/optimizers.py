@@ -32,8 +32,8 @@ MUON = (
     Mutant(
         "nesterov is ignored",
         "trainer/components/muon.py",
-        "if self._settings.nesterov else momentum",
-        "if False else momentum",
+        "if not self._settings.nesterov:",
+        "if True:",
         _TORCH,
     ),
     Mutant(
@@ -175,7 +175,7 @@ FURTHER = (
     Mutant(
         "targets of further tokens cross the borders of documents",
         "trainer/tasks/language.py",
-        ".masked_fill(~shifted, IGNORE_INDEX)",
+        ".masked_fill(~is_inside, IGNORE_INDEX)",
         "",
         f"{_FURTHER}::test_targets_are_further_labels_of_the_same_document",
     ),

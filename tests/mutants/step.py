@@ -219,8 +219,8 @@ GRADIENTS = (
     Mutant(
         "a late step has the learning rate of the next one",
         "trainer/trainer.py",
-        "lr, at_once = self.lr_scheduler.get_last_lr()[0], self.needs_outcome(step)",
-        "self.lr_scheduler.step(); lr, at_once = self.lr_scheduler.get_last_lr()[0], self.needs_outcome(step)",
+        "lr, at_once = scheduled_rate(",
+        "self.lr_scheduler.step(); lr, at_once = scheduled_rate(",
         "tests/distributed/test_late_read.py",
     ),
     Mutant(

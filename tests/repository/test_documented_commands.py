@@ -14,7 +14,7 @@ import pytest
 
 from scripts.doc_outputs import PAGES as PAGES_WITH_OUTPUT
 from scripts.doc_outputs import commands as with_output
-from tests.repository.documented.brought import BROUGHT, blocks, brought
+from tests.repository.documented.brought import BROUGHT, blocks, brought, files
 from tests.repository.documented.clone import Clone
 from tests.repository.documented.exceptions import EXCEPTIONS, exception_of
 from tests.repository.documented.expected import expected, is_slow, written
@@ -153,6 +153,9 @@ def check(clone: Clone, command: Command, *, cold: bool) -> None:
 )
 def test_the_python_of_a_page_is_a_program(page: str, ranks: int, clone: Clone) -> None:
     clone.turn_to(group(page))
+    for name, text in files(page).items():
+        (clone.tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone.tree / name).write_text(text)
     (clone.tree / "page.py").write_text(blocks(page))
     start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
     result = clone.run(f"{start} page.py", cold=False)

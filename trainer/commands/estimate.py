@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
             note = f"{why}: traced with the kernels of CPUs, which keep more of norms and attention than those of a GPU"
             record, arguments = replace(record, type="cpu"), [*arguments, *_AS_ON_GPUS]
         what = config.job.description or config.job.config_file or "the default settings"
-        print(f"{what} on {ranks} of {options.gpu}", file=sys.stderr if options.json else sys.stdout)
+        print(f"{what} on {ranks} of {options.gpu}", file=sys.stderr)
         with Worker(has_shim=record.type == "cuda") as worker:
             of = partial(estimate, worker, ranks=ranks, device=record, whole=options.picture is not None)
             with redirect_stdout(sys.stderr if options.json else sys.stdout):

@@ -123,3 +123,9 @@ def _program(page: str, tree: Path) -> Path:
 def blocks(page: str) -> str:
     """Return the Python blocks of a page as one program."""
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE))
+
+
+def files(page: str) -> dict[str, str]:
+    """Files that the Python of a page stands for: each begins with its path, such as `# mine/data.py`."""
+    parts = re.split(r"^# ([\w/]+\.py)\n", blocks(page), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
