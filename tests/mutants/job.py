@@ -54,8 +54,8 @@ DATA = (
     Mutant(
         "QK-clip looks at padding",
         "trainer/distributed/context_parallel/live.py",
-        "lse = lse.masked_fill(hidden[:, None], -torch.inf)",
-        "lse = lse.masked_fill(hidden[:, None] & False, -torch.inf)",
+        "self.padding[list(sequences)][:, rows].to(device)",
+        "self.padding[list(sequences)][:, rows].to(device) & False",
         f"{_BALANCE}::test_what_a_step_counts_is_that_of_one_process",
     ),
     Mutant(

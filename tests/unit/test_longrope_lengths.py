@@ -12,6 +12,7 @@ from tests.unit.saved_runs import saved_run
 from trainer.commands.finished_run import loaded_model
 from trainer.commands.generate import checked
 from trainer.commands.main import main as lct
+from trainer.components.generation import Sampling, generate
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 from trainer.runtime.process_group import Process, process_group
 
@@ -56,3 +57,25 @@ def by_length(path: Path) -> float:
     with process_group(process, job.config.comm):
         model, _ = loaded_model(job, process.device)
         return model.rotate_for(3)
+
+
+def test_what_is_told_of_several_prompts_names_each_of_them(folder: Path) -> None:
+    """They are continued one by one, because each text has frequencies for its own length."""
+    _, job = checked([str(folder)])
+    process = Process.from_environment()
+    told: list[tuple[int, int, int]] = []
+    read: list[tuple[int, ...]] = []
+    with process_group(process, job.config.comm):
+        model, dims = loaded_model(job, process.device)
+        how = {"tokens": 2, "sampling": Sampling(temperature=0), "seed": 0}
+        texts = generate(
+            model,
+            job,
+            dims,
+            [[1, 2, 3], [4, 5]],
+            on_token=lambda prompt, token, logits: told.append((prompt, token, int(logits.argmax()))),
+            on_prompt=lambda start, logits: read.append((start, *logits.shape[:2])),
+            **how,
+        )
+    assert told == [(number, token, token) for number, text in enumerate(texts) for token in text]
+    assert read == [(0, 1, 3), (0, 1, 2)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-_LEAST = -9999.0  # what OpenAI writes in the place of minus infinity, which JSON has not
+_LEAST = -9999.0  # as OpenAI writes minus infinity, for which JSON has no number
 
 
 @dataclass(frozen=True)

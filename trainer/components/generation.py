@@ -272,11 +272,6 @@ class Sampling:
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
-def on_token_of(on_token: Callable[[int, int], bool | None], prompt: int, _: int, token: int) -> bool | None:
-    """Call `on_token` with the number of a prompt that is continued alone."""
-    return on_token(prompt, token)
-
-
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -303,12 +298,8 @@ def generate(
         SharedConfigError: on every rank, if logits are not numbers.
     """
     if len(prompts) > 1 and rotated_until(model, 1) < math.inf:  # each text has frequencies of its own length
-        found = []
-        for i, prompt in enumerate(prompts):
-            tell = None if on_token is None else partial(on_token_of, on_token, i)
-            one = {"tokens": tokens, "sampling": sampling, "seed": seed + i, "ends": ends, "on_token": tell}
-            found += generate(model, job, dims, [prompt], **one)
-        return found
+        how = {"tokens": tokens, "sampling": sampling, "ends": ends}
+        return _one_by_one(model, job, dims, prompts, seed=seed, on_token=on_token, on_prompt=on_prompt, **how)
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     texts, open_texts = [list(prompt) for prompt in prompts], list(range(len(prompts)))
     written: list[list[int]] = [[] for _ in prompts]
@@ -335,6 +326,28 @@ def generate(
         for i, text in enumerate(texts):  # an ended text continues with any token, which nobody reads
             text.append(written[i][-1] if i in open_texts else text[-1])
     return written
+
+
+def _one_by_one(
+    model: nn.Module,
+    job: ResolvedJob,
+    dims: ParallelDims,
+    prompts: Sequence[Sequence[int]],
+    *,
+    seed: int,
+    on_token: Callable[[int, int, torch.Tensor], bool | None] | None,
+    on_prompt: Callable[[int, torch.Tensor], None] | None,
+    **how: Any,
+) -> list[list[int]]:
+    """Continue each prompt alone, see `generate`; `on_prompt` gets the logits (1, N, V) of one prompt after another."""
+    found = []
+    for number, prompt in enumerate(prompts):
+
+        def tell(_: int, token: int, logits: torch.Tensor, number: int = number) -> bool | None:
+            return None if on_token is None else on_token(number, token, logits)
+
+        found += generate(model, job, dims, [prompt], seed=seed + number, on_token=tell, on_prompt=on_prompt, **how)
+    return found
 
 
 def _logits(

@@ -59,6 +59,7 @@ class LivePlan:
     calls: int = 0
     other_calls: int = 0
     _executions: dict[tuple, Execution] = field(default_factory=dict)
+    _padded: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -70,10 +71,15 @@ class LivePlan:
         if self.see is None:
             return
         if self.padding is not None:
-            rows = rows_on(self.layout, self.rank, self.padding.device)
-            hidden = self.padding[list(sequences)][:, rows].to(lse.device)
-            lse = lse.masked_fill(hidden[:, None], -torch.inf)
+            lse = lse.masked_fill(self._padded_rows(tuple(sequences), lse.device)[:, None], -torch.inf)
         self.see(layer, lse)
+
+    def _padded_rows(self, sequences: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Return where this rank's rows of some sequences are padding, (B, S) bool; made once for all layers."""
+        if sequences not in self._padded:
+            rows = rows_on(self.layout, self.rank, self.padding.device)
+            self._padded[sequences] = self.padding[list(sequences)][:, rows].to(device)
+        return self._padded[sequences]
 
     def execution(
         self,

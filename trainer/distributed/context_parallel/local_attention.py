@@ -30,6 +30,11 @@ _KERNELS = re.compile(
     "scaled_dot_product|flash_att|flash_fwd|efficient_attention|cudnn_attention|varlen_att|flex_attention|sageatt"
 )
 
+WAYS_TO_THE_PLAN = (
+    "give context_parallel `intercept=intercept_sdpa(model)`, or the attention module the style "
+    "`ContextParallelAttention`; attention that shall stay local needs `local_attention=True`"
+)
+
 
 @lru_cache(maxsize=4096)
 def attends(function: Callable) -> bool:
@@ -70,9 +75,3 @@ class RefusedLocalAttention(TorchFunctionMode):
                 f"of this rank alone; {WAYS_TO_THE_PLAN}"
             )
         return function(*args, **(kwargs or {}))
-
-
-WAYS_TO_THE_PLAN = (
-    "give context_parallel `intercept=intercept_sdpa(model)`, or the attention module the style "
-    "`ContextParallelAttention`; attention that shall stay local needs `local_attention=True`"
-)
