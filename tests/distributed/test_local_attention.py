@@ -51,7 +51,7 @@ SEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def opened(mesh: DeviceMesh, kind: str, **settings):
-    """A context or a region over a sequence of 32 tokens, of which each rank has 16."""
+    """Open a context or a region over 32 tokens: 16 on each of two ranks."""
     if kind == "region":
         return region(mesh, head_tail(32, mesh.size()), **settings)
     return context_parallel(mesh, buffers=[torch.arange(32)], buffer_seq_dims=[0], **settings)

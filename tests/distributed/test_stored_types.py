@@ -144,7 +144,7 @@ DTYPES = [(weights, state) for weights in ("float64", "float32", "bfloat16") for
 def test_each_optimizer_takes_each_pair_of_types(
     pool: WorkerPool, name: str, weights: str, state: str, implementation: str
 ) -> None:
-    """Two updates of the same weights are those of float64, but for the rounding of what is stored."""
+    """Two updates equal the updates in float64, except for the rounding of stored values."""
     given = [f"--optimizer.name={name}", f"--optimizer.implementation={implementation}", "--optimizer.lr=0.5"]
     given += ["--optimizer.rounding=nearest"]
     got = pool.run(1, changes, [*given, f"--training.dtype={weights}", f"--optimizer.state_dtype={state}"])[0]

@@ -1,4 +1,4 @@
-"""Laws of the files that a path finds: those of `glob`, each once, whatever links there are."""
+"""Law: a path finds the files that `glob` finds, each file once, also through links."""
 
 import glob
 import logging

@@ -1,4 +1,4 @@
-"""Law: a tensor that has a type of its own keeps it, bit for bit, in everything that is written."""
+"""Law: a tensor whose type differs from the folder's keeps its type, bit for bit, in every file."""
 
 import os
 import re

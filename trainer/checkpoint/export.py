@@ -157,7 +157,7 @@ class Rounding:
             self.error += float((rounded.double() - new).square().sum())
 
     def tell(self) -> None:
-        """Say in a line what is lost."""
+        """Log the share of the adapters' change that rounding loses."""
         if self.moved:
             name, error = str(self.dtype).removeprefix("torch."), math.sqrt(self.error / self.update)
             logger.warning(

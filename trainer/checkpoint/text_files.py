@@ -19,7 +19,7 @@ _PROBE = "def f(x):\n\treturn x ** 2  # naïve — 日本語 🙂 don't 12345\r\
 
 @dataclass(frozen=True)
 class TextFiles:
-    """carried: the folder whose files of tokenizer and generation are copied, None: there is none.
+    """carried: the folder from which tokenizer and generation files are copied; None if absent.
 
     files: other files by name, texts or contents of JSON; they replace copied ones. ids: entries of config.json.
     """

@@ -48,7 +48,7 @@ class Waiting:
 
 
 class _Refused(Exception):
-    """A request that is refused with an HTTP status of its own."""
+    """A refused request, with its HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class Server:
     """The server of rank 0: it queues requests, and sends the parts of their answers."""
 
     def __init__(self, args: argparse.Namespace, longest: int, tokenizer: Tokenizer, talk: Talk | ConfigError) -> None:
-        """longest: tokens of prompt and answer; talk: the chat template, or the error that says why there is none."""
+        """longest: limit of tokens for prompt and answer; talk: the chat template, or the error why there is none."""
         self._args, self._longest, self._tokenizer, self._talk = args, longest, tokenizer, talk
         self._most_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * longest
         self._name = args.folder.resolve().name

@@ -94,7 +94,7 @@ class Talk:
         return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
 
     def fitting(self, messages: Sequence[Message], longest: int, room: int) -> tuple[list[Message], list[int], int]:
-        """Leave out the earliest whole turns until the prompt fits, and return what is left of the messages.
+        """Drop the earliest whole turns until the prompt fits; return the remaining messages.
 
         A turn begins with a message of the user. System messages before the first turn, and the last turn, stay.
 

@@ -297,7 +297,7 @@ def generate(
     Raises:
         SharedConfigError: on every rank, if logits are not numbers.
     """
-    if len(prompts) > 1 and rotated_until(model, 1) < math.inf:  # each text has frequencies of its own length
+    if len(prompts) > 1 and rotated_until(model, 1) < math.inf:  # the frequencies depend on the length of each text
         how = {"tokens": tokens, "sampling": sampling, "ends": ends}
         return _one_by_one(model, job, dims, prompts, seed=seed, on_token=on_token, on_prompt=on_prompt, **how)
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]

@@ -39,7 +39,7 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: LRScheduler, st
 
 
 def scheduled_rate(scheduler: LambdaLR, peak: float) -> float:
-    """Return the learning rate of the next step of a parameter without a rule of its own: the same on all ranks.
+    """Return the learning rate of the next step, before rules for single parameters: the same on all ranks.
 
     peak: `optimizer.lr`. Groups of parameters may have other rates, and pipeline stages have other groups.
     """

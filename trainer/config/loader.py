@@ -96,7 +96,7 @@ def _check_trust(options: Sequence[tuple[str, list[str]]], imports: Sequence[str
     file = "".join(words.get("job.config_file", [])[:1])
     if named & {*words} or not (reading or {"check_config", "print_config"} & {*words}):
         return
-    new = [name for name in imports if name not in sys.modules]  # what is imported already, has run
+    new = [name for name in imports if name not in sys.modules]  # code of an imported package has run already
     if new and Path(file).name == RUN_FILE:
         raise UntrustedImports(
             f"job.imports = {', '.join(map(repr, new))} in the {RUN_FILE} of a run names code, which a command that "
