@@ -8,12 +8,19 @@ rows that are not aligned, statistics that are not contiguous, heads that are no
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
 
 from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
+from trainer.distributed.context_parallel.execution.kernels.cuda import (
+    CudaFlash,
+    Cudnn,
+    CudnnVarlen,
+    Efficient,
+    Varlen,
+)
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch, batch_calls
 
 # ---- plain attention of one sequence: q (S, H, D), k and v (T, H or fewer, D), lse (H, S)
@@ -228,7 +235,14 @@ for operator, stand_in in STAND_INS.items():
 OPS = torch.ops.attention_stand_in
 
 
-KERNELS = [CudaFlash(OPS), Efficient(OPS), Cudnn(OPS), Varlen(OPS)]
+def cudnn_for_tiles(large: int) -> CudnnVarlen:
+    """`cudnn_varlen` with another idea of what is large."""
+    kernel = CudnnVarlen(OPS)
+    kernel.capabilities = replace(kernel.capabilities, large=large)
+    return kernel
+
+
+KERNELS = [CudaFlash(OPS), Efficient(OPS), Cudnn(OPS), Varlen(OPS), cudnn_for_tiles(5)]
 
 # ---- many tiles in one launch
 

@@ -9,8 +9,12 @@ from trainer.distributed.context_parallel.execution.kernels import choose
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
 from trainer.distributed.context_parallel.planning.capabilities import (
+    CAPABILITIES,
     FLASH_PACKAGES,
+    INDEX_LIMIT,
     auto_kernel,
+    call_elements,
+    head_groups,
     kernel_words,
 )
 from trainer.distributed.sharding.errors import OptionError
@@ -51,7 +55,8 @@ def test_auto_takes_one_launch_for_many_calls_where_a_kernel_has_it(
     assert choose_kernel(device, dtype, 64, calls=calls).name == name
 
 
-_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "math"]
+_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "cudnn_varlen", "math"]
+_HOPPER = {"capability": (9, 0)}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,17 @@ _CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "math"]
         (_CUDA_HALVES, 1, {"capability": (9, 0), "fixed": False}, "cuda_flash"),
         (_CUDA_HALVES, 1, {"capability": (9, 0), "fixed": True, "newer_flash": True}, "cuda_flash"),
         (["cuda_flash", "math"], 1, {"capability": (9, 0), "fixed": True}, "cuda_flash"),
-        # 3: nothing known of the GPU, or a CPU
+        # 3: cuDNN for the large tiles of other masks, or of many tiles
+        (_CUDA_HALVES, 1, _HOPPER | {"largest": 8192}, "cudnn_varlen"),
+        (_CUDA_HALVES, 64, _HOPPER | {"largest": 131_072}, "cudnn_varlen"),
+        (_CUDA_HALVES, 5, _HOPPER | {"fixed": True, "largest": 131_072}, "cudnn_varlen"),
+        (_CUDA_HALVES, 4, _HOPPER | {"fixed": True, "largest": 131_072}, "cudnn"),
+        (_CUDA_HALVES, 64, _HOPPER | {"largest": 8191}, "varlen"),
+        (_CUDA_HALVES, 1, _HOPPER | {"largest": 8191}, "cuda_flash"),
+        (_CUDA_HALVES, 64, _HOPPER | {"largest": 131_072, "newer_flash": True}, "varlen"),
+        (_CUDA_HALVES, 64, {"capability": (8, 0), "largest": 131_072}, "varlen"),
+        (["cuda_flash", "varlen", "math"], 64, _HOPPER | {"largest": 131_072}, "varlen"),
+        # 4: nothing known of the GPU, or a CPU
         (_CUDA_HALVES, 1, {"fixed": True}, "cuda_flash"),
         (["cpu_flash", "math"], 500, {"fixed": True}, "cpu_flash"),
         (["math"], 500, {}, "math"),
@@ -104,7 +119,14 @@ def test_auto_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch, capability, pack
             (9, 0),
             None,
             False,
-            ["is varlen", "computed by FlashAttention-2; ", "FlashAttention-3 (build"],
+            ["is varlen", "computed by FlashAttention-2; ", "FlashAttention-3 (pip install flash-attn-3 --index-url"],
+        ),
+        (
+            "cudnn_varlen",
+            (9, 0),
+            None,
+            False,
+            ["by cuDNN for tiles of 8,192 tokens or more and FlashAtten"],
         ),
         ("varlen", (10, 0), None, False, ["faster here would be FlashAttention-4 (pip install flash-attn-4)"]),
         ("cuda_flash", (9, 0), FLASH_PACKAGES[0], False, ["9.0, computed by FlashAttention-3"]),
@@ -165,3 +187,41 @@ def test_a_kernel_that_cannot_is_refused_with_those_that_can(arguments: tuple, b
         choose_kernel(*arguments, bands=bands)
     for words in says:
         assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        # batch, rows, heads, key/value heads, head size -> query heads of each call
+        ((1, 131_072, 32, 8, 128), [32]),
+        ((1, 520_000, 32, 8, 128), [32]),
+        ((1, 524_288, 32, 8, 128), [28, 4]),
+        ((2, 524_288, 32, 8, 128), [12, 12, 8]),
+        ((1, 4_194_304, 4, 1, 128), [3, 1]),
+        ((1, 1_048_576, 32, 32, 96), [15, 15, 2]),
+        ((1, 16_000_000, 8, 4, 128), [1] * 8),
+    ],
+    ids=str,
+)
+def test_calls_that_32_bits_cannot_address_have_fewer_heads(shape: tuple[int, ...], groups: list[int]) -> None:
+    batch, rows, heads, kv_heads, head_dim = shape
+    elements = call_elements(batch, rows, 1, head_dim)
+    found = head_groups(heads, kv_heads, elements, INDEX_LIMIT)
+    assert [q.stop - q.start for q, _ in found] == groups
+    assert all((q.stop - q.start) * elements < 2**31 for q, _ in found)
+    served = [(head, head // (heads // kv_heads)) for head in range(heads)]
+    assert [(q, kv) for of_q, of_kv in found for q in range(heads)[of_q] for kv in [q * kv_heads // heads]] == served
+    assert all(q.start * kv_heads // heads == kv.start and kv.stop <= kv_heads for q, kv in found)
+
+
+def test_a_head_that_32_bits_cannot_address_is_refused() -> None:
+    elements = call_elements(1, 1 << 24, 1, 128)
+    with pytest.raises(OptionError, match=r"has 2,147,500,032 elements .* fewer than 2,147,483,648; use a larger"):
+        head_groups(1, 1, elements, INDEX_LIMIT)
+
+
+def test_every_kernel_of_gpus_has_the_limit() -> None:
+    limits = {name: each.elements for name, each in CAPABILITIES.items()}
+    assert {name for name, limit in limits.items() if limit == 2**31} == {
+        name for name, each in CAPABILITIES.items() if each.device == "cuda"
+    }

@@ -124,7 +124,8 @@ def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: Co
     documents = config.masks_documents
     tiles = 100 if documents else _tiles_of_a_stage(config, model, options)  # packed documents make many
     other = auto_kernel(able, tiles)
-    hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=not (documents or windows))
+    fixed, largest = not (documents or windows), 0 if windows else config.training.seq_len
+    hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=fixed, largest=largest)
     if hopper == other:
         return other
     return f"{hopper} on compute capability 9.0 or later without FlashAttention-3 or -4, else {other}"

@@ -13,7 +13,7 @@ from trainer.distributed.context_parallel.execution.chunks import ChunkExecution
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
-from trainer.distributed.context_parallel.planning.lowering import lower
+from trainer.distributed.context_parallel.planning.lowering import lower, shortest_side
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 
@@ -35,11 +35,14 @@ def build_execution(
     """Bind a plan to a kernel for queries like q, and to communicators; it is cheap, because lowered calls are cached.
 
     groups: the group over which K/V are sent in stages, and the group that exchanges heads; the same on a 1-D mesh.
-    waiting: what waits between the chunks of a sequence, if the plan is that of a chunk. needs: of `choose_kernel`,
-    beside the number of calls.
+    waiting: what waits between the chunks of a sequence, if the plan is that of a chunk. needs: of `choose_kernel`, for
+    which the plan says `calls` and `largest`.
     """
-    device_type, calls = q.device.type, max(len(stage.tiles) for stage in plan.forward)
-    kernel = choose_kernel(device_type, q.dtype, q.shape[3], options.kernel, calls=calls, **needs)
+    device_type = q.device.type
+    calls = max(len(stage.tiles) for stage in plan.forward)
+    no_window = [tile for stage in plan.forward for tile in stage.tiles if not tile.relation.lower]
+    tiles = {"calls": calls, "largest": max(map(shortest_side, no_window), default=0)}
+    kernel = choose_kernel(device_type, q.dtype, q.shape[3], options.kernel, **tiles, **needs)
     if waiting is not None:
         return ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, waiting=waiting)
     staged = plan if plan.inner is None else plan.inner

@@ -1,6 +1,7 @@
 """What each kernel can do, and the kernel that `auto` takes. Torch-free, so that settings are checked without torch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.distributed.sharding.errors import OptionError
 
@@ -11,8 +12,10 @@ class Capabilities:
 
     device: `cpu`, `cuda`, or None for any; dtypes: names of torch dtypes; max_head_dim, head_dim_multiple: of the size
     of a head. bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call
-    of any size; masks: both with a dense mask, over pieces. many: many tiles in one launch. deterministic: its backward
-    can give the same bits each time. softcap: scores c * tanh(score / c).
+    of any size; masks: both with a dense mask, over pieces. many: many tiles in one launch. large: tiles with at least
+    this many queries and keys are a launch of their own, with lengths that recur; 0 for none. deterministic: its
+    backward can give the same bits each time. softcap: scores c * tanh(score / c). elements: the size of a call, as
+    `call_elements` counts it, stays below this number.
     """
 
     device: str | None
@@ -23,8 +26,10 @@ class Capabilities:
     bands: bool = False
     masks: bool = False
     many: bool = False
+    large: int = 0
     deterministic: bool = True
     softcap: bool = False
+    elements: int = 1 << 62
 
     def lacks(
         self,
@@ -55,12 +60,28 @@ class Capabilities:
 
 _HALVES = frozenset({"bfloat16", "float16"})
 
+INDEX_LIMIT = 1 << 31
+"""Kernels of GPUs address elements with 32-bit integers. A call of this size, or a row at this offset, wraps around.
+
+Seen on an H100 with PyTorch 2.11: at 540,000 rows of 32 heads of 128, FlashAttention-2's ragged backward wrote dq into
+other tensors, and cuDNN 9.19 returned a dq with a relative error of 2.6 %. Both were right at 500,000 rows. No release
+is known in which both are mended (flash-attention pull request 2260 for the former), so the limit holds for all.
+"""
+
+LARGE_TILE = 8192
+"""Queries and keys of a tile for which cuDNN is worth a plan of its own; a plan took 0.12 s on an H100."""
+
+_GPU: dict[str, Any] = {"device": "cuda", "dtypes": _HALVES, "elements": INDEX_LIMIT}
+_FLASH = _GPU | {"max_head_dim": 256, "bottom_right": True, "bands": True}
+_CUDNN = _GPU | {"max_head_dim": 128, "head_dim_multiple": 8, "deterministic": False}
+
 CAPABILITIES: dict[str, Capabilities] = {
     "cpu_flash": Capabilities("cpu", _HALVES | {"float32", "float64"}, masks=True),
-    "cuda_flash": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True),
-    "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True),
-    "cudnn": Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, deterministic=False),
-    "varlen": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True, many=True),
+    "cuda_flash": Capabilities(**_FLASH),
+    "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True, elements=INDEX_LIMIT),
+    "cudnn": Capabilities(**_CUDNN),
+    "varlen": Capabilities(**_FLASH, many=True),
+    "cudnn_varlen": Capabilities(**_FLASH | _CUDNN, many=True, large=LARGE_TILE),
     "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True, softcap=True),
 }
 """All kernels by name; each kernel's class refers to its entry."""
@@ -91,7 +112,7 @@ FLASH_PACKAGES = (
         "FA3",
         "flash_attn_interface",
         (9,),
-        "build the folder hopper of github.com/Dao-AILab/flash-attention",
+        "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130",
     ),
     FlashPackage("FlashAttention-4", "FA4", "flash_attn.cute.interface", (9, 10), "pip install flash-attn-4"),
 )
@@ -101,7 +122,7 @@ On Hopper that is FlashAttention-3, written for it and compiled when it is insta
 kind of call in the run, and its first versions lack windows and ragged batches in the backward on Hopper.
 """
 
-FLASH_KERNELS = ("cuda_flash", "varlen")
+FLASH_KERNELS = ("cuda_flash", "varlen", "cudnn_varlen")
 """The kernels that call PyTorch's flash operators."""
 
 _AUTO = ("cpu_flash", "cuda_flash", "efficient", "math")
@@ -122,7 +143,9 @@ def kernel_words(name: str, capability: tuple[int, int], package: FlashPackage |
     words = f"attention's kernel is {name}, on compute capability {capability[0]}.{capability[1]}"
     if name not in FLASH_KERNELS:
         return words
-    words += f", computed by {package.name if package else 'FlashAttention-2'}"
+    flash = package.name if package else "FlashAttention-2"
+    by = f"cuDNN for tiles of {LARGE_TILE:,} tokens or more and {flash} for others" if name == "cudnn_varlen" else flash
+    words += f", computed by {by}"
     faster = [f"{each.name} ({each.install})" for each in FLASH_PACKAGES if each.runs_on(capability)]
     if package or not faster or deterministic:
         return words
@@ -153,19 +176,71 @@ def auto_kernel(
     capability: tuple[int, int] | None = None,
     fixed: bool = False,
     newer_flash: bool = False,
+    largest: int = 0,
 ) -> str:
     """Return the kernel that `auto` takes among the able ones, by the first of these rules that names one.
 
-    1. More than four tiles in a stage, as with packed documents: `varlen`, which computes them in one launch.
-    2. A fixed mask, on a GPU of Hopper or later, without FlashAttention-3 or -4: `cudnn`, the fastest there.
-    3. The first of `cpu_flash`, `cuda_flash`, `efficient` and `math`.
+    1. On a GPU of Hopper or later, without FlashAttention-3 or -4, for a fixed mask of at most four tiles a stage:
+       `cudnn`, the fastest there.
+    2. On such a GPU, for a large tile, as a long document has: `cudnn_varlen`, cuDNN for the large tiles.
+    3. More than four tiles in a stage, as with packed documents: `varlen`, which computes them in one launch.
+    4. The first of `cpu_flash`, `cuda_flash`, `efficient` and `math`.
 
-    calls: the most tiles of a stage; capability: of the GPU, such as (9, 0), None for a CPU; fixed: whether the mask is
-    causal or full, with the same lengths in every step (cuDNN builds a plan for each new shape); newer_flash: whether
-    FlashAttention-3 or -4 computes `cuda_flash` and `varlen`.
+    Args:
+        calls: the most tiles of a stage.
+        capability: of the GPU, such as (9, 0); None for a CPU.
+        fixed: whether the mask is causal or full, with the same lengths in every step. cuDNN builds a plan for each new
+            shape.
+        newer_flash: whether FlashAttention-3 or -4 computes `cuda_flash` and `varlen`.
+        largest: queries and keys, whichever are fewer, of the largest tile without a window.
     """
-    if "varlen" in able and calls > _MANY_CALLS:
-        return "varlen"
-    if "cudnn" in able and fixed and capability is not None and capability >= _HOPPER and not newer_flash:
+    many = calls > _MANY_CALLS
+    has_fast_cudnn = capability is not None and capability >= _HOPPER and not newer_flash
+    if has_fast_cudnn and fixed and not many and "cudnn" in able:
         return "cudnn"
+    if has_fast_cudnn and largest >= LARGE_TILE and "cudnn_varlen" in able:
+        return "cudnn_varlen"
+    if many and "varlen" in able:
+        return "varlen"
     return next(name for name in _AUTO if name in able)
+
+
+def call_elements(batch: int, rows: int, calls: int, head_dim: int) -> int:
+    """Return how many elements of one head a call of a kernel addresses; the most of a tensor and of its workspace.
+
+    Args:
+        rows: queries or keys of a sequence, whichever are more.
+        calls: the tiles that are computed together. FlashAttention's workspace has 128 rows more for each.
+        head_dim: of which the workspace has a multiple of 64.
+    """
+    return batch * (rows + 128 * calls) * (head_dim + -head_dim % 64)
+
+
+def head_groups(heads: int, kv_heads: int, elements: int, limit: int) -> list[tuple[slice, slice]]:
+    """Return the query heads, and their key/value heads, of each call, so that no call has `limit` elements.
+
+    Query heads that share a key/value head are one call, unless they are too large together: then several calls share
+    it.
+
+    Args:
+        elements: of one query head, see `call_elements`.
+
+    Raises:
+        OptionError: one head is too large.
+    """
+    fit = (limit - 1) // elements
+    if not fit:
+        raise OptionError(
+            f"kernel: one head has {elements:,} elements in a call, and kernels of GPUs address fewer than {limit:,}; "
+            "use a larger context_parallel_degree"
+        )
+    shared = heads // kv_heads
+    if fit >= shared:
+        step = fit // shared
+        ends = [(start, min(start + step, kv_heads)) for start in range(0, kv_heads, step)]
+        return [(slice(start * shared, stop * shared), slice(start, stop)) for start, stop in ends]
+    return [
+        (slice(start, min(start + fit, first + shared)), slice(first // shared, first // shared + 1))
+        for first in range(0, heads, shared)
+        for start in range(first, first + shared, fit)
+    ]

@@ -4,6 +4,7 @@ A tile that a kernel cannot compute in one call is cut into several. `capabiliti
 helps.
 
     CAUSAL, more keys than queries    FULL over the first keys, CAUSAL over a square at the end
+    FULL, a CAUSAL square, if large   a part with lengths that recur, and the rest
     BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere; without
                                       masks FULL over each query's keys
 """
@@ -17,7 +18,7 @@ from trainer.distributed.context_parallel.planning.capabilities import Capabilit
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
 from trainer.distributed.context_parallel.planning.tiles import Tile
-from trainer.distributed.sharding.ranges import Range, Ranges, intersection, union
+from trainer.distributed.sharding.ranges import Range, Ranges, intersection, size, union
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator
     for stage in stages:
         launches, touched_keys = [], ()
         parts = [part for tile in stage.tiles for part in split(tile, capabilities)]
-        for group in batch_calls(parts) if capabilities.many else [(part,) for part in parts]:
+        for group in _groups(parts, capabilities):
             calls = []
             for part in group:
                 fresh = (not intersection((x,), old) for x, old in ((part.q, touched), (part.kv, touched_keys)))
@@ -109,6 +110,25 @@ def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator
                 touched, touched_keys = union((*touched, part.q)), union((*touched_keys, part.kv))
             launches.append(Launch(tuple(calls)))
         yield tuple(launches)
+
+
+def _groups(parts: list[Tile], capabilities: Capabilities) -> list[tuple[Tile, ...]]:
+    """Return the tiles of each launch."""
+    if not capabilities.many:
+        return [(part,) for part in parts]
+    large = [part for part in parts if is_large(part, capabilities)]
+    return [*((part,) for part in large), *batch_calls(part for part in parts if not is_large(part, capabilities))]
+
+
+def is_large(tile: Tile, capabilities: Capabilities) -> bool:
+    """Return whether a tile is a launch of its own: a large square with a diagonal, or a large rectangle without."""
+    has_form = tile.relation is Relation.FULL or (tile.relation is Relation.CAUSAL and not _extra_keys(tile))
+    return 0 < capabilities.large <= shortest_side(tile) and has_form
+
+
+def shortest_side(tile: Tile) -> int:
+    """Return the queries or the keys of a tile, whichever are fewer."""
+    return min(size((tile.q,)), size((tile.kv,)))
 
 
 def fresh_rows(runs: Iterable[Run]) -> int:
@@ -158,7 +178,9 @@ def _runs(spans: tuple[Range, ...], fresh: list[bool]) -> Iterator[Run]:
 def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     """Yield tiles that the kernel can compute, with the same pairs."""
     (kv_start, kv_stop), extra = tile.kv, _extra_keys(tile)
-    if tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
+    if 0 < capabilities.large <= shortest_side(tile) and not tile.relation.lower:
+        yield from _large_parts(tile, capabilities.large)
+    elif tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
         yield Tile(tile.q, (kv_start, kv_start + extra))
         yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)
     elif tile.relation.lower and not (capabilities.bands or capabilities.masks):
@@ -167,6 +189,41 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
         yield from _pieces(tile, extra)
     else:
         yield tile
+
+
+def _large_parts(tile: Tile, large: int) -> Iterator[Tile]:
+    """Yield a FULL or CAUSAL tile of many queries as large parts with lengths that recur, and the rest.
+
+        FULL                        CAUSAL, with more keys than queries
+        +--------------+------+     +------+---------------+------+
+        | large, FULL  | FULL |     | FULL | large, CAUSAL |      |
+        +--------------+------+     +------+---------------+------+
+        | FULL                |     | CAUSAL                      |
+        +---------------------+     +-----------------------------+
+
+    The keys before the square of a CAUSAL tile are cut again: a large part, and the rest.
+    """
+    (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
+    middle = q_start + recurring_length(q_stop - q_start)
+    rows = q_start, middle
+    if tile.relation is Relation.CAUSAL:
+        diagonal = kv_start + _extra_keys(tile)
+        yield Tile(rows, (diagonal, diagonal + middle - q_start), Relation.CAUSAL)
+        kv_stop = diagonal
+    if kv_stop - kv_start >= large:
+        edge = kv_start + recurring_length(kv_stop - kv_start)
+        yield Tile(rows, (kv_start, edge))
+        kv_start = edge
+    if kv_start < kv_stop:
+        yield Tile(rows, (kv_start, kv_stop))
+    if middle < q_stop:
+        yield Tile((middle, q_stop), tile.kv, tile.relation)
+
+
+def recurring_length(length: int) -> int:
+    """Return the largest length up to this one with five leading binary digits and zeros: 16 for each power of two."""
+    step = 1 << max(length.bit_length() - 5, 0)
+    return length // step * step
 
 
 def _queries_alone(tile: Tile, extra: int) -> Iterator[Tile]:

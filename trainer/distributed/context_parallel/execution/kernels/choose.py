@@ -7,12 +7,21 @@ import torch
 
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
+from trainer.distributed.context_parallel.execution.kernels.cuda import (
+    CudaFlash,
+    Cudnn,
+    CudnnVarlen,
+    Efficient,
+    Varlen,
+)
 from trainer.distributed.context_parallel.execution.kernels.flash import gpu_capability, newer_flash
+from trainer.distributed.context_parallel.execution.kernels.head_groups import HeadGroups
 from trainer.distributed.context_parallel.planning.capabilities import able_kernels, auto_kernel, kernel_words
 
 logger = logging.getLogger("trainer")
-CUDA_KERNELS: tuple[Kernel, ...] = (CudaFlash(), Efficient(), Cudnn(), Varlen())
+CUDA_KERNELS: tuple[Kernel, ...] = tuple(
+    HeadGroups(kernel) for kernel in (CudaFlash(), Efficient(), Cudnn(), Varlen(), CudnnVarlen())
+)
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())}
 
 
@@ -26,12 +35,13 @@ def choose_kernel(
     calls: int = 1,
     fixed: bool = False,
     softcap: float = 0.0,
+    largest: int = 0,
 ) -> Kernel:
     """Return the kernel of that name, or for `auto` the kernel that `auto_kernel` chooses on this machine.
 
     bands: whether the mask has a lower bound; calls: the most tiles of a stage; fixed: whether the mask is causal or
-    full, with the same lengths in every step; softcap: of the scores, 0 for none. The first choice of a kernel on a GPU
-    is logged.
+    full, with the same lengths in every step; softcap: of the scores, 0 for none; largest: see `auto_kernel`. The first
+    choice of a kernel on a GPU is logged.
 
     Raises:
         OptionError: the named kernel cannot do it; the message names kernels that can.
@@ -41,7 +51,8 @@ def choose_kernel(
     able = able_kernels(name, *kind, bands=bands, deterministic=deterministic, softcap=bool(softcap))
     on_gpu = device_type == "cuda"
     capability, package = (gpu_capability(), newer_flash(head_dim)) if on_gpu else (None, None)
-    chosen = auto_kernel(able, calls, capability=capability, fixed=fixed, newer_flash=package is not None)
+    machine = {"capability": capability, "newer_flash": package is not None}
+    chosen = auto_kernel(able, calls, fixed=fixed, largest=largest, **machine)
     chosen = chosen if name == "auto" else name
     if capability is not None:
         _log_once(kernel_words(chosen, capability, package, deterministic=deterministic))

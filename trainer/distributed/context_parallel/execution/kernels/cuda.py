@@ -18,8 +18,8 @@ from trainer.distributed.context_parallel.execution.kernels.base import (
     repeated,
     summed,
 )
-from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.lowering import Call, Launch
+from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES, INDEX_LIMIT
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch, is_large
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
 from trainer.distributed.sharding.tensors import to_device
@@ -171,6 +171,60 @@ class Varlen(_Aten):
         return tuple(_by_sequence(x, batch, size) for x in grads)
 
 
+class CudnnVarlen(_Aten):
+    """cuDNN for large tiles, one launch each, and FlashAttention-2 in one launch for the others.
+
+    cuDNN builds a plan for each new shape. `lowering.py` cuts large tiles to lengths that recur, and this kernel gives
+    no more than `_MOST_SHAPES` shapes to cuDNN.
+    """
+
+    name = "cudnn_varlen"
+    capabilities = CAPABILITIES["cudnn_varlen"]
+
+    def __init__(self, ops: Any = torch.ops.aten) -> None:
+        super().__init__(ops)
+        self._large, self._others = Cudnn(ops), Varlen(ops)
+        self._shapes: set[tuple] = set()
+
+    def forward(self, q, k, v, *, relation, scale):
+        return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        return self.backward_many(BackwardInputs(dout, q, k, v, out, lse), _whole(q, k, relation), scale=scale)
+
+    def forward_many(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and lse of a launch, see `Varlen`."""
+        if not self._is_for_cudnn(q, k, launch):
+            return self._others.forward_many(q, k, v, launch, scale=scale)
+        (call,) = launch.calls
+        rows, keys = slice(*call.q), slice(*call.kv)
+        inputs = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        return self._large.forward(*inputs, relation=call.relation, scale=scale)
+
+    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
+        """Return dq, dk and dv of a launch, see `Varlen`."""
+        if not self._is_for_cudnn(given.q, given.k, launch):
+            return self._others.backward_many(given, launch, scale=scale)
+        (call,) = launch.calls
+        rows, keys = slice(*call.q), slice(*call.kv)
+        places = (rows, rows, keys, keys, rows, rows)
+        inputs = (x[:, :, place] for x, place in zip(given, places, strict=True))
+        return self._large.backward(*inputs, relation=call.relation, scale=scale)
+
+    def _is_for_cudnn(self, q: torch.Tensor, k: torch.Tensor, launch: Launch) -> bool:
+        """Return whether cuDNN computes a launch: a large tile, whose shape it has a plan for, or builds one."""
+        if len(launch.calls) != 1 or not is_large(launch.calls[0], self.capabilities):
+            return False
+        shape = q.dtype, *q.shape[:2], k.shape[1], q.shape[3], *launch.longest, launch.kind
+        if shape not in self._shapes and len(self._shapes) >= _MOST_SHAPES:
+            return False
+        self._shapes.add(shape)
+        return True
+
+
+_MOST_SHAPES = 256  # half a minute of plans, and no more, in a run
 _CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left
 _LSE_MULTIPLE = 32  # to which they pad the log-sum-exp
 
@@ -187,9 +241,13 @@ def _check_square(relation: Relation, n: int, m: int) -> None:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x aligned for kernels, which read 16 bytes at once along the last dimension; a copy if needed."""
+    """Return x as kernels can read it, a copy if needed.
+
+    They read 16 bytes at once along the last dimension, and address no element at an offset of `INDEX_LIMIT` or more.
+    """
     step, strides = 16 // x.element_size(), x.stride()
-    fits = strides[-1] == 1 and x.storage_offset() % step == 0
+    last = sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
+    fits = strides[-1] == 1 and x.storage_offset() % step == 0 and last < INDEX_LIMIT
     for stride, length in zip(strides[:-1], x.shape, strict=False) if fits else ():
         if length > 1 and (stride % step or not stride):
             fits = False

@@ -1,0 +1,108 @@
+"""Law: a call that 32-bit integers cannot address is computed by fewer heads at a time, with the same results."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of
+from tests.unit.test_kernels import CAUSAL, inputs
+from trainer.distributed.context_parallel.execution.kernels import cuda
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
+from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS
+from trainer.distributed.context_parallel.execution.kernels.cuda import Cudnn, Varlen
+from trainer.distributed.context_parallel.execution.kernels.head_groups import HeadGroups
+from trainer.distributed.context_parallel.planning.capabilities import call_elements
+from trainer.models import attention
+
+by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+# heads, key/value heads, the heads of a call
+heads_of_a_call = pytest.mark.parametrize("heads", [(4, 2, 2), (4, 4, 3), (6, 2, 2), (4, 1, 1)], ids=str)
+
+
+def limited(kernel: Kernel, heads: int, rows: int, calls: int = 1, head_dim: int = 16) -> HeadGroups:
+    """Return the kernel with so low a limit that a call has no more than so many heads."""
+    grouped = HeadGroups(kernel)
+    limit = heads * call_elements(2, rows, calls, head_dim) + 1
+    grouped.capabilities = replace(kernel.capabilities, elements=limit)
+    return grouped
+
+
+@by_name
+@heads_of_a_call
+def test_a_tile_by_fewer_heads(kernel: Kernel, heads: tuple[int, int, int]) -> None:
+    q, k, v, dout = inputs(*heads[:2], 9, 9, 16)
+    grouped = limited(kernel, heads[2], 9)
+    counts.clear()
+    out, lse = kernel.forward(q, k, v, relation=CAUSAL, scale=0.3)
+    whole = counts.total()
+    found = grouped.forward(q, k, v, relation=CAUSAL, scale=0.3)
+    assert counts.total() > 2 * whole, "one call of all heads"
+    torch.testing.assert_close(found[0], out)
+    torch.testing.assert_close(found[1], lse)
+    given = dout, q, k, v, out, lse
+    wanted = kernel.backward(*given, relation=CAUSAL, scale=0.3)
+    for ours, whole in zip(grouped.backward(*given, relation=CAUSAL, scale=0.3), wanted, strict=True):
+        torch.testing.assert_close(ours, whole)
+
+
+@heads_of_a_call
+def test_a_launch_by_fewer_heads(heads: tuple[int, int, int]) -> None:
+    kernel = Varlen(OPS)
+    q, k, v, dout = inputs(*heads[:2], 12, 13, 16)
+    out, lse = torch.randn_like(q), torch.randn(q.shape[:3], dtype=q.dtype).abs() + 5
+    for launch in launches_of(CALLS):
+        rows = max(sum(stop - start for start, stop in spans) for spans in (launch.q, launch.kv))
+        grouped = limited(kernel, heads[2], rows, len(launch.calls))
+        wanted = kernel.forward_many(q, k, v, launch, scale=0.3)
+        counts.clear()
+        found = grouped.forward_many(q, k, v, launch, scale=0.3)
+        assert counts.total() > 1, "one call of all heads"
+        for ours, whole in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, whole)
+        given = BackwardInputs(dout, q, k, v, out, lse)
+        pairs = grouped.backward_many(given, launch, scale=0.3), kernel.backward_many(given, launch, scale=0.3)
+        for ours, whole in zip(*pairs, strict=True):
+            torch.testing.assert_close(ours, whole)
+
+
+def test_calls_within_the_limit_are_the_kernels_own() -> None:
+    kernel = Cudnn(OPS)
+    q, k, v, _ = inputs(4, 2, 9, 9, 16)
+    out, _ = HeadGroups(kernel).forward(q, k, v, relation=CAUSAL, scale=0.3)
+    assert torch.equal(out, kernel.forward(q, k, v, relation=CAUSAL, scale=0.3)[0])
+    assert all(isinstance(each, HeadGroups) for each in CUDA_KERNELS)
+
+
+def test_rows_at_far_offsets_are_copied() -> None:
+    """Rows of messages of the exchange of heads: 1.3 million rows, 1,800 elements apart."""
+    rows = 1_300_000
+    far = torch.empty_strided((1, 4, rows, 128), (1, 128, 1800, 1), dtype=torch.bfloat16, device="meta")
+    assert cuda._aligned(far).is_contiguous()
+    near = far[:, :, : (1 << 31) // 1800]
+    assert cuda._aligned(near) is near
+
+
+def test_plain_attention_of_too_many_elements_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, dout = (x.requires_grad_() for x in inputs(6, 2, 9, 9, 16))
+    wanted = attention._causal(q, k, v, None)
+    gradients = torch.autograd.grad(wanted, (q, k, v), dout)
+    monkeypatch.setattr(attention, "_GPU", "cpu")
+    monkeypatch.setattr(attention, "INDEX_LIMIT", 2 * call_elements(2, 9, 1, 16) + 1)
+    shapes = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(q: torch.Tensor, *others: torch.Tensor, **options: object) -> torch.Tensor:
+        assert q.is_contiguous()
+        out = real(q, *others, **options)
+        out.register_hook(lambda gradient: shapes.append((gradient.shape[1], gradient.is_contiguous())))
+        return out
+
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", seen):
+        out = attention._causal(q, k, v, None)
+    torch.testing.assert_close(out, wanted)
+    turned = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    for ours, whole in zip(torch.autograd.grad(out, (q, k, v), turned), gradients, strict=True):
+        torch.testing.assert_close(ours, whole)
+    assert sorted(shapes) == [(1, True)] * 2 + [(2, True)] * 2
