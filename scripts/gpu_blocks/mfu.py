@@ -22,8 +22,8 @@ from trainer.job import language
 _GIB_OF_A_LAYER = 12  # both loops: float32 weights, gradients and Adam's states, bfloat16 copies, activations
 _GIB_BESIDE = 14  # what FSDP, the profiler and a small vocabulary take
 _GIB_OF_VOCABULARY = 61  # of both loops: embedding and output as above, and all logits of the bare one
-_VOCABULARY = 128_256
-_DRY_VOCABULARY = 33_000
+VOCABULARY = 128_256
+DRY_VOCABULARY = 33_000
 _MOST_LAYERS = 8
 _TRACED = 3  # steps
 _LONG = 65_536  # tokens
@@ -35,9 +35,9 @@ def mfu(check: Check) -> None:
     """The trainer alone: peak memory, busy share; then bare loop, trainer and compiled trainer in turn; a long row."""
     args = argparse.Namespace(device=check.device, json=None, steps=2, rounds=2 if check.is_dry else 3, rows=1)
     options = ["--training.data_streams=4"]
-    vocabulary = _VOCABULARY
+    vocabulary = VOCABULARY
     if check.is_dry:
-        args.flavor, args.layers, args.seq_len, vocabulary = "debugmodel", 1, 32, _DRY_VOCABULARY
+        args.flavor, args.layers, args.seq_len, vocabulary = "debugmodel", 1, 32, DRY_VOCABULARY
         options.append("--training.loss_chunk_tokens=16")  # so few tokens have few logits
     else:
         left = torch.cuda.mem_get_info()[0] / 2**30 - _GIB_BESIDE - _GIB_OF_VOCABULARY

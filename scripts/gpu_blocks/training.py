@@ -155,6 +155,8 @@ FEATURES = {
     "selective": ["--activation_checkpoint.mode=selective"],
     "full": ["--activation_checkpoint.mode=full"],
     "documents": ["--training.attention_mask=document"],
+    "deterministic": ["--training.deterministic"],
+    "deterministic again": ["--training.deterministic"],
 }
 _FLOAT32 = ["--training.mixed_precision_param=float32"]  # on the same device: each draws other weights
 
@@ -181,6 +183,8 @@ def program(check: Check) -> None:
         if name not in ("float32", "documents") and losses[name] and losses[other]:
             worst[name] = _difference(losses[name], losses[other], 2 * half)
             check.expect(worst[name] <= _NEAR, f"{name}: losses differ from {other} by {worst[name]:.2%}")
+    once, again = (losses.get(name) for name in ("deterministic", "deterministic again"))
+    check.expect(once == again, f"deterministic: losses {once}, and in another run {again}")
     if documents := losses.get("documents"):
         falls = all(map(math.isfinite, documents)) and documents[-1] < documents[0]
         check.expect(falls, f"documents: losses do not fall: {documents}")

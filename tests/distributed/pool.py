@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from scripts.gpu_blocks.two_ranks import own_host
 from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import catalog_of
 
@@ -44,7 +45,8 @@ class RankFailedError(AssertionError):
 class WorkerPool:
     """Ranks on demand: `pool.run(world_size, function, *args)`.
 
-    device: `cpu` (gloo, one thread a rank) or `cuda` (NCCL, a GPU a rank; cases that need more GPUs are skipped).
+    device: `cpu` (gloo, one thread a rank) or `cuda` (NCCL). Where ranks are more than GPUs, they share them, each round
+    of ranks under a host name of its own.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -68,17 +70,16 @@ class WorkerPool:
         Raises:
             RankFailedError: with the trace of the rank that failed first.
         """
-        if self.device == "cuda" and torch.cuda.device_count() < world_size:
-            import pytest  # here, so that programs without pytest can run cases
-
-            pytest.skip(f"needs {world_size} GPUs, {torch.cuda.device_count()} visible")
+        gpus = torch.cuda.device_count() if self.device == "cuda" else 0
+        if self.device == "cuda" and not gpus:
+            raise RankFailedError("no GPU is visible")
         self._grow(world_size)
         # Served from here: a rank that is sooner than the server would wait half a second for its next try.
         store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
-            _send(connection, (variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, function, args))
+            _send(connection, (variables | own_host(rank, gpus) | {"RANK": str(rank)}, function, args))
         try:
             return self._collect(world_size, time.monotonic() + timeout)
         except BaseException:

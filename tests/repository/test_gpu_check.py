@@ -20,7 +20,7 @@ import torch
 from scripts import gpu_check
 from scripts.gpu_blocks import kernels, training
 from scripts.gpu_blocks.mfu import busy_share
-from scripts.gpu_check import BLOCKS, ROOT, Block, check, main, run_block
+from scripts.gpu_check import BLOCKS, CALLS, ROOT, Block, check, main, run_block
 from tests.unit.kernel_stand_ins import KERNELS as STAND_INS
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel import attention
@@ -147,9 +147,13 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture) -> None
     assert "use --device cpu" in capsys.readouterr().err
 
 
-def test_all_limits_together_are_under_ten_minutes_and_what_matters_most_comes_first() -> None:
-    assert sum(block.limit for block in BLOCKS) < 600
-    assert [block.name for block in BLOCKS[:3]] == ["versions", "kernels", "mfu"]
+def test_limits_of_a_call_and_what_matters_most_comes_first() -> None:
+    limits = {name: sum(block.limit for block in blocks) for name, blocks in CALLS.items()}
+    assert limits["first"] <= 590
+    assert limits["second"] <= 200
+    assert [block.name for block in BLOCKS[:3]] == ["versions", "two_ranks", "large"]
+    assert [block for blocks in CALLS.values() for block in blocks] == [*BLOCKS]
+    assert gpu_check.parse(["--blocks", "second,versions"]).blocks == [BLOCKS[0], *CALLS["second"]]
 
 
 def test_files_of_a_block_lie_beside_the_result_unless_they_are_large(

@@ -27,12 +27,17 @@ class Merged:
     """The running output (B, H, S, V) and log-sum-exp (B, H, S) of queries over the keys so far, in float32 at least.
 
     Queries that see no key have output 0 and log-sum-exp -inf. While there is the result of one call only, of all
-    queries, that is kept as the kernel returned it: nothing is filled, copied or cast. value_dim: V, by default that of
-    the queries.
+    queries, that is kept as the kernel returned it: nothing is filled, copied or cast.
+
+    Args:
+        value_dim: V; by default the size of the queries' heads.
+        merges: whether some query gets the results of several calls. Without, the output has the dtype of the queries.
     """
 
-    def __init__(self, q: torch.Tensor, value_dim: int | None = None) -> None:
+    def __init__(self, q: torch.Tensor, value_dim: int | None = None, *, merges: bool = True) -> None:
         self._q, self._value_dim = q, value_dim or q.shape[3]
+        self._lse_dtype = torch.promote_types(q.dtype, torch.float32)
+        self._out_dtype = self._lse_dtype if merges else q.dtype
         self._lone: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -47,10 +52,9 @@ class Merged:
     def _accumulated(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._sums is None:
             b, h, s, _ = self._q.shape
-            dtype = torch.promote_types(self._q.dtype, torch.float32)
             # (B, S, H, D) in memory, as the output projection reads it
-            out = self._q.new_empty(b, s, h, self._value_dim, dtype=dtype).transpose(1, 2)
-            lse = self._q.new_empty(b, h, s, dtype=dtype)
+            out = self._q.new_empty(b, s, h, self._value_dim, dtype=self._out_dtype).transpose(1, 2)
+            lse = self._q.new_empty(b, h, s, dtype=self._lse_dtype)
             self._sums = out, lse
             if self._lone is None:
                 out.zero_()

@@ -136,6 +136,11 @@ def fresh_rows(runs: Iterable[Run]) -> int:
     return sum(run.rows.stop - run.rows.start for run in runs if run.fresh)
 
 
+def adds_up(launches: Iterable[Launch]) -> bool:
+    """Return whether some query gets the results of several calls, which are then added up in float32."""
+    return any(not run.fresh for launch in launches for run in launch.q_runs)
+
+
 T = TypeVar("T", bound=Tile)
 
 

@@ -1,0 +1,312 @@
+"""NCCL between ranks that share one GPU: attention, the program with its checkpoints, and a time-out.
+
+NCCL refuses two ranks on one GPU of one machine. Each rank names a host of its own, so that NCCL takes them for two
+machines and sends through sockets: the order and the bytes of messages are real, and their speed says nothing.
+"""
+
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_blocks.block import Check, Skipped
+from scripts.gpu_blocks.training import ROOT
+from trainer.config.schema import Comm
+from trainer.runtime import process_group as groups
+
+_GATE = 40.0  # seconds in which two ranks must meet; mostly imports
+_STEPS = 6
+_SAVED = 3
+_NEAR = 1e-4  # relative difference of a loss in float32 from the loss of one rank
+_LATE = 5.0  # seconds: the time-out that is planted
+_LAYOUTS = {
+    "fsdp": [],
+    "ring": ["--parallelism.context_parallel_degree=2"],
+    "all_gather": [
+        "--parallelism.context_parallel_degree=2",
+        "--parallelism.context_parallel_method=all_gather",
+        "--training.attention_mask=document",
+    ],
+    "all_to_all": [
+        "--parallelism.context_parallel_degree=2",
+        "--parallelism.context_parallel_method=all_to_all",
+        "--compile.enable",
+    ],
+    "tensor": ["--parallelism.tensor_parallel_degree=2"],
+    "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
+}
+
+
+def own_host(rank: int, gpus: int) -> dict[str, str]:
+    """Return the variables with which a rank shares a GPU: a host for each round of ranks over the GPUs.
+
+    Args:
+        gpus: of this machine; 0 on a CPU.
+    """
+    if not gpus:
+        return {"LOCAL_RANK": str(rank)}
+    network = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    return {"LOCAL_RANK": str(rank % gpus), "NCCL_HOSTID": f"host-{rank // gpus}", **network}
+
+
+def two_ranks(check: Check) -> None:
+    """A gate, then attention of every method, runs of the program, and a time-out that ends a rank."""
+    met = on_ranks(check, 2, "scripts.gpu_blocks.two_ranks:gate", (), _GATE)
+    if isinstance(met, str):
+        raise Skipped(f"two ranks of NCCL do not meet on one GPU here: {met}")
+    check.note(gate=met)
+    with ThreadPoolExecutor(4) as pool:
+        parts = [pool.submit(part, check) for part in (_attention, _hybrid, _program, _time_out)]
+        for part in parts:
+            part.result()
+    facts = check.facts
+    check.headline(
+        f"{facts['gate'][0]['backend']}: {facts['attention']}; losses differ from one rank by {facts['differences']}"
+    )
+
+
+# ---- ranks
+
+
+def on_ranks(check: Check, world_size: int, entry: str, args: tuple[Any, ...], limit: float) -> list[Any] | str:
+    """Run `module:function(*args)` on ranks; return their results, or why there are none."""
+    import torch
+
+    gpus = 0 if check.is_dry else torch.cuda.device_count()
+    folder = Path(tempfile.mkdtemp(prefix="ranks_"))
+    (folder / "arguments").write_bytes(pickle.dumps((entry, args)))
+    command = [sys.executable, "-m", "scripts.gpu_blocks.two_ranks", str(folder)]
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(world_size):
+        log = (folder / f"log_{rank}").open("w")
+        environment = os.environ | shared | own_host(rank, gpus) | {"RANK": str(rank)}
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+    end = time.monotonic() + min(limit, check.left() or 1)
+    try:
+        codes = [process.wait(max(end - time.monotonic(), 0.1)) for process in processes]
+    except subprocess.TimeoutExpired:
+        return f"no end in {limit:.0f} s: " + _last_lines(folder, world_size)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(codes):
+        return f"exit codes {codes}: " + _last_lines(folder, world_size)
+    return [pickle.loads((folder / f"result_{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens now."""
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def _last_lines(folder: Path, world_size: int) -> str:
+    lines = [(folder / f"log_{rank}").read_text(errors="replace").splitlines()[-4:] for rank in range(world_size)]
+    return " || ".join(" | ".join(each) for each in lines)[:1500]
+
+
+def gate() -> dict[str, Any]:
+    """Meet, send in both directions, split a group off, and leave."""
+    import torch
+    import torch.distributed as dist
+
+    from trainer.distributed.context_parallel.execution import build
+
+    process = groups.Process.from_environment()
+    started = time.monotonic()
+    with groups.process_group(process, Comm(init_timeout_seconds=30)):
+        own = build.own_group(dist.group.WORLD, "kv", process.device.type)
+        x = torch.full((4,), float(process.rank), device=process.device)
+        dist.all_reduce(x, group=own)
+        # Three rows for the other rank and none, then two and five: uneven and empty messages.
+        sent, received = ([0, 3], [0, 2]) if process.rank == 0 else ([2, 5], [3, 5])
+        rows = torch.empty(sum(received), device=process.device)
+        dist.all_to_all_single(rows, torch.ones(sum(sent), device=process.device), received, sent)
+        found = {"backend": str(dist.get_backend()), "is_split": own is not dist.group.WORLD, "sum": x.tolist()}
+    return found | {"seconds": round(time.monotonic() - started, 2)}
+
+
+# ---- parts
+
+
+def _attention(check: Check) -> None:
+    """Every method and mask: lengths that 2 does not divide, and one shorter than the ranks."""
+    import torch
+
+    from tests.distributed.attention_cases import MASKS, METHODS, Case
+    from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+
+    cases = [
+        Case(seq_len, (8, 4), 64, dtype, ContextParallelOptions(method), **mask)
+        for method in METHODS
+        for mask in MASKS
+        for seq_len, dtype in ((37, torch.float64), (253, torch.float32), (253, torch.bfloat16))
+    ]
+    cases += [Case(1, (8, 4), 64, torch.float32, ContextParallelOptions(method)) for method in METHODS]
+    _compare(check, "attention", 2, cases)
+
+
+def _hybrid(check: Check) -> None:
+    """Two groups of two ranks, in float32 and bfloat16, causal and with documents."""
+    import torch
+
+    from tests.distributed.attention_cases import Case
+    from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+
+    options = ContextParallelOptions("hybrid", hybrid_degrees=(2, 2))
+    masks: list[dict[str, Any]] = [{}, {"mask": "documents"}, {"window": 7}]
+    types = (torch.float32, torch.bfloat16)
+    cases = [Case(253, (8, 4), 64, dtype, options, **mask) for mask in masks for dtype in types]
+    _compare(check, "hybrid", 4, cases)
+
+
+def _compare(check: Check, name: str, world_size: int, cases: Sequence[Any]) -> None:
+    """Compare outputs, gradients, collectives and bytes of the cases with one process and with the plan."""
+    from tests.distributed.attention_cases import TOLERANCE
+
+    entry = "tests.distributed.attention_cases:attention_case"
+    found = on_ranks(check, world_size, entry, (list(cases),), 120)
+    if isinstance(found, str):
+        check.note(**{name: "failed"})
+        check.expect(False, f"{name}: {found}")
+        return
+    worst = 0.0
+    for rank, results in enumerate(found):
+        for case, result in zip(cases, results, strict=True):
+            share = max(result["errors"]) / TOLERANCE[case.dtype]
+            worst = max(worst, share)
+            check.expect(share <= 1, f"{name}, rank {rank}, {case}: errors {result['errors']}")
+            sent = {kind: size for kind, size in result["sent"].items() if size}
+            as_planned = result["calls"] == result["planned calls"] and sent == result["planned"]
+            check.expect(as_planned, f"{name}, rank {rank}, {case}: sent {result['calls']}, {sent}")
+    check.note(**{name: f"{len(cases)} cases on {world_size} ranks, worst share of the bound {worst:.2f}"})
+
+
+def _program(check: Check) -> None:
+    """Runs of the program on two ranks against one; with FSDP also a run that resumes from a checkpoint."""
+    layouts = {"fsdp": [], "ring": _LAYOUTS["ring"]} if check.is_dry else _LAYOUTS
+    differences: dict[str, float] = {}
+
+    def losses(name: str, world_size: int, options: list[str]) -> list[float]:
+        found = _train(check, name, world_size, options)
+        if isinstance(found, str):
+            check.expect(False, f"{name} on {world_size} ranks: {found}")
+            return []
+        return found
+
+    def compared(name: str) -> None:
+        masked = [word for word in layouts[name] if word.startswith("--training")]
+        saving = ["--checkpoint.enable", f"--checkpoint.interval={_SAVED}"] if name == "fsdp" else []
+        one = losses(f"one_{name}", 1, masked)
+        two = losses(f"two_{name}", 2, [*layouts[name], *saving])
+        differences[name] = _difference(two, one)
+        check.note(differences=differences)
+        check.expect(differences[name] <= _NEAR, f"{name}: losses {two} on two ranks, {one} on one")
+        if saving:
+            again = losses(f"two_{name}", 2, [*layouts[name], *saving, f"--checkpoint.load_step={_SAVED}"])
+            differences["resumed"] = _difference(again, two)
+            check.note(differences=differences)
+            check.expect(differences["resumed"] <= _NEAR, f"resumed: losses {again}, before {two}")
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(compared, layouts))
+
+
+def _train(check: Check, name: str, world_size: int, options: list[str]) -> list[float] | str:
+    """Return the losses of a run of the program, one launcher for each rank; or why there are none."""
+    import torch
+
+    gpus = 0 if check.is_dry else torch.cuda.device_count()
+    dump = Path(tempfile.gettempdir(), name)
+    command = [sys.executable, "-m", "trainer", "train", "debug_model", f"--job.dump_folder={dump}"]
+    command += ["--training.seq_len=128", "--training.local_batch_size=2", "--training.global_batch_size=4"]
+    command += [f"--training.steps={_STEPS}", "--training.mixed_precision_param=float32", "--metrics.log_freq=1"]
+    command += ["--metrics.no-enable_tensorboard", "--training.data_streams=4", *options]
+    if check.is_dry:
+        command.append("--job.device=cpu")
+    ours = ("CONFIG_FILE", "LOG_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    shared = {key: value for key, value in os.environ.items() if key not in ours}
+    shared |= {"NGPU": "1", "NNODES": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    launchers = []
+    for rank in range(world_size):
+        node = own_host(rank, gpus)
+        del node["LOCAL_RANK"]
+        log = dump.with_name(f"{name}_{rank}.log").open("w")
+        environment = shared | node | {"NODE_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        launchers.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+    end = time.monotonic() + (check.left() or 1)
+    try:
+        codes = [launcher.wait(max(end - time.monotonic(), 0.1)) for launcher in launchers]
+    except subprocess.TimeoutExpired:
+        codes = ["no end in the time that the block had left"]
+    finally:
+        for launcher in launchers:
+            launcher.terminate()
+    if any(codes):
+        logs = [dump.with_name(f"{name}_{rank}.log").read_text().splitlines()[-5:] for rank in range(world_size)]
+        return f"{codes}: " + " || ".join(" | ".join(lines) for lines in logs)[:1500]
+    lines = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line][-_STEPS:]
+
+
+def _difference(mine: list[float], theirs: list[float]) -> float:
+    """Return the largest relative difference of losses; infinite if a step is missing."""
+    if not len(mine) == len(theirs) == _STEPS:
+        return math.inf
+    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _time_out(check: Check) -> None:
+    """Wait for a rank that does not come: the waiting rank must end by itself, and leave its flight record."""
+    folder = Path(tempfile.mkdtemp(prefix="late_"))
+    started = time.monotonic()
+    found = on_ranks(check, 2, "scripts.gpu_blocks.two_ranks:late", (str(folder),), 90)
+    records = sorted(path.name for path in folder.iterdir())
+    check.note(time_out={"seconds": round(time.monotonic() - started, 1), "records": records, "end": str(found)[:600]})
+    check.expect(isinstance(found, str) and found.startswith("exit codes"), f"the waiting rank did not end: {found}")
+    check.expect("rank_0" in records, f"no flight record of the waiting rank: {records}")
+
+
+def late(folder: str) -> None:
+    """Rank 1 leaves without its second sum."""
+    import torch
+    import torch.distributed as dist
+
+    process = groups.Process.from_environment()
+    with groups.process_group(process, Comm(init_timeout_seconds=60), Path(folder)):
+        x = torch.ones(4, device=process.device)
+        dist.all_reduce(x)
+        groups.set_timeout(_LATE)
+        if process.rank == 1:
+            time.sleep(4 * _LATE)
+            os._exit(0)
+        dist.all_reduce(x)
+        print(x.tolist())
+
+
+def main(folder: str) -> None:
+    """Run on this rank what `on_ranks` wrote down."""
+    rank = os.environ["RANK"]
+    entry, args = pickle.loads(Path(folder, "arguments").read_bytes())
+    module, _, name = entry.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    result = function(*args)
+    Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
