@@ -34,13 +34,14 @@ from trainer.models.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize, stored_as
 from trainer.models.model_spec import model_spec
 from trainer.observer import Observer, registered_observers
-from trainer.runtime.agreement import check_same, raise_on_all_ranks
+from trainer.runtime.agreement import check_same, of_all_ranks, raise_on_all_ranks
 from trainer.runtime.console import logger, program, say_waiting
 from trainer.runtime.determinism import set_determinism
 from trainer.runtime.dump_folder import save_configuration
 from trainer.runtime.garbage import manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
+from trainer.runtime.time_limits import TimeLimits
 from trainer.tasks.evaluation import Validation
 from trainer.tasks.task import Batch, RankInputs, Task
 from trainer.transforms.compile import (
@@ -77,6 +78,11 @@ class Trainer:
         """Why the run stops after this step."""
         self.save_is_due = False
         """Whether a checkpoint is due after this step, by the time."""
+        self.limits = TimeLimits(
+            config.comm,
+            highest=lambda seconds: max(of_all_ranks(seconds, self.dims["world"])),
+            apply=lambda seconds: self._set_timeout(seconds),
+        )
         self.guard = StepGuard(config.training)
         self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
         self._prepare_process()
@@ -211,15 +217,18 @@ class Trainer:
                 profiling(config.profiling, folder, rank, self.device) as profile,
             ):
                 self.metrics.start(self.start_step)
+                self.limits.start(self.metrics.predicted_seconds())
                 for step in range(self.start_step + 1, steps + 1):
                     self.metrics.starting(step)
                     self.train_step(step)
-                    for done in (collect_garbage, *profile, compilations.step, self._first_step_is_over):
+                    for done in (collect_garbage, *profile, compilations.step):
                         done(step)
+                    self.limits.settle()
                     last = step == steps or self.stop_reason is not None
-                    best = self._validate(step, last, compilations)
-                    tokens = self.metrics.tokens_seen(step)
-                    saved = self.checkpoint.save(step, tokens_seen=tokens, last=last, due=self.save_is_due, best=best)
+                    with self.limits.paused():
+                        best = self._validate(step, last, compilations)
+                        tokens, due = self.metrics.tokens_seen(step), self.save_is_due
+                        saved = self.checkpoint.save(step, tokens_seen=tokens, last=last, due=due, best=best)
                     if self.stop_reason:
                         logger.info(f"{self.stop_reason} after step {step}; {_SAVED if saved else _NOT_SAVED}")
                         if self.stop_reason == _NO_DATA:
@@ -256,7 +265,7 @@ class Trainer:
         with region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
-            votes = [*self.stop.votes(), self.checkpoint.vote(), float(self.data.failed)]
+            votes = [*self.stop.votes(), self.checkpoint.vote(), float(self.data.failed), self.limits.vote()]
             totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), votes, self.dims)
         left_out = totals.not_finite
         if self.updates_masked:
@@ -357,7 +366,8 @@ class Trainer:
         Raises:
             TrainingError: on every rank, if the loss or the norm is not finite; no weight has changed.
         """
-        loss, norm, (*votes, save, no_data) = totals.read()
+        loss, norm, (*votes, save, no_data, slow) = totals.read()
+        self.limits.step_was_read(slow > 0)
         self.stop_reason, self.save_is_due = self.stop.reason(votes) or (_NO_DATA if no_data else None), save > 0
         return loss, norm, not self.guard.should_skip(step, loss, norm)
 
@@ -376,19 +386,12 @@ class Trainer:
         first_compiles = self.job.compilation.any and not self._has_validated
         with self.metrics.paused(), region("validation"):
             say_waiting(f"validating after step {step}")
-            if first_compiles:  # stages compile one after another
-                self._set_timeout(self.config.comm.init_timeout_seconds)
-            result = self.validation.run(self.model_parts, self.pipeline)
-            if first_compiles:
-                self._set_timeout(self.config.comm.train_timeout_seconds)
+            with self.limits.while_compiling() if first_compiles else nullcontext():  # stages compile in turn
+                result = self.validation.run(self.model_parts, self.pipeline)
         self._has_validated = True
         compilations.expected()  # a forward without gradients is a graph of its own
         self.metrics.log_validation(step, result)
         return result.loss if self.config.validation.keep_best and result.loss < self.checkpoint.best else None
-
-    def _first_step_is_over(self, step: int) -> None:
-        if step == self.start_step + 1:
-            self._set_timeout(self.config.comm.train_timeout_seconds)
 
     def _make_next_batches(self, step: int) -> None:
         """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data.

@@ -17,9 +17,16 @@ from tests.distributed.pool import WorkerPool
 from trainer.config import parse_command_line
 from trainer.distributed.context_parallel.execution.build import same_ranks
 from trainer.distributed.parallel_dims import ParallelDims, new_group
-from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all, gather_shards, reduce_shards
+from trainer.distributed.sharding.exchange import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_shards,
+    group_timeout,
+    reduce_shards,
+)
 from trainer.job.degrees import Degrees, resolve_degrees
-from trainer.runtime.process_group import Process, group_timeout, process_group, set_timeout
+from trainer.runtime.process_group import Process, process_group, set_timeout
 
 ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
 

@@ -160,13 +160,12 @@ PRIVATE = {
         "trainer/distributed/sharding/exchange.py",
         "the time-out of waiting for a message on CPUs",
         timeout,
-        also=_GROUPS,
+        also=f"{CP}/execution/build.py",
     ),
     "_get_backend": Private(
         "trainer/distributed/sharding/exchange.py",
         "the time-out of waiting for a message on CPUs",
         lambda: dist.ProcessGroup._get_backend,
-        also=_GROUPS,
     ),
     "_PipelineScheduleRuntime": Private(
         "trainer/distributed/pipeline_parallel.py",

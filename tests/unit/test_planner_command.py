@@ -2,18 +2,22 @@
 
 import json
 import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from trainer.commands import check, train
 from trainer.commands import estimate as command
-from trainer.commands import train
 from trainer.commands.main import main as lct
 from trainer.commands.start import parse
 from trainer.components import metrics
 from trainer.config.loader import parse_command_line
+from trainer.planner import worker
+from trainer.planner.timing import StepTime
 from trainer.runtime.devices import Machine
 
 pytestmark = pytest.mark.about("trainer/planner/estimate.py", "trainer/planner/calibrate.py", "trainer/planner/shim.py")
@@ -58,6 +62,33 @@ def test_other_answers_as_json_print_json_alone(tmp_path: Path, capfd: pytest.Ca
     assert json.loads(out)["fits"]
     assert "longest" in err
     assert "beyond" in err
+
+
+def test_a_time_out_that_is_too_short_for_the_predicted_step_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks: one rank waits for nobody."""
+    time = StepTime(313.4, {})
+    of = SimpleNamespace(profile=SimpleNamespace(peak=1.0), reserved=1.0, by_purpose={}, time=time, record=dict)
+    comm = "--comm.init_timeout_seconds=1000"
+    expected = "comm.train_timeout_seconds = 100 is too short for a step of 313 s, as predicted: the run allows"
+
+    def found(_worker: object, arguments: Sequence[str], *_: object, **__: object) -> SimpleNamespace:
+        job = SimpleNamespace(config=parse_command_line(list(arguments)).config)
+        return SimpleNamespace(**vars(of), job=job)
+
+    monkeypatch.setattr(command, "estimate", found)
+    monkeypatch.setattr("trainer.planner.estimate.estimate", found)
+    for module in (command, worker):
+        monkeypatch.setattr(module, "Worker", lambda **_: nullcontext())
+    for ranks in ("1", "2"):
+        job = ["debug_model", "--world-size", ranks, "--training.global_batch_size=-1"]
+        assert command.main([*job, "--gpu", cpu_record(tmp_path), "--json", comm]) == 0
+        assert (expected in capfd.readouterr().err) == (ranks == "2")
+        arguments = ["--job.config_file", "debug_model", comm]
+        assert expected in check.peak_of_a_step(arguments, int(ranks), "cuda")[1] or ranks == "1"
+        assert not check.peak_of_a_step(arguments, int(ranks), "cpu")[1]
+    assert check.peak_of_a_step([*arguments, "--comm.train_timeout_seconds=1000"], 2, "cuda")[1] == ""
 
 
 def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -111,6 +142,7 @@ def test_metrics_have_the_measured_and_the_predicted_peak(tmp_path: Path, monkey
     said: list[str] = []
     monkeypatch.setattr(metrics.logger, "info", said.append)
     run = SimpleNamespace(_predicted=None, _estimate=tmp_path / "estimate.json", device=torch.device("cuda"))
+    run._estimated = lambda name: metrics.MetricsLogger._estimated(run, name)
     beside = metrics.MetricsLogger._beside_estimate
     assert beside(run, 3.0) == {}
     run._estimate.write_text('{"alloc')  # it is being written

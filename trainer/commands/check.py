@@ -23,6 +23,7 @@ from trainer.job.summary import summary
 from trainer.runtime.console import line_width
 from trainer.runtime.devices import Machine, this_machine
 from trainer.runtime.dump_folder import folders_of, holder_of
+from trainer.runtime.time_limits import limits_raised
 from trainer.stores.folder import step_to_load
 
 
@@ -79,7 +80,10 @@ def main(argv: list[str]) -> int:
     check(command, start)
     if not command.print_config:
         check_tensors(command.config)
-        print(peak_of_a_step(arguments, *_ranks(command, start, this_machine())))
+        peak, note = peak_of_a_step(arguments, *_ranks(command, start, this_machine()))
+        print(peak)
+        if note:
+            print(f"note: {note}", file=sys.stderr)
     return 0
 
 
@@ -100,8 +104,11 @@ def check_tensors(config: JobConfig) -> None:
     open_initial(config, resolve_model(config))
 
 
-def peak_of_a_step(arguments: list[str], ranks: int, device_type: str) -> str:
-    """Return in words what a rank needs at the peak of a step, or why it is not known."""
+def peak_of_a_step(arguments: list[str], ranks: int, device_type: str) -> tuple[str, str]:
+    """Return in words what a rank needs at the peak of a step, or why it is not known, and a note on time-outs.
+
+    The note is empty where the time-outs are long enough, and on CPUs, whose speed is not known.
+    """
     from trainer.planner import shim
     from trainer.planner.estimate import estimate
     from trainer.planner.timing import device
@@ -112,9 +119,11 @@ def peak_of_a_step(arguments: list[str], ranks: int, device_type: str) -> str:
         with Worker(has_shim=traced == "cuda") as worker:
             found = estimate(worker, arguments, ranks, replace(device("h100"), type=traced))
     except ConfigError as error:
-        return f"the peak of a step is not known: {error}"
+        return f"the peak of a step is not known: {error}", ""
     sizes = ", ".join(f"{name} {size_words(size)}" for name, size in list(found.by_purpose.items())[:4])
-    return (
+    peak = (
         f"at its peak a step of a rank needs {size_words(found.profile.peak)}, {size_words(found.reserved)} with what "
         f"PyTorch reserves: {sizes}; `lct estimate` says more"
     )
+    has_peers = ranks > 1 and device_type == "cuda"
+    return peak, limits_raised(found.job.config.comm, found.time.seconds) if has_peers else ""

@@ -34,6 +34,7 @@ from trainer.planner.worker import Worker
 from trainer.runtime.console import line_width, paragraphs
 from trainer.runtime.devices import this_machine
 from trainer.runtime.nodes import whole_number
+from trainer.runtime.time_limits import limits_raised
 
 _AS_ON_GPUS = ("--training.mixed_precision_param=bfloat16", "--optimizer.implementation=fused")
 _HELP = argparse.RawDescriptionHelpFormatter
@@ -83,8 +84,9 @@ def main(argv: list[str]) -> int:
     else:
         print(paragraphs(lines(found), line_width()))
         print(f"traced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory")
-    if note:
-        print(f"note: {note}", file=sys.stderr)
+    limits = limits_raised(found.job.config.comm, found.time.seconds) if ranks > 1 else ""
+    for text in filter(None, (note, limits)):
+        print(f"note: {text}", file=sys.stderr)
     return 0
 
 

@@ -39,6 +39,8 @@ _PEAK_FLOPS = {
     "MI300X": 1300e12,
     "MI250X": 191.5e12,
 }
+_LOW_MFU = 0.4
+"""Share of the peak by which a step without a prediction of the planner is taken to be slow."""
 
 
 @dataclass(frozen=True)
@@ -348,12 +350,29 @@ class MetricsLogger:
         self._last_step, self._started, self.data_seconds = step, ended, data_seconds
         return metrics
 
+    def predicted_seconds(self) -> float:
+        """Return the seconds of a step before one has run; 0.0 if nothing is known, as on CPUs.
+
+        The longer of what the planner predicts, once that is there, and what all FLOPs take at a low MFU, with full
+        attention counted: the documents of some step may be as long as its sequences.
+        """
+        if self.peak_flops is None:
+            return self._estimated("step_seconds") or 0.0
+        flops = self.tokens_per_step * self.flops_per_token[0] / self.dims.size("world")
+        return max(self._estimated("step_seconds") or 0.0, flops / (_LOW_MFU * self.peak_flops))
+
+    def _estimated(self, name: str) -> float | None:
+        """Return a number that `lct estimate` has predicted for GPUs; None on CPUs, and until it is there."""
+        if self.device.type == "cuda":
+            with suppress(OSError, ValueError, KeyError):
+                return float(json.loads(self._estimate.read_text(encoding="utf-8"))[name])
+        return None
+
     def _beside_estimate(self, memory: float) -> dict[str, float]:
         """Return the peak that `lct estimate` has predicted for GPUs, once it is there; the first time, log both."""
-        if self._predicted is None and self.device.type == "cuda":
-            with suppress(OSError, ValueError, KeyError):
-                self._predicted = json.loads(self._estimate.read_text(encoding="utf-8"))["allocated"] / 2**30
-                logger.info(f"memory: {memory:.1f} GiB allocated at the peak, {self._predicted:.1f} GiB predicted")
+        if self._predicted is None and (size := self._estimated("allocated")) is not None:
+            self._predicted = size / 2**30
+            logger.info(f"memory: {memory:.1f} GiB allocated at the peak, {self._predicted:.1f} GiB predicted")
         return {} if self._predicted is None else {"memory_predicted_gib": self._predicted}
 
     def _of_all_ranks(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:

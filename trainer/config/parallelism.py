@@ -181,9 +181,9 @@ class Comm:
     """Process groups."""
 
     init_timeout_seconds: int = key(300, SECONDS, "seconds", when=_RANKS)
-    """Time-out of collectives until the end of the first step."""
+    """Time-out of collectives until the end of the first step; three predicted steps where that is longer."""
     train_timeout_seconds: int = key(100, SECONDS, "seconds", when=_RANKS)
-    """Time-out of collectives after the first step."""
+    """Time-out of collectives after the first step; three steps where that is longer."""
     checkpoint_timeout_seconds: int = key(1800, SECONDS, "seconds", when=(_RANKS, needs("checkpoint.enable")))
     """Time-out of collectives while a checkpoint is saved or loaded: one rank's disk may be slow."""
     check_consistency: bool = key(False, when=_WITH_CP)

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _world  # no public name as of to
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
+from trainer.distributed.sharding.exchange import group_timeout
 from trainer.runtime.console import logger
 from trainer.runtime.rank_processes import flight_record
 
@@ -123,11 +124,6 @@ def _time_out_inherited(device: torch.device) -> Iterator[None]:
         yield
     finally:
         distributed_c10d._get_default_timeout = before
-
-
-def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return the time-out of the collectives of a process group."""
-    return group._get_backend(device).options._timeout
 
 
 def is_peer_failure(error: Exception) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trainer.config.schema import Comm
 from trainer.runtime.process_group import Process
+from trainer.runtime.time_limits import STEPS_OF_A_LIMIT
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LOST = "lost its peers"
@@ -71,7 +72,8 @@ class Reports:
         # If several have this value, the likeliest is named: most of a run is training.
         order = ("checkpoint", "init", "train")
         names = [name for name in order if getattr(self.comm, f"{name}_timeout_seconds") == seconds]
-        return f"{seconds:,g} s" + (f" (comm.{names[-1]}_timeout_seconds)" if names else "")
+        origin = f"comm.{names[-1]}_timeout_seconds" if names else f"{STEPS_OF_A_LIMIT} times a step"
+        return f"{seconds:,g} s ({origin})"
 
     def _exchange(self, how: str, patience_seconds: float) -> dict[int, str]:
         """Return rank -> how it ended, of the ranks that reported in time; empty if the store does not answer."""

@@ -95,6 +95,12 @@ class Pending:
         self._works, self._kept, self._arrived = (), (), None
 
 
+def group_timeout(group: dist.ProcessGroup, device: torch.device | str) -> timedelta | None:
+    """Return the time-out of the collectives of a group for tensors of a device; None if its backend has none."""
+    options = group._get_backend(torch.device(device)).options  # no public name as of torch 2.13
+    return None if options is None else options._timeout
+
+
 def send_receive(
     transfers: Sequence[Transfer], group: dist.ProcessGroup, *, kind: str, arrived: Callable[[], None] | None = None
 ) -> Pending:
@@ -111,7 +117,7 @@ def send_receive(
     ]
     timeout = None
     if dist.get_backend(group) == "gloo":  # its `wait` would use the time-out with which the group was made
-        timeout = group._get_backend(torch.device("cpu")).options._timeout  # no public name as of torch 2.13
+        timeout = group_timeout(group, "cpu")
     return Pending(dist.batch_isend_irecv(operations), transfers, arrived, timeout)
 
 

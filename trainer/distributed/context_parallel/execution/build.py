@@ -3,6 +3,7 @@
 A communicator of NCCL is a queue, which runs one operation after another.
 """
 
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
 from trainer.distributed.context_parallel.planning.lowering import lower, shortest_side
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.context_parallel.planning.plan import RankPlan
+from trainer.distributed.sharding.exchange import group_timeout
 
 # Both have `forward(q, k, v, terms=...)` and `backward(BackwardInputs, terms)`, which are collectives.
 Execution = StagedExecution | HeadExchange
@@ -75,17 +77,26 @@ def own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.
 
 
 def same_ranks(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
-    """Return a new communicator of high priority for the ranks of a group."""
-    settings = {"group_desc": description, "pg_options": _high_priority()}
+    """Return a new communicator of high priority for the ranks of a group, with the time-out of that group."""
+    timeout = group_timeout(group, "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
+    settings = {"group_desc": description, "pg_options": _high_priority(timeout), "timeout": timeout}
     if _can_split(group):
         return dist.split_group(group, [list(range(group.size()))], **settings)
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, **settings)
 
 
-def _high_priority() -> object:
-    """Return options of NCCL with streams of high priority; None where PyTorch has no NCCL."""
+def _high_priority(timeout: timedelta | None) -> object:
+    """Return options of NCCL with streams of high priority; None where PyTorch has no NCCL.
+
+    timeout: of the new group: the options have one too, by default ten minutes.
+    """
     nccl = getattr(dist, "ProcessGroupNCCL", None)
-    return None if nccl is None else nccl.Options(is_high_priority_stream=True)
+    if nccl is None:
+        return None
+    options = nccl.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 def _can_split(group: dist.ProcessGroup) -> bool:
