@@ -741,6 +741,13 @@ PROCESSES = (
         "tests/unit/test_planner_command.py::test_a_time_out_that_is_too_short_for_the_predicted_step_is_told",
     ),
     Mutant(
+        "deterministic runs fill each new tensor",
+        "trainer/runtime/determinism.py",
+        "fill_uninitialized_memory = not on",
+        "fill_uninitialized_memory = on",
+        "tests/unit/test_determinism.py",
+    ),
+    Mutant(
         "stages wait for each other as long as when their groups were made",
         "trainer/trainer.py",
         "            self.pipeline.set_timeout(seconds)\n",

@@ -14,6 +14,8 @@ def set_determinism(on: bool) -> None:
     """
     torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.deterministic = on
+    # PyTorch would write NaN into each new tensor, most of the cost of determinism: no bits of a result depend on it.
+    torch.utils.deterministic.fill_uninitialized_memory = not on
     if on:
         torch.backends.cudnn.benchmark = False  # it chooses kernels by their time
         if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _REPRODUCIBLE_WORKSPACES:
