@@ -530,6 +530,20 @@ PROCESSES = (
         "tests/repository/test_gpu_check.py::test_the_calls_of_attention_over_ranks_are_watched_one_by_one",
     ),
     Mutant(
+        "streams of a GPU share eight queues",
+        "trainer/commands/rank.py",
+        "    set_connections()\n",
+        "",
+        "tests/unit/test_rank.py::test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported",
+    ),
+    Mutant(
+        "the number of queues that the user has set is replaced",
+        "trainer/commands/rank.py",
+        'environ.setdefault(CUDA_CONNECTIONS, "32")',
+        'environ[CUDA_CONNECTIONS] = "32"',
+        "tests/unit/test_rank.py::test_each_stream_of_a_rank_has_a_queue_of_its_own_unless_the_user_set_their_number",
+    ),
+    Mutant(
         "only our launcher's ranks set up the GPU allocator",
         "trainer/commands/rank.py",
         "    set_allocator()\n",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slow import slow
+from trainer.commands.rank import set_connections
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -19,6 +20,7 @@ from train import command_line
 def program(arguments, launched):
     assert "torch" not in sys.modules, "torch has read its variables already"
     import os, torch
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32", "CUDA reads it when it starts"
     print({name: os.environ[name] for name in %r if name in os.environ}, torch._C._accelerator_getAllocatorSettings())
     return 0
 
@@ -38,6 +40,7 @@ def test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported(
 ) -> None:
     """Unless the user has set it up by any of its names. settings: what torch reads without a GPU."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | given
+    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM % (NAMES,)],
         cwd=ROOT,
@@ -48,6 +51,15 @@ def test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported(
     )
     assert done.stdout.strip().startswith(str(wanted))
     assert settings is None or done.stdout.strip() == f"{wanted} {settings}".strip()
+
+
+def test_each_stream_of_a_rank_has_a_queue_of_its_own_unless_the_user_set_their_number() -> None:
+    environ: dict[str, str] = {}
+    set_connections(environ)
+    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": "9"}
+    set_connections(environ)
+    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "9"}
 
 
 # A thread of Python in PyTorch's code ends the interpreter as one of gloo's does that drops a tensor, but each time.

@@ -243,6 +243,13 @@ def test_what_may_surprise_gets_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert job_notes(quiet, Machine(0, None, 24 * 2**30), 1) == []
     assert job_notes(quiet, Machine(0, None, None, "a note"), 1) == ["a note"]
 
+    monkeypatch.setitem(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert job_notes(quiet, Machine(0, None, None), 1) == []  # of CPUs
+    (queue,) = job_notes(replace(quiet, device_type="cuda"), Machine(1, None, None), 1)
+    assert queue.startswith("CUDA_DEVICE_MAX_CONNECTIONS = 1 puts all streams of a GPU into one queue")
+    monkeypatch.setitem(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert job_notes(replace(quiet, device_type="cuda"), Machine(1, None, None), 1) == []
+
     (tmp_path / "checkpoint" / "step-40").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-40" / "state.json").write_text("{}")
     (left,) = job_notes(quiet, Machine(0, None, None), 1)

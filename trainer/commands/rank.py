@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.commands.check import acted
-from trainer.commands.start import Start, job_notes, opening
+from trainer.commands.start import CUDA_CONNECTIONS, Start, job_notes, opening
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
@@ -188,9 +188,19 @@ def set_allocator(environ: MutableMapping[str, str] = os.environ) -> None:
         environ[_ALLOCATOR[-1]] = "expandable_segments:True"
 
 
+def set_connections(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give each CUDA stream of a rank a queue of its own, unless the user set the number of queues.
+
+    CUDA makes 8, and computation, FSDP, keys and values, their gradients and copies run on about ten streams: two that
+    share a queue wait for each other. CUDA reads the variable when it starts.
+    """
+    environ.setdefault(CUDA_CONNECTIONS, "32")  # CUDA has no more
+
+
 def command_line(program: Callable[..., int] = main) -> int:
     """Run the program of a rank in a shell: Ctrl-C ends it without a trace, and output may lose its reader."""
     set_allocator()
+    set_connections()
     outlast_readers(buffered=False, is_log=False)
     launcher, arguments = launcher_of(sys.argv[1:], os.environ)
     if launcher is not None:

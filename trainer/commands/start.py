@@ -17,6 +17,8 @@ from trainer.runtime.nodes import Nodes, whole_number
 from trainer.stores.folder import checkpoint_folder
 
 ROOT = Path(__file__).resolve().parents[2]
+CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""The variable for the hardware queues of a GPU, over which CUDA divides the streams of a process."""
 CPU_RANKS = 2
 """Ranks that are started on a machine without GPUs."""
 DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
@@ -93,8 +95,23 @@ def job_notes(job: ResolvedJob, machine: Machine, ranks_here: int) -> list[str]:
     if available is not None and job.device_type == "cpu":
         available //= ranks_here
     check_memory(job, available)
-    notes = (machine.note, _left_checkpoints(job), _log_rank(job.degrees.world_size), _tokenizer_of_python(job.config))
+    notes = (
+        machine.note,
+        _one_connection(job.device_type),
+        _left_checkpoints(job),
+        _log_rank(job.degrees.world_size),
+        _tokenizer_of_python(job.config),
+    )
     return [note for note in notes if note]
+
+
+def _one_connection(device_type: str) -> str:
+    if device_type != "cuda" or os.environ.get(CUDA_CONNECTIONS) != "1":
+        return ""
+    return (
+        f"{CUDA_CONNECTIONS} = 1 puts all streams of a GPU into one queue, so messages and copies do not overlap with "
+        "computation; unset it, and a rank takes 32"
+    )
 
 
 def _left_checkpoints(job: ResolvedJob) -> str:
