@@ -119,6 +119,24 @@ def _losses(check: Check) -> dict[str, float]:
         check.expect(max(errors) < _LOSS_ERROR, f"loss, {name}: relative errors of hidden and weight {errors}")
         chunks = Chunks(max(tokens // 4, 1), in_forward=in_forward)
         found[name] = _milliseconds(check, lambda chunks=chunks: gradients(large, targets, chunks))
+    _free(check)
+    return found | _large_vocabulary(check, problem, gradients)
+
+
+def _large_vocabulary(check: Check, problem: Callable[..., Any], gradients: Callable[..., Any]) -> dict[str, float]:
+    """A chunk of 256 tokens of width 2,048, with a vocabulary of 248,320, forward and backward.
+
+    That is the shape of TRL's pull request 6863. Nine chunks less one, so that work of a whole step does not count.
+    """
+    tokens, dim, vocabulary = (4, 8, 64) if check.is_dry else (256, 2048, 248_320)
+    found = {}
+    for name, in_forward in (("gradients in the forward", True), ("logits twice", False)):
+        times = []
+        for number in (1, 9):
+            tensors, labels = problem(number * tokens, dim, vocabulary)
+            chunks = Chunks(tokens, in_forward=in_forward)
+            times.append(_milliseconds(check, lambda x=tensors, y=labels, c=chunks: gradients(x, y, c)))
+        found[f"a chunk with a large vocabulary, {name}"] = round((times[1] - times[0]) / 8, 4)
     return found
 
 
