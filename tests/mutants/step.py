@@ -52,6 +52,13 @@ LOSS = (
         f"{_CHUNKS}::test_the_gradient_of_the_weight_is_rounded_once",
     ),
     Mutant(
+        "a GPU multiplies hidden states in float32",
+        "trainer/models/chunked_loss.py",
+        "    elif a.is_cuda:\n",
+        "    elif False:\n",
+        f"{_CHUNKS}::test_a_gpu_multiplies_matrices_of_the_type_of_the_model",
+    ),
+    Mutant(
         "gradients of the sum of losses are taken for those of any cotangent",
         "trainer/models/chunked_loss.py",
         "if gradients is not None and not any(grad.stride()):",

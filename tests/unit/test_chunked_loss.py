@@ -224,15 +224,41 @@ def test_a_scale_is_not_rounded_to_the_type_of_the_model() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts products of matrices."""
+    """Notes the types of the matrices of each product. A product that only CUDA has, of halves to float32, is done."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
+        self.types: list[tuple[torch.dtype, ...]] = []
+
+    @property
+    def seen(self) -> int:
+        return len(self.types)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += "mm" in func.name()
-        return func(*args, **(kwargs or {}))
+        if "mm" not in func.name():
+            return func(*args, **(kwargs or {}))
+        self.types.append(tuple(x.dtype for x in args if isinstance(x, torch.Tensor))[-2:])
+        if func._overloadname != "dtype_out":
+            return func(*args, **(kwargs or {}))
+        total, a, b, dtype = args
+        assert kwargs["out"] is total
+        return total.add_(a.to(dtype) @ b.to(dtype), alpha=kwargs["alpha"])
+
+
+@pytest.mark.parametrize(("in_forward", "number"), [(True, 3), (False, 4)])
+def test_a_gpu_multiplies_matrices_of_the_type_of_the_model(
+    in_forward: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states and head in bfloat16 meet in bfloat16: float32 products leave the tensor cores."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    hidden, weight, labels, _ = problem(1, 64, torch.bfloat16)
+    with Products() as products:
+        losses = chunked_token_losses(hidden, weight, labels, Chunks(16, in_forward=in_forward))
+        got = torch.autograd.grad(losses.sum(), (hidden, weight))
+    assert products.types == [(torch.bfloat16, torch.bfloat16)] * (4 * number)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    for mine, theirs in zip(got, torch.autograd.grad(dense(*exact, labels).sum(), exact), strict=True):
+        assert relative(mine, theirs) < 1e-2
 
 
 @pytest.mark.parametrize("missing", [0.0, 1.0])
