@@ -9,7 +9,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # The same for the repository, where a page of the documentation is a group.
 TWO_GROUPS := -n 2 --dist loadgroup --no-loadscope-reorder
-# What takes --device. One GPU proves kernels and ranks as threads; cases on more ranks than GPUs are skipped.
+# What takes --device. Ranks share GPUs where there are too few: NCCL takes them for ranks of several machines.
 ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tests/unit/test_thread_attention.py \
 	tests/unit/test_host_copies.py \
 	tests/distributed/test_exchange.py tests/distributed/test_context_parallel.py tests/distributed/test_parity.py \

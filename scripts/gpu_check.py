@@ -192,7 +192,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     wanted = [each for word in args.blocks.split(",") for each in _named(word)]
     if unknown := [name for name in wanted if name not in names]:
-        parser.error(f"--blocks: {unknown[0]!r} is none of {', '.join(names)}")
+        parser.error(f"--blocks: {unknown[0]!r} is none of {', '.join((*CALLS, *names))}")
     if not args.limit_scale > 0:
         parser.error(f"--limit-scale {args.limit_scale:g} must be above 0")
     if args.out is not None and not args.out.absolute().parent.is_dir():

@@ -12,6 +12,18 @@ KEPT = "kept"
 _RESERVE = 0.15  # of the limit: what is still to be done when a loop finds that its time is over
 
 
+def own_host(rank: int, gpus: int) -> dict[str, str]:
+    """Return the variables with which a rank shares a GPU: a host for each round of ranks over the GPUs.
+
+    Args:
+        gpus: of this machine; 0 on a CPU.
+    """
+    if not gpus:
+        return {"LOCAL_RANK": str(rank)}
+    network = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    return {"LOCAL_RANK": str(rank % gpus), "NCCL_HOSTID": f"host-{rank // gpus}", **network}
+
+
 class Skipped(Exception):
     """The block cannot run here; the message says why."""
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_blocks.block import Check, Skipped
+from scripts.gpu_blocks.block import Check, Skipped, own_host
 from scripts.gpu_blocks.training import ROOT
 from trainer.config.schema import Comm
 from trainer.runtime import process_group as groups
@@ -44,18 +44,6 @@ _LAYOUTS = {
     "tensor": ["--parallelism.tensor_parallel_degree=2"],
     "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
 }
-
-
-def own_host(rank: int, gpus: int) -> dict[str, str]:
-    """Return the variables with which a rank shares a GPU: a host for each round of ranks over the GPUs.
-
-    Args:
-        gpus: of this machine; 0 on a CPU.
-    """
-    if not gpus:
-        return {"LOCAL_RANK": str(rank)}
-    network = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    return {"LOCAL_RANK": str(rank % gpus), "NCCL_HOSTID": f"host-{rank // gpus}", **network}
 
 
 def two_ranks(check: Check) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_blocks.two_ranks import own_host
+from scripts.gpu_blocks.block import own_host
 from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import catalog_of
 
@@ -45,8 +45,8 @@ class RankFailedError(AssertionError):
 class WorkerPool:
     """Ranks on demand: `pool.run(world_size, function, *args)`.
 
-    device: `cpu` (gloo, one thread a rank) or `cuda` (NCCL). Where ranks are more than GPUs, they share them, each round
-    of ranks under a host name of its own.
+    device: `cpu` (gloo, one thread a rank) or `cuda` (NCCL). If there are fewer GPUs than ranks, ranks share them, see
+    `own_host`.
     """
 
     def __init__(self, device: str = "cpu") -> None:

@@ -129,7 +129,7 @@ def test_the_exit_code_says_whether_a_block_failed(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--blocks", "kernels,fast"], "'fast' is none of versions, kernels"),
+        (["--blocks", "kernels,fast"], "'fast' is none of first, second, last, versions, two_ranks"),
         (["--limit-scale", "0"], "must be above 0"),
         (["--out", "nowhere/a.json"], "its folder does not exist"),
     ],
