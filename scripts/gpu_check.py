@@ -51,13 +51,13 @@ _HERE = "scripts.gpu_blocks"
 # Where a GPU is lent for minutes: a call of less than ten minutes, and one of less than four.
 FIRST = (
     Block("versions", f"{_HERE}.kernels:versions", 15),
-    Block("two_ranks", f"{_HERE}.two_ranks:two_ranks", 120),
-    Block("large", f"{_HERE}.large:large", 70),
-    Block("documents", f"{_HERE}.documents:documents", 55),
+    Block("two_ranks", f"{_HERE}.two_ranks:two_ranks", 130),
+    Block("large", f"{_HERE}.large:large", 50),
+    Block("documents", f"{_HERE}.documents:documents", 52),
     Block("vocabulary", f"{_HERE}.steps:vocabulary", 70),
     Block("program", f"{_HERE}.training:program", 85),
     Block("linear", f"{_HERE}.linear:linear", 35),
-    Block("kernels", f"{_HERE}.kernels:kernels", 45),
+    Block("kernels", f"{_HERE}.kernels:kernels", 40),
     Block("ranks", f"{_HERE}.ranks:ranks", 60),
     Block("tiles", f"{_HERE}.speed:tiles", 30),
 )

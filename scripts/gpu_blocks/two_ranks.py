@@ -24,6 +24,7 @@ from trainer.config.schema import Comm
 from trainer.runtime import process_group as groups
 
 _GATE = 40.0  # seconds in which two ranks must meet; mostly imports
+METHODS = ("ring", "all_gather", "all_to_all")
 _STEPS = 6
 _SAVED = 3
 _NEAR = 1e-4  # relative difference of a loss in float32 from the loss of one rank
@@ -31,19 +32,11 @@ _LATE = 5.0  # seconds: the time-out that is planted
 _LAYOUTS = {
     "fsdp": [],
     "ring": ["--parallelism.context_parallel_degree=2"],
-    "all_gather": [
-        "--parallelism.context_parallel_degree=2",
-        "--parallelism.context_parallel_method=all_gather",
-        "--training.attention_mask=document",
-    ],
-    "all_to_all": [
-        "--parallelism.context_parallel_degree=2",
-        "--parallelism.context_parallel_method=all_to_all",
-        "--compile.enable",
-    ],
-    "tensor": ["--parallelism.tensor_parallel_degree=2"],
+    "all_to_all": ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_method=all_to_all"],
     "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
 }
+_SAVING = ["--checkpoint.enable", f"--checkpoint.interval={_SAVED}"]
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # of each process: they are many
 
 
 def two_ranks(check: Check) -> None:
@@ -52,14 +45,15 @@ def two_ranks(check: Check) -> None:
     if isinstance(met, str):
         raise Skipped(f"two ranks of NCCL do not meet on one GPU here: {met}")
     check.note(gate=met)
-    with ThreadPoolExecutor(4) as pool:
-        parts = [pool.submit(part, check) for part in (_attention, _hybrid, _program, _time_out)]
+    with ThreadPoolExecutor() as pool:
+        parts = [pool.submit(_attention, check, method) for method in METHODS]
+        parts += [pool.submit(part, check) for part in (_hybrid, _time_out)]
         for part in parts:
             part.result()
+    _program(check)
     facts = check.facts
-    check.headline(
-        f"{facts['gate'][0]['backend']}: {facts['attention']}; losses differ from one rank by {facts['differences']}"
-    )
+    shares = {name: facts[name] for name in (*METHODS, "hybrid")}
+    check.headline(f"{met[0]['backend']}: worst shares {shares}; losses differ by {facts['differences']}")
 
 
 # ---- ranks
@@ -77,7 +71,7 @@ def on_ranks(check: Check, world_size: int, entry: str, args: tuple[Any, ...], l
     processes = []
     for rank in range(world_size):
         log = (folder / f"log_{rank}").open("w")
-        environment = os.environ | shared | own_host(rank, gpus) | {"RANK": str(rank)}
+        environment = os.environ | shared | own_host(rank, gpus) | _ONE_THREAD | {"RANK": str(rank)}
         processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
     end = time.monotonic() + min(limit, check.left() or 1)
     try:
@@ -131,21 +125,21 @@ def gate() -> dict[str, Any]:
 # ---- parts
 
 
-def _attention(check: Check) -> None:
-    """Every method and mask: lengths that 2 does not divide, and one shorter than the ranks."""
+def _attention(check: Check, method: str) -> None:
+    """Every mask by one method: lengths that 2 does not divide, and one shorter than the ranks."""
     import torch
 
-    from tests.distributed.attention_cases import MASKS, METHODS, Case
+    from tests.distributed.attention_cases import MASKS, Case
     from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
+    options = ContextParallelOptions(method)
     cases = [
-        Case(seq_len, (8, 4), 64, dtype, ContextParallelOptions(method), **mask)
-        for method in METHODS
+        Case(seq_len, (8, 4), 64, dtype, options, **mask)
         for mask in MASKS
         for seq_len, dtype in ((37, torch.float64), (253, torch.float32), (253, torch.bfloat16))
     ]
-    cases += [Case(1, (8, 4), 64, torch.float32, ContextParallelOptions(method)) for method in METHODS]
-    _compare(check, "attention", 2, cases)
+    cases.append(Case(1, (8, 4), 64, torch.float32, options))
+    _compare(check, method, 2, cases)
 
 
 def _hybrid(check: Check) -> None:
@@ -169,7 +163,7 @@ def _compare(check: Check, name: str, world_size: int, cases: Sequence[Any]) -> 
     entry = "tests.distributed.attention_cases:attention_case"
     found = on_ranks(check, world_size, entry, (list(cases),), 120)
     if isinstance(found, str):
-        check.note(**{name: "failed"})
+        check.note(**{name: None})
         check.expect(False, f"{name}: {found}")
         return
     worst = 0.0
@@ -181,37 +175,33 @@ def _compare(check: Check, name: str, world_size: int, cases: Sequence[Any]) -> 
             sent = {kind: size for kind, size in result["sent"].items() if size}
             as_planned = result["calls"] == result["planned calls"] and sent == result["planned"]
             check.expect(as_planned, f"{name}, rank {rank}, {case}: sent {result['calls']}, {sent}")
-    check.note(**{name: f"{len(cases)} cases on {world_size} ranks, worst share of the bound {worst:.2f}"})
+    check.note(**{name: round(worst, 2), f"{name}_cases": f"{len(cases)} on {world_size} ranks"})
 
 
 def _program(check: Check) -> None:
-    """Runs of the program on two ranks against one; with FSDP also a run that resumes from a checkpoint."""
-    layouts = {"fsdp": [], "ring": _LAYOUTS["ring"]} if check.is_dry else _LAYOUTS
+    """Runs of the program on two ranks against one; then a run that resumes from a checkpoint of another."""
+    layouts = {name: _LAYOUTS[name] for name in ("fsdp", "ring")} if check.is_dry else _LAYOUTS
+    runs = {"one": (1, []), **{name: (2, options) for name, options in layouts.items()}}
+    runs["fsdp"] = (2, _SAVING)
+    losses: dict[str, list[float]] = {}
     differences: dict[str, float] = {}
 
-    def losses(name: str, world_size: int, options: list[str]) -> list[float]:
-        found = _train(check, name, world_size, options)
-        if isinstance(found, str):
-            check.expect(False, f"{name} on {world_size} ranks: {found}")
-            return []
-        return found
+    def run(name: str, world_size: int, options: list[str], folder: str) -> None:
+        found = _train(check, folder, world_size, options)
+        check.expect(not isinstance(found, str), f"{name} on {world_size} ranks: {found}")
+        losses[name] = [] if isinstance(found, str) else found
 
-    def compared(name: str) -> None:
-        masked = [word for word in layouts[name] if word.startswith("--training")]
-        saving = ["--checkpoint.enable", f"--checkpoint.interval={_SAVED}"] if name == "fsdp" else []
-        one = losses(f"one_{name}", 1, masked)
-        two = losses(f"two_{name}", 2, [*layouts[name], *saving])
-        differences[name] = _difference(two, one)
+    def compare(name: str, other: str) -> None:
+        differences[name] = _difference(losses[name], losses[other])
         check.note(differences=differences)
-        check.expect(differences[name] <= _NEAR, f"{name}: losses {two} on two ranks, {one} on one")
-        if saving:
-            again = losses(f"two_{name}", 2, [*layouts[name], *saving, f"--checkpoint.load_step={_SAVED}"])
-            differences["resumed"] = _difference(again, two)
-            check.note(differences=differences)
-            check.expect(differences["resumed"] <= _NEAR, f"resumed: losses {again}, before {two}")
+        check.expect(differences[name] <= _NEAR, f"{name}: losses {losses[name]}, and of {other} {losses[other]}")
 
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(compared, layouts))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: run(name, *runs[name], name), runs))
+    for name in layouts:
+        compare(name, "one")
+    run("resumed", 2, [*_SAVING, f"--checkpoint.load_step={_SAVED}"], "fsdp")
+    compare("resumed", "fsdp")
 
 
 def _train(check: Check, name: str, world_size: int, options: list[str]) -> list[float] | str:
@@ -234,7 +224,7 @@ def _train(check: Check, name: str, world_size: int, options: list[str]) -> list
         node = own_host(rank, gpus)
         del node["LOCAL_RANK"]
         log = dump.with_name(f"{name}_{rank}.log").open("w")
-        environment = shared | node | {"NODE_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        environment = shared | node | _ONE_THREAD | {"NODE_RANK": str(rank)}
         launchers.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
     end = time.monotonic() + (check.left() or 1)
     try:
