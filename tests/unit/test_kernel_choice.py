@@ -199,6 +199,7 @@ def test_a_kernel_that_cannot_is_refused_with_those_that_can(arguments: tuple, b
         ((2, 524_288, 32, 8, 128), [12, 12, 8]),
         ((1, 4_194_304, 4, 1, 128), [3, 1]),
         ((1, 1_048_576, 32, 32, 96), [15, 15, 2]),
+        ((1, 1_048_448, 32, 32, 64), [31, 1]),  # all heads have 2^31 elements
         ((1, 16_000_000, 8, 4, 128), [1] * 8),
     ],
     ids=str,

@@ -1,19 +1,22 @@
 """Law: a call that 32-bit integers cannot address is computed by fewer heads at a time, with the same results."""
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of
 from tests.unit.test_kernels import CAUSAL, inputs
+from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.execution.kernels import cuda
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS
 from trainer.distributed.context_parallel.execution.kernels.cuda import Cudnn, Varlen
 from trainer.distributed.context_parallel.execution.kernels.head_groups import HeadGroups
 from trainer.distributed.context_parallel.planning.capabilities import call_elements
+from trainer.families.registry import model_args
+from trainer.job.attention import resolve_attention
 from trainer.models import attention
 
 by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -84,25 +87,31 @@ def test_rows_at_far_offsets_are_copied() -> None:
     assert cuda._aligned(near) is near
 
 
-def test_plain_attention_of_too_many_elements_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, dout = (x.requires_grad_() for x in inputs(6, 2, 9, 9, 16))
+def test_plain_attention_of_too_many_elements_has_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = inputs(6, 2, 9, 9, 16)
     wanted = attention._causal(q, k, v, None)
-    gradients = torch.autograd.grad(wanted, (q, k, v), dout)
     monkeypatch.setattr(attention, "_GPU", "cpu")
-    monkeypatch.setattr(attention, "INDEX_LIMIT", 2 * call_elements(2, 9, 1, 16) + 1)
-    shapes = []
-    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "_gpu_backends", lambda _: [SDPBackend.MATH])
+    monkeypatch.setattr(attention, "INDEX_LIMIT", 6 * call_elements(2, 9, 1, 16))
+    torch.testing.assert_close(attention._causal(q, k, v, None), wanted)
+    with pytest.raises(RuntimeError, match=r"plain attention over 2 x 9 tokens and 6 heads would be wrong"):
+        attention._causal(q.requires_grad_(), k, v, None)
+    monkeypatch.setattr(attention, "INDEX_LIMIT", attention.INDEX_LIMIT + 1)
+    attention._causal(q.requires_grad_(), k, v, None)
 
-    def seen(q: torch.Tensor, *others: torch.Tensor, **options: object) -> torch.Tensor:
-        assert q.is_contiguous()
-        out = real(q, *others, **options)
-        out.register_hook(lambda gradient: shapes.append((gradient.shape[1], gradient.is_contiguous())))
-        return out
 
-    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", seen):
-        out = attention._causal(q, k, v, None)
-    torch.testing.assert_close(out, wanted)
-    turned = dout.transpose(1, 2).contiguous().transpose(1, 2)
-    for ours, whole in zip(torch.autograd.grad(out, (q, k, v), turned), gradients, strict=True):
-        torch.testing.assert_close(ours, whole)
-    assert sorted(shapes) == [(1, True)] * 2 + [(2, True)] * 2
+@pytest.mark.parametrize(
+    ("words", "device_type", "has_plan"),
+    [
+        (["--training.seq_len=524288"], "cuda", True),
+        (["--training.seq_len=524032"], "cuda", False),
+        (["--training.seq_len=524288"], "cpu", False),
+        (["--training.seq_len=262144", "--training.local_batch_size=2"], "cuda", True),
+        (["--training.seq_len=524288", "--parallelism.tensor_parallel_degree=2"], "cuda", False),
+    ],
+    ids=str,
+)
+def test_a_job_of_one_rank_gets_a_plan_for_them(words: list[str], device_type: str, has_plan: bool) -> None:
+    config = parse_command_line(["--model.flavor=8B", "--training.local_batch_size=1", *words]).config
+    options, _ = resolve_attention(config, model_args(config.model, vocab_size=1, max_seq_len=1), device_type)
+    assert (options is not None) == has_plan

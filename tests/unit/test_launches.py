@@ -1,6 +1,7 @@
 """Law: with packed documents, the operators of a layer are as many for 128 documents as for 8; so are their values."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,18 +14,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.masks import dense
 from tests.unit.kernel_stand_ins import OPS
 from tests.unit.plan_problems import Problem, problems
-from tests.unit.test_kernels import error
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
+from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, error
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms, hidden_pairs
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Varlen
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.stages import Merged, add_parts, attend, gradients, lone_gradients
 from trainer.distributed.context_parallel.planning.balance import build_layout
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, fresh_rows, lower
+from trainer.distributed.context_parallel.planning.lowering import (
+    Launch,
+    LoweredPlan,
+    adds_up,
+    fresh_rows,
+    is_large,
+    lower,
+    recurring_length,
+    split,
+)
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents
 from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.context_parallel.planning.tiles import Tile
+from trainer.distributed.sharding.layout import contiguous
 
 HEADS, KV_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
+LARGE = replace(CAPABILITIES["cudnn_varlen"], large=1024)
 
 
 class Operators(TorchDispatchMode):
@@ -188,3 +201,60 @@ def test_the_first_results_of_queries_are_fresh_and_no_others(problem: Problem, 
                     assert rows == [row for span in spans for row in range(*span)]
                     places = [place for run in runs for place in range(run.places.start, run.places.stop)]
                     assert places == [*range(len(rows))]
+
+
+@pytest.mark.parametrize(
+    ("tile", "parts"),
+    [
+        # a square: a large part, and the rest of the queries with all keys
+        (Tile((0, 1100), (0, 1100), CAUSAL), {((0, 1088), (0, 1088), CAUSAL), ((1088, 1100), (0, 1100), CAUSAL)}),
+        (Tile((7, 1031), (7, 1031), CAUSAL), {((7, 1031), (7, 1031), CAUSAL)}),
+        # keys before the square, as many as are large, and fewer
+        (
+            Tile((0, 1024), (0, 2148), CAUSAL),
+            {((0, 1024), (1124, 2148), CAUSAL), ((0, 1024), (0, 1088), FULL), ((0, 1024), (1088, 1124), FULL)},
+        ),
+        (
+            Tile((0, 1024), (0, 1100), CAUSAL),
+            {((0, 1024), (76, 1100), CAUSAL), ((0, 1024), (0, 76), FULL)},
+        ),
+        (
+            Tile((0, 1100), (0, 1057), FULL),
+            {((0, 1088), (0, 1024), FULL), ((0, 1088), (1024, 1057), FULL), ((1088, 1100), (0, 1057), FULL)},
+        ),
+        # not large: one call
+        (Tile((0, 1023), (0, 5000), CAUSAL), {((0, 1023), (0, 5000), CAUSAL)}),
+        (Tile((0, 5000), (0, 1023), FULL), {((0, 5000), (0, 1023), FULL)}),
+        (Tile((0, 5000), (0, 5000), BI_CAUSAL), {((0, 5000), (0, 5000), BI_CAUSAL)}),
+    ],
+)
+def test_large_tiles_are_cut_to_lengths_that_recur(tile: Tile, parts: set[tuple]) -> None:
+    found = list(split(tile, LARGE))
+    assert {(part.q, part.kv, part.relation) for part in found} == parts
+    hidden = np.ones((5000, 5000), dtype=int)
+    for part in found:
+        rows, keys = slice(*part.q), slice(*part.kv)
+        size = part.q[1] - part.q[0], part.kv[1] - part.kv[0]
+        hidden[rows, keys] -= ~hidden_pairs(part.relation, *size, torch.device("cpu")).numpy()
+    for_whole = ~hidden_pairs(
+        tile.relation, tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0], torch.device("cpu")
+    ).numpy()
+    assert (hidden[slice(*tile.q), slice(*tile.kv)] == 1 - for_whole).all()
+    assert hidden.min() >= 0
+
+
+def test_lengths_recur() -> None:
+    """Sixteen of each power of two, and at most a sixteenth of the queries is left over."""
+    lengths = range(8192, 131_072)
+    assert len({recurring_length(length) for length in lengths}) == 4 * 16
+    assert all(0 <= length - recurring_length(length) <= length / 16 for length in lengths)
+
+
+def test_a_large_tile_is_a_launch_of_its_own() -> None:
+    tiles = documents([1100, 40, 1024, 30, 5], is_causal=True)
+    lowered = lower(make_plan(contiguous(2199, 1), tiles, "ring", 0), LARGE)
+    (launches,) = lowered.forward
+    sizes = sorted([call.q[1] - call.q[0] for call in launch.calls] for launch in launches)
+    assert sizes == [[12, 40, 30, 5], [1024], [1088]]
+    assert not adds_up(launches)
+    assert [is_large(launch.calls[0], LARGE) for launch in launches] == [True, True, False]

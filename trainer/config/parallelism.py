@@ -117,9 +117,9 @@ class Parallelism:
     """Data type in which gradients of keys and values are sent; bfloat16: half the bytes, rounded once a rank."""
     context_parallel_keep_exchanged: bool = key(False, when=(_WITH_CP, _EXCHANGING))
     """Keep the exchanged q, k, v and output for the backward (all_to_all, hybrid): less traffic, more memory."""
-    context_parallel_kernel: Literal["auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen"] = key(
-        "auto", when=_PLANNED
-    )
+    context_parallel_kernel: Literal[
+        "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "cudnn_varlen"
+    ] = key("auto", when=_PLANNED)
     """Kernel of planned attention (CP, documents, windows); auto: by tiles a stage, mask and GPU."""
     domain_parallel_degrees: tuple[int, ...] = key((), unit="ranks", when=_AXES)
     """Ranks along the axes of a field, in the place of CP: [2] divides the height, [2, 4] height and width."""

@@ -10,8 +10,10 @@ from trainer.distributed.context_parallel.planning.auto import choose
 from trainer.distributed.context_parallel.planning.capabilities import (
     FLASH_KERNELS,
     FLASH_PACKAGES,
+    INDEX_LIMIT,
     able_kernels,
     auto_kernel,
+    call_elements,
 )
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, LatentShape
 from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
@@ -37,7 +39,8 @@ def resolve_attention(
     needs = _needs(config, model)
     with options_as_keys():
         able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
-    if not (config.plans_attention or needs["bands"] or needs["softcap"] or getattr(model, "attention_sinks", False)):
+    has_plan = config.plans_attention or needs["bands"] or needs["softcap"] or getattr(model, "attention_sinks", False)
+    if not (has_plan or (device_type == "cuda" and is_too_large_without_plan(config, model))):
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
@@ -77,6 +80,14 @@ def resolve_attention(
             "memory; use one of them"
         )
     return replace(options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries), reason
+
+
+def is_too_large_without_plan(config: JobConfig, model: ModelArgs) -> bool:
+    """Return whether one call of attention has more elements than kernels of GPUs can address; a plan cuts it."""
+    training = config.training
+    heads = -(-model.n_heads // config.parallelism.tensor_parallel_degree)
+    elements = call_elements(training.local_batch_size, training.seq_len, 1, model.head_dim)
+    return heads * elements >= INDEX_LIMIT
 
 
 def check_qk_clip(config: JobConfig, model: ModelArgs) -> None:

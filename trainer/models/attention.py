@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
 from trainer.distributed.context_parallel.execution.latent import expanded
-from trainer.distributed.context_parallel.planning.capabilities import INDEX_LIMIT, call_elements, head_groups
+from trainer.distributed.context_parallel.planning.capabilities import INDEX_LIMIT, call_elements
 from trainer.models.initialization import fill
 from trainer.models.rotary import apply_rope
 from trainer.models.short_convolution import ShortConvolution
@@ -74,37 +74,18 @@ class InnerAttention(nn.Module):
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+    options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.device.type != _GPU:
-        return _sdpa(q, k, v, scale)
+        return F.scaled_dot_product_attention(q, k, v, **options)
     batch, heads, rows, head_dim = q.shape
-    elements = call_elements(batch, rows, 1, head_dim)
+    if q.requires_grad and heads * call_elements(batch, rows, 1, head_dim) >= INDEX_LIMIT:
+        raise RuntimeError(
+            f"the gradients of plain attention over {batch} x {rows:,} tokens and {heads} heads would be wrong: "
+            "kernels of GPUs count elements with 32 bits; apply `ContextParallelAttention` to this module, on a mesh "
+            "of one rank if need be, which computes fewer heads at a time"
+        )
     with sdpa_kernel(_gpu_backends(head_dim), set_priority=True):
-        if heads * elements < INDEX_LIMIT:
-            return _sdpa(q, k, v, scale)
-        groups = head_groups(heads, k.shape[1], elements, INDEX_LIMIT)
-        return torch.cat([_sdpa_near(q[:, of_q], k[:, of_kv], v[:, of_kv], scale) for of_q, of_kv in groups], 1)
-
-
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-
-
-def _sdpa_near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Attend with some of the heads, whose rows kernels cannot address where they are; copy inputs and gradient."""
-    return _ContiguousGradient.apply(_sdpa(q.contiguous(), k.contiguous(), v.contiguous(), scale))
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """x itself, whose gradient becomes contiguous."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
+        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 class AttentionSinks(Weights):

@@ -35,9 +35,7 @@ class Merged:
     """
 
     def __init__(self, q: torch.Tensor, value_dim: int | None = None, *, merges: bool = True) -> None:
-        self._q, self._value_dim = q, value_dim or q.shape[3]
-        self._lse_dtype = torch.promote_types(q.dtype, torch.float32)
-        self._out_dtype = self._lse_dtype if merges else q.dtype
+        self._q, self._value_dim, self._merges = q, value_dim or q.shape[3], merges
         self._lone: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -52,9 +50,11 @@ class Merged:
     def _accumulated(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._sums is None:
             b, h, s, _ = self._q.shape
+            dtype = torch.promote_types(self._q.dtype, torch.float32)
+            out_dtype = dtype if self._merges else self._q.dtype
             # (B, S, H, D) in memory, as the output projection reads it
-            out = self._q.new_empty(b, s, h, self._value_dim, dtype=self._out_dtype).transpose(1, 2)
-            lse = self._q.new_empty(b, h, s, dtype=self._lse_dtype)
+            out = self._q.new_empty(b, s, h, self._value_dim, dtype=out_dtype).transpose(1, 2)
+            lse = self._q.new_empty(b, h, s, dtype=dtype)
             self._sums = out, lse
             if self._lone is None:
                 out.zero_()
