@@ -1,5 +1,6 @@
 """Laws of the collectives of a step: their number, their groups, and which layers are gathered ahead."""
 
+import sys
 from collections import Counter
 from unittest import mock
 
@@ -113,6 +114,37 @@ def test_gradients_are_reduced_over_a_communicator_of_their_own(pool: WorkerPool
         assert one["reduce_scatter"] == {mesh}
         assert gradients.keys() == wanted.keys()
         assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+
+
+def logged_case(folder: str, arguments: list[str]) -> tuple[set[str], set[str]]:
+    """Groups of the reductions of a logged step's metrics, and of everything else in that step and the next one."""
+    process, config, job = build(folder, *arguments, "--metrics.log_freq=1")
+    groups: dict[bool, set[str]] = {True: set(), False: set()}
+    real = torch.distributed.all_reduce
+
+    def noted(x: torch.Tensor, *, op: object, group: torch.distributed.ProcessGroup) -> None:
+        caller = sys._getframe(2).f_code.co_name
+        groups[caller == "_of_all_ranks"].add(group.group_name)
+        real(x, op=op, group=group)
+
+    with process_group(process, config.comm):
+        trainer = RecordingTrainer(job, process.device, record=Record())
+        with Collectives() as seen, mock.patch.object(torch.distributed, "all_reduce", noted):
+            for step in (1, 2):
+                trainer.train_step(step)
+            trainer.read_step()
+        trainer.metrics.close()
+    return groups[True], groups[False].union(*seen.groups.values())
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("fsdp2+cp2")])
+def test_metrics_wait_behind_no_other_collective(pool: WorkerPool, tmp_path, layout: str) -> None:
+    """The next step has begun when they are reduced, and a communicator is a queue."""
+    world_size, arguments = LAYOUTS[layout]
+    for of_metrics, others in pool.run(world_size, logged_case, str(tmp_path), arguments):
+        assert len(of_metrics) == 1
+        assert others
+        assert not of_metrics & others
 
 
 def zero_copy_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], dict]:

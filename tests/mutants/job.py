@@ -544,6 +544,13 @@ PROCESSES = (
         "tests/unit/test_rank.py::test_each_stream_of_a_rank_has_a_queue_of_its_own_unless_the_user_set_their_number",
     ),
     Mutant(
+        "metrics wait behind what the next step gathers",
+        "trainer/components/metrics.py",
+        "all_reduce(numbers, self._all_ranks, operation)",
+        'all_reduce(numbers, self.dims["world"], operation)',
+        "tests/distributed/test_collectives.py::test_metrics_wait_behind_no_other_collective",
+    ),
+    Mutant(
         "only our launcher's ranks set up the GPU allocator",
         "trainer/commands/rank.py",
         "    set_allocator()\n",

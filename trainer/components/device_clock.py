@@ -41,7 +41,10 @@ class DeviceClock:
 
     @contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
-        """Let what runs inside, and the host that reads its results, wait for nothing that came after the mark."""
+        """Let what runs inside, and the host that reads its results, wait for nothing that came after the mark.
+
+        Collectives inside need a group of their own: NCCL runs those of a group one after another.
+        """
         if not self._on_gpu:
             yield
             return

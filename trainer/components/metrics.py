@@ -199,6 +199,8 @@ class MetricsLogger:
         self._validation: list[JsonLines] = []
         self._estimate, self._predicted = Path(job.config.job.dump_folder, ESTIMATE), None
         raise_on_all_ranks(lambda: self._open_sinks(job.config) if dims.rank("world") == 0 else None, dims["world"])
+        # In the group of all ranks, values of a step would queue behind what the next step gathers.
+        self._all_ranks = dims.own_group("world", "metrics") or dims["world"]
         self._clock, self._run_started = DeviceClock(device), time.perf_counter()
         self.last_loss: float | None = None
         """Loss of the last logged step of this run."""
@@ -377,7 +379,7 @@ class MetricsLogger:
 
     def _of_all_ranks(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
-        return all_reduce(numbers, self.dims["world"], operation).tolist()
+        return all_reduce(numbers, self._all_ranks, operation).tolist()
 
     def close(self) -> None:
         for sink in (*self._sinks, *self._validation):
