@@ -551,6 +551,13 @@ PROCESSES = (
         "tests/distributed/test_collectives.py::test_metrics_wait_behind_no_other_collective",
     ),
     Mutant(
+        "asynchronous TP runs under a PyTorch that computes it wrong",
+        "trainer/transforms/compile.py",
+        "if (2, 12) <= torch.__version__ < (2, 13):",
+        "if (2, 12, 1) <= torch.__version__ < (2, 13):",
+        "tests/unit/test_compile_versions.py",
+    ),
+    Mutant(
         "only our launcher's ranks set up the GPU allocator",
         "trainer/commands/rank.py",
         "    set_allocator()\n",

@@ -147,6 +147,14 @@ def keep_caches_apart(dims: ParallelDims) -> None:
     )
 
 
+def _check_async_version() -> None:
+    if (2, 12) <= torch.__version__ < (2, 13):  # pytorch issue 182124
+        raise ConfigError(
+            "parallelism.enable_async_tensor_parallel = true gives other results than without it under PyTorch 2.12, "
+            f"and this is {torch.__version__}; use another version, such as 2.13, or leave it out"
+        )
+
+
 def _check_symmetric_memory(device: torch.device) -> None:
     key = "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory"
     if device.type != "cuda":
@@ -210,9 +218,10 @@ def check_compiler(options: CompileOptions, device: torch.device) -> None:
 
     Raises:
         ConfigError: there is no C++ compiler; this PyTorch cannot compile domain tensors; for asynchronous tensor
-            parallelism, GPUs cannot share memory.
+            parallelism, this PyTorch computes it wrong, or GPUs cannot share memory.
     """
     if options.overlaps_tensor_parallel:
+        _check_async_version()
         _check_symmetric_memory(device)
     if options.fixed_shapes and options.model and torch.__version__ < (2, 13):
         raise ConfigError(
