@@ -397,7 +397,7 @@ METRICS = (
     Mutant(
         "the largest row loss is that of a few ranks",
         "trainer/components/metrics.py",
-        'all_reduce(numbers, self.dims["world"], operation)',
+        "all_reduce(numbers, self._all_ranks, operation)",
         'all_reduce(numbers, self.dims["tp"], operation)',
         "tests/distributed/test_parity.py::test_micro_batches_do_not_change_the_step",
     ),
