@@ -223,6 +223,13 @@ EXECUTION = (
         "tests/unit/test_flash.py",
     ),
     Mutant(
+        "FlashAttention-2 computes heads that it pads too far",
+        "trainer/distributed/context_parallel/planning/capabilities.py",
+        "range(129, 161)",
+        "range(129, 160)",
+        "tests/unit/test_kernel_choice.py",
+    ),
+    Mutant(
         "cuDNN is taken before Hopper",
         f"{_CP}/planning/capabilities.py",
         "capability >= _HOPPER and not newer_flash",

@@ -161,6 +161,14 @@ def test_plain_attention_on_a_gpu_asks_for_the_fastest(seen, monkeypatch, packag
     assert backends() == before
 
 
+@pytest.mark.parametrize("head_dim", [128, 129, 160, 161])
+def test_plain_attention_leaves_out_what_is_broken_for_its_heads(seen, monkeypatch, head_dim: int) -> None:
+    monkeypatch.setattr(attention, "newer_flash", lambda _: None)
+    q = SimpleNamespace(device=torch.device("cuda"), shape=(1, 4, 8, head_dim))
+    InnerAttention()(q, q, q)
+    assert seen == [[CUDNN, *OTHERS] if head_dim in (129, 160) else [CUDNN, FLASH, *OTHERS]]
+
+
 def test_plain_attention_on_a_cpu_is_left_alone(seen) -> None:
     q = torch.zeros(1, 4, 8, 16)
     InnerAttention()(q, q, q)

@@ -12,6 +12,7 @@ from trainer.distributed.context_parallel.planning.capabilities import (
     CAPABILITIES,
     FLASH_PACKAGES,
     INDEX_LIMIT,
+    able_kernels,
     auto_kernel,
     call_elements,
     head_groups,
@@ -169,12 +170,23 @@ def test_names_are_unique_and_found():
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "calls", "name"),
+    [(128, 1, "cuda_flash"), (144, 1, "efficient"), (160, 9, "efficient"), (192, 9, "varlen")],
+)
+def test_flash_attention_is_left_out_for_heads_that_its_backward_pads_too_far(head_dim: int, calls: int, name: str):
+    """By 129 to 160 it writes outside of its memory (pytorch issue 173953)."""
+    assert auto_kernel(able_kernels("auto", "cuda", "bfloat16", head_dim, bands=False), calls) == name
+
+
+@pytest.mark.parametrize(
     ("arguments", "bands", "says"),
     [
         (("cpu", torch.float32, 64, "cuda_flash"), False, ["tensors on cpu", "float32", "'cpu_flash', 'math'"]),
         (("cuda", torch.bfloat16, 64, "cpu_flash"), False, ["tensors on cuda", "'cuda_flash'"]),
         (("cuda", torch.float32, 64, "cuda_flash"), False, ["cannot do float32;", "'efficient', 'math'"]),
         (("cuda", torch.bfloat16, 320, "cuda_flash"), False, ["heads of size 320", "'efficient', 'math'"]),
+        (("cuda", torch.bfloat16, 129, "cuda_flash"), False, ["heads of size 129", "'efficient', 'math'"]),
+        (("cuda", torch.bfloat16, 160, "varlen"), True, ["heads of size 160", "'efficient', 'math'"]),
         (("cuda", torch.bfloat16, 20, "cudnn"), False, ["heads of size 20", "'cuda_flash'"]),
         (("cuda", torch.bfloat16, 64, "cudnn"), True, ["a sliding window", "'cuda_flash'"]),
         (("cuda", torch.float64, 64, "efficient"), False, ["cannot do float64;", "can: 'math'"]),

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
 from trainer.distributed.context_parallel.execution.latent import expanded
-from trainer.distributed.context_parallel.planning.capabilities import INDEX_LIMIT, call_elements
+from trainer.distributed.context_parallel.planning.capabilities import FLASH2_BROKEN, INDEX_LIMIT, call_elements
 from trainer.models.initialization import fill
 from trainer.models.rotary import apply_rope
 from trainer.models.short_convolution import ShortConvolution
@@ -29,7 +29,9 @@ _GPU = "cuda"
 @torch.compiler.assume_constant_result
 def _gpu_backends(head_dim: int) -> list[SDPBackend]:
     """Return PyTorch's attention back ends on GPUs, the fastest first; the first one that can do a call computes it."""
-    return [_FLASH, _CUDNN, *_OTHERS] if newer_flash(head_dim) else [_CUDNN, _FLASH, *_OTHERS]
+    if newer_flash(head_dim):
+        return [_FLASH, _CUDNN, *_OTHERS]
+    return [_CUDNN, *_OTHERS] if head_dim in FLASH2_BROKEN else [_CUDNN, _FLASH, *_OTHERS]
 
 
 class InnerAttention(nn.Module):

@@ -11,7 +11,7 @@ class Capabilities:
     """What a kernel can do. All kernels take any scale and grouped heads.
 
     device: `cpu`, `cuda`, or None for any; dtypes: names of torch dtypes; max_head_dim, head_dim_multiple: of the size
-    of a head. bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call
+    of a head; broken_heads: sizes that it computes wrong. bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call
     of any size; masks: both with a dense mask, over pieces. many: many tiles in one launch. large: tiles with at least
     this many queries and keys are a launch of their own, with lengths that recur; 0 for none. deterministic: its
     backward can give the same bits each time. softcap: scores c * tanh(score / c). elements: the size of a call, as
@@ -22,6 +22,7 @@ class Capabilities:
     dtypes: frozenset[str]
     max_head_dim: int = 1 << 30
     head_dim_multiple: int = 1
+    broken_heads: range = range(0)
     bottom_right: bool = False
     bands: bool = False
     masks: bool = False
@@ -47,7 +48,7 @@ class Capabilities:
             lacks.append(f"tensors on {device_type}")
         if dtype and dtype not in self.dtypes:
             lacks.append(dtype)
-        if head_dim > self.max_head_dim or head_dim % self.head_dim_multiple:
+        if head_dim > self.max_head_dim or head_dim % self.head_dim_multiple or head_dim in self.broken_heads:
             lacks.append(f"heads of size {head_dim}")
         if bands and not (self.bands or self.masks):
             lacks.append("a sliding window")
@@ -59,6 +60,11 @@ class Capabilities:
 
 
 _HALVES = frozenset({"bfloat16", "float16"})
+FLASH2_BROKEN = range(129, 161)
+"""Head sizes whose backward writes outside of its memory in FlashAttention 2.8.3, which PyTorch has since 2.11.
+
+See pytorch issue 173953.
+"""
 
 INDEX_LIMIT = 1 << 31
 """Kernels of GPUs address elements with 32-bit integers. A call of this size, or a row at this offset, wraps around.
@@ -72,7 +78,7 @@ LARGE_TILE = 8192
 """Queries and keys of a tile for which cuDNN is worth a plan of its own; a plan took 0.12 s on an H100."""
 
 _GPU: dict[str, Any] = {"device": "cuda", "dtypes": _HALVES, "elements": INDEX_LIMIT}
-_FLASH = _GPU | {"max_head_dim": 256, "bottom_right": True, "bands": True}
+_FLASH = _GPU | {"max_head_dim": 256, "broken_heads": FLASH2_BROKEN, "bottom_right": True, "bands": True}
 _CUDNN = _GPU | {"max_head_dim": 128, "head_dim_multiple": 8, "deterministic": False}
 
 CAPABILITIES: dict[str, Capabilities] = {
