@@ -183,6 +183,13 @@ CHECKPOINTS = (
         "tests/distributed/test_checkpoint_errors.py",
     ),
     Mutant(
+        "copies of the state are not in the memory that is page-locked for them",
+        "trainer/checkpoint/host_copies.py",
+        "    local.set_(memory)\n",
+        "",
+        "tests/unit/test_host_copies.py",
+    ),
+    Mutant(
         "on a GPU an update does not wait for the copies of the state",
         "trainer/checkpoint/host_copies.py",
         "        if self._copied is not None:\n            torch.cuda.current_stream().wait_event(self._copied)",

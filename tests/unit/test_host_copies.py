@@ -5,8 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.checkpoint import host_copies
 from trainer.checkpoint.host_copies import HostCopies
@@ -67,7 +70,7 @@ def test_on_a_gpu_buffers_are_copied_at_once_and_the_update_waits() -> None:
         copy = copies._copy
         with (
             mock.patch.object(host_copies.torch, "cuda", cuda),
-            mock.patch.object(host_copies, "_buffer", lambda x: torch.empty_like(x, device="cpu")),
+            mock.patch.object(host_copies, "_buffer", lambda x, _: torch.empty_like(x, device="cpu")),
             mock.patch.object(
                 copies, "_copy", lambda state, names: (done.append(f"{current[-1]}: {len(names)}"), copy(state, names))
             ),
@@ -85,3 +88,36 @@ def test_on_a_gpu_buffers_are_copied_at_once_and_the_update_waits() -> None:
         "update",
         "the host waits",
     ]
+
+
+def test_page_locked_memory_is_as_large_as_the_state() -> None:
+    """PyTorch's allocator would round 3 x 5 numbers up to a power of two; also the memory of a DTensor's shard."""
+    runtime = mock.Mock()
+    runtime.cudaHostRegister.return_value = 0
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = dist.init_device_mesh("cpu", (2,))
+        shard = DTensor.from_local(torch.zeros(3, 5), mesh, [Shard(0)], run_check=False)
+        for x in (torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 3).T, shard, torch.zeros(0)):
+            copy = torch.empty_like(x)
+            with mock.patch.object(torch.cuda, "cudart", return_value=runtime):
+                memory = host_copies._move_to_locked_memory(copy)
+            local = copy.to_local() if isinstance(copy, DTensor) else copy
+            assert copy.shape == x.shape
+            assert local.stride() == memory.stride()
+            assert local.data_ptr() == memory.data_ptr()
+            copy.copy_(x)
+            if size := local.numel() * local.element_size():
+                assert runtime.cudaHostRegister.call_args.args == (local.data_ptr(), size, 0)
+        assert runtime.cudaHostRegister.call_count == 3
+        runtime.cudaHostRegister.return_value = 2
+        refusal = (
+            r"async_with_pinned_mem' cannot lock 60 more bytes of host memory \(CUDA error 2\); .*, or use 'async'"
+        )
+        with (
+            mock.patch.object(torch.cuda, "cudart", return_value=runtime),
+            pytest.raises(MemoryError, match=refusal),
+        ):
+            host_copies._move_to_locked_memory(torch.zeros(3, 5))
+    finally:
+        dist.destroy_process_group()

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from trainer.distributed.sharding.tensors import local_part
+from trainer.transforms.offload import page_locked_like
 
 
 class HostCopies:
@@ -21,6 +22,8 @@ class HostCopies:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """Name -> copy: a tensor, or a DTensor of the same placements."""
+        self._memory: list[torch.Tensor] = []
+        """The page-locked memory that they lie in."""
         self._copied: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         optimizer.register_step_pre_hook(lambda *_: self._update_waits())
@@ -32,7 +35,7 @@ class HostCopies:
         copied before it begins.
         """
         if not self.tensors:
-            self.tensors = {name: _buffer(x) for name, x in state.items()}
+            self.tensors = {name: _buffer(x, self._memory) for name, x in state.items()}
         others = [name for name in state if name not in updated]
         self._copy(state, others)
         if not any(x.is_cuda for x in state.values()):
@@ -59,5 +62,17 @@ class HostCopies:
             torch.cuda.current_stream().wait_event(self._copied)
 
 
-def _buffer(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda, requires_grad=False)
+def _buffer(x: torch.Tensor, memory: list[torch.Tensor]) -> torch.Tensor:
+    """Return an empty copy of x on the host, for a GPU's tensor in page-locked memory that is added to `memory`."""
+    copy = torch.empty_like(x, device="cpu", requires_grad=False)
+    if x.is_cuda:
+        memory.append(_move_to_locked_memory(copy))
+    return copy
+
+
+@torch.no_grad()  # with gradients, the local part of a DTensor is a view of it
+def _move_to_locked_memory(copy: torch.Tensor) -> torch.Tensor:
+    local = local_part(copy)
+    memory = page_locked_like(local, "checkpoint.async_mode = 'async_with_pinned_mem'", "use 'async'")
+    local.set_(memory)
+    return memory

@@ -62,29 +62,49 @@ class CopyStream:
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return host memory for a tensor, page-locked for a GPU, without which copies do not overlap.
 
-        It is the system's: PyTorch's allocator of page-locked memory takes the next power of two.
-
         Raises:
             MemoryError: the system does not lock so much.
         """
-        size = tensor.numel() * tensor.element_size()
-        flat = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
-        # A transposed tensor comes back transposed, so that the recomputation sums in the same order.
-        strides = torch.empty_like(tensor, device="meta").stride()
-        buffer = flat[:size].view(tensor.dtype).as_strided(tensor.shape, strides)
-        if self._device.type == "cuda" and size:
-            runtime = torch.cuda.cudart()
-            if error := int(runtime.cudaHostRegister(flat.data_ptr(), size, 0)):
-                raise MemoryError(
-                    f"{self._key} cannot lock {size:,} more bytes of host memory (CUDA error {error}); raise the limit "
-                    "of the node, or offload less (activation_checkpoint.offload_fraction)"
-                )
-            weakref.finalize(buffer, runtime.cudaHostUnregister, flat.data_ptr()).atexit = False
-        return buffer
+        if self._device.type != "cuda":
+            return _system_memory_like(tensor)
+        return page_locked_like(tensor, self._key, "offload less (activation_checkpoint.offload_fraction)")
 
     def device_like(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return memory on the device for what a buffer holds."""
         return torch.empty_like(buffer, device=self._device)
+
+
+def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tensor:
+    """Return page-locked host memory for a tensor, which stays locked as long as the returned object lives.
+
+    It is the system's: PyTorch's allocator of page-locked memory takes the next power of two.
+
+    Args:
+        tensor: What it is for; its shape, strides and type count.
+        key: The setting that asks for the memory, and `advice` what to do without it, both for the message.
+
+    Raises:
+        MemoryError: the system does not lock so much.
+    """
+    buffer = _system_memory_like(tensor)
+    size = tensor.numel() * tensor.element_size()
+    if size:
+        runtime, place = torch.cuda.cudart(), buffer.data_ptr()
+        if error := int(runtime.cudaHostRegister(place, size, 0)):
+            raise MemoryError(
+                f"{key} cannot lock {size:,} more bytes of host memory (CUDA error {error}); raise the limit of the "
+                f"node, or {advice}"
+            )
+        weakref.finalize(buffer, runtime.cudaHostUnregister, place).atexit = False
+    return buffer
+
+
+def _system_memory_like(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.numel() * tensor.element_size()
+    flat = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
+    # A transposed tensor comes back transposed, so that the recomputation sums in the same order.
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return flat[:size].view(tensor.dtype).as_strided(tensor.shape, strides)
 
 
 class KeptInput:
