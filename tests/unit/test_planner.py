@@ -153,7 +153,8 @@ def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
     job = job_of()
     work = added_up(trace(job, 0, None), 1, range(4)).work
     products = sum(w.get("products", 0) for w in work.values())
-    attention = sum(w.get("attention_forward", 0) + w.get("attention_backward", 0) for w in work.values())
+    attention = sum(x for w in work.values() for name, x in w.items() if name.startswith("attention_"))
+    assert {x.split()[1] for w in work.values() for x in w if x.startswith("attention_")} == {"cpu_flash"}
     tokens = job.sequences_per_step * 64
     whole, _ = job.model.flops_per_token(64)
     of_attention = 12 * job.model.n_layers * job.model.n_heads * job.model.head_dim * 64

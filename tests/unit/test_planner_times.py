@@ -1,16 +1,25 @@
 """Laws of the planner's times: kernels, messages and stages, and the records of devices."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.unit.planner_profile import profile_of
 from trainer.config.errors import ConfigError
+from trainer.distributed.context_parallel.execution.kernels import choose
+from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES
+from trainer.planner import traced_trainer
+from trainer.planner.device import Gpu
 from trainer.planner.search import longest_sequence
-from trainer.planner.timing import RECORDS, Device, device, step_time
+from trainer.planner.stand_ins import kernel_of, kernel_of_one_rank
+from trainer.planner.timing import RECORDS, Device, attention_kernels, device, step_time
+from trainer.planner.tracing import _parallel_rows, entered
 
 # ---- time
 
@@ -24,6 +33,66 @@ def test_a_part_takes_as_long_as_its_kernels_or_its_launches() -> None:
     cpu = replace(_DEVICE, type="cpu")
     assert step_time(profile_of(products=5e11, launches=1e6), cpu).seconds == pytest.approx(2.0)
     assert step_time(profile_of(copied=25e9 * 3, products=1e12), _DEVICE).seconds == 3.0
+
+
+def test_a_kernel_of_attention_has_its_own_rate_and_a_tail() -> None:
+    """A kernel without a share in the record has that of attention."""
+    on = replace(_DEVICE, tail=10.0, efficiency={"attention_forward": 0.5, "flash2_forward": 0.25})
+    assert step_time(profile_of(**{"attention_forward cudnn": 1e12}), on).seconds == 2.0
+    assert step_time(profile_of(**{"attention_forward flash2": 1e12}), on).seconds == 4.0
+    work = {"attention_forward cudnn": 1e12, "tails_forward cudnn": 1e10, "attention_forward flash2": 1e12}
+    found = step_time(profile_of(**work), on)
+    assert found.seconds == pytest.approx(2.2 + 4.0)
+    assert found.parts["forward"] == {"attention_forward": found.seconds}
+    assert attention_kernels(profile_of(**work)) == {"cudnn": 1e12, "flash2": 1e12}
+
+
+_MEASURED = Path(__file__).parents[2] / "docs" / "measurements" / "gpu_check_h100.json"
+
+
+@pytest.mark.parametrize(("length", "bound"), [(32768, 0.01), (8192, 0.12)])
+def test_kernels_take_as_long_as_an_h100_has_shown(length: int, bound: float) -> None:
+    """Causal attention of 32 heads; the rates were set by the longer calls."""
+    on, rows = device("h100"), length * 32
+    blocks = json.loads(_MEASURED.read_text(encoding="utf-8"))["blocks"]
+    facts = next(block["facts"] for block in blocks if block["name"] == "speed")
+    for row in (row for row in facts["attention"] if row["length"] == length and row["kernel"] != "varlen"):
+        kernel = row["kernel"].replace("cuda_flash", "flash2")
+        work: dict[str, float] = {}
+        for direction in ("forward", "backward"):
+            flops = row[f"{direction}_tflops"] * row[f"{direction}_ms"] * 1e9
+            work |= {f"attention_{direction} {kernel}": flops, f"tails_{direction} {kernel}": flops / rows}
+        measured = (row["forward_ms"] + row["backward_ms"]) / 1e3
+        assert step_time(profile_of(**work), on).seconds == pytest.approx(measured, rel=bound), kernel
+
+
+def test_the_fewer_of_queries_and_keys_fill_a_gpu_in_a_ring() -> None:
+    """Other ranks have tiles with both exchanged, and each stage takes as long as on the slowest rank."""
+    q, k = torch.empty(1, 64, 8, 16, device="meta"), torch.empty(1, 16, 2, 16, device="meta")  # (B, S, H, D)
+    of = partial(_parallel_rows, "_flash_attention_forward", (q, k, k))
+    assert (of(in_stages=False), of(in_stages=True)) == (64 * 8, 16 * 8)
+    assert _parallel_rows("_flash_attention_backward", (q, q, k, k), in_stages=False) == 16 * 8
+    heads_first = q.transpose(1, 2), k.transpose(1, 2)
+    name = "_scaled_dot_product_cudnn_attention_backward"
+    assert _parallel_rows(name, (heads_first[0], *heads_first), in_stages=True) == 16 * 8
+
+
+def test_kernels_of_flash_operators_have_their_version() -> None:
+    third, fourth = FLASH_PACKAGES
+    assert [kernel_of("varlen", package) for package in (None, third, fourth)] == ["flash2", "flash3", "flash4"]
+    assert kernel_of("cudnn", third) == "cudnn"
+    assert kernel_of_one_rank("_scaled_dot_product_cudnn_attention_backward", None) == "cudnn"
+    assert kernel_of_one_rank("_scaled_dot_product_cudnn_attention", third) == "flash3"
+
+
+def test_a_trace_takes_the_flash_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not tried out, as in a run: there is no GPU."""
+    asked = []
+    monkeypatch.setattr(traced_trainer, "usable", lambda *given, **_: asked.append(given) or FLASH_PACKAGES[:1])
+    with entered(*traced_trainer.patches(Gpu(capability=(9, 0)))):
+        assert choose.newer_flash(64) is FLASH_PACKAGES[0]
+    assert asked == [((9, 0),)]
+    assert traced_trainer.installed_flash(None) is None
 
 
 def test_messages_of_fsdp_hide_and_exchanges_of_heads_wait() -> None:

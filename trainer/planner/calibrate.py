@@ -56,7 +56,7 @@ def quantities(profile: Profile) -> list[float]:
     sums = dict.fromkeys(QUANTITIES, 0.0)
     for amounts in profile.work.values():
         for key, amount in amounts.items():
-            key = "memory" if key in ("moved", "optimizer") else key
+            key = "memory" if key in ("moved", "optimizer") else key.partition(" ")[0]
             sums[key] = sums.get(key, 0.0) + amount
     return [sums[key] for key in QUANTITIES]
 

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainer.config.loader import parse_command_line
+from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES
 from trainer.job import ResolvedJob, resolve
 from trainer.job.record import size_words
 from trainer.planner.profile import Profile
-from trainer.planner.timing import Device, StepTime, step_time
+from trainer.planner.timing import Device, StepTime, attention_kernels, step_time
 from trainer.planner.worker import Worker
 
 _PURPOSES = {
@@ -30,6 +31,12 @@ _PURPOSES = {
     "optimizer": "optimizer",
 }
 """Purposes of memory in words; all others are the batch and small values."""
+
+
+_KERNELS = {"cudnn": "cuDNN", "efficient": "the memory-efficient kernel"} | {
+    f"flash{number}": f"FlashAttention-{number}" for number in (2, 3, 4)
+}
+"""Kernels of attention in words."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,9 @@ class Estimate:
     @property
     def hfu(self) -> float:
         """Share of the peak that kernels compute, with what is recomputed."""
-        kinds = ("products", "float8", "attention_forward", "attention_backward")
-        flops = sum(amounts.get(kind, 0.0) for amounts in self.profile.work.values() for kind in kinds)
+        kinds = ("products", "float8", "attention_")
+        works = self.profile.work.values()
+        flops = sum(amount for work in works for name, amount in work.items() if name.startswith(kinds))
         return flops / self.time.seconds / self.device.flops
 
     def record(self) -> dict[str, Any]:
@@ -167,9 +175,22 @@ def lines(found: Estimate) -> list[tuple[str, str]]:
         f"{found.time.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens a second and rank, "
         f"{mfu}, HFU {found.hfu:.0%}",
         f"most of it: {found.time.bottleneck}",
+        *_kernel_words(profile, device),
     ]
     topics = {"memory": memory, "traffic": traffic, "time": time}
     return [(topic, text) for topic, texts in topics.items() for text in texts]
+
+
+def _kernel_words(profile: Profile, device: Device) -> list[str]:
+    """Return the kernels of attention that the prediction assumes, in words; nothing on a CPU or without attention."""
+    flops = attention_kernels(profile) if device.type == "cuda" else {}
+    if not flops:
+        return []
+    words = ", ".join(f"{_KERNELS.get(kernel, kernel)} {x / sum(flops.values()):.0%}" for kernel, x in flops.items())
+    faster = [each for each in FLASH_PACKAGES if each.runs_on(device.capability)] if "flash2" in flops else []
+    if faster:
+        words += f"; {' or '.join(each.name for each in faster)} would be faster, and counts where it is installed"
+    return [f"attention's kernel: {words}"]
 
 
 def _sizes(amounts: Mapping[str, float], whole: float) -> str:

@@ -27,6 +27,11 @@ class Event:
     """Of a copy for which the host waits: the line of this project."""
     flops: int = 0
     """Of a launch, or of all kernels of an operator of attention."""
+    kernel: str = ""
+    """Of a launch or an operator of attention: the kernel that computes it, see `stand_ins.kernel_of`."""
+    tails: float = 0.0
+    """Of the same: FLOPs of a row of a head, summed over its kernels, as each spreads over rows and heads (queries, in
+    the backward keys). While a kernel ends, a GPU is not full."""
     moved: int = 0
     """Bytes that a launch reads and writes."""
     ranks: tuple[int, ...] = ()

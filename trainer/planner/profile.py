@@ -15,8 +15,9 @@ class Profile:
     """A step of one rank.
 
     live: place, such as "backward/last layer" -> purpose -> bytes that are alive when most are alive at this place;
-    work: part of the step -> quantity -> amount (FLOPs of products, attention_forward, attention_backward; bytes
-    moved by other kernels, optimizer; launches); messages: "part mesh collective" -> calls, bytes, ranks, span.
+    work: part of the step -> quantity -> amount: FLOPs of products, of attention by direction and kernel
+    ("attention_forward cudnn") and of its tails ("tails_forward cudnn", see `Event`); bytes moved by other kernels,
+    optimizer; launches. messages: "part mesh collective" -> calls, bytes, ranks, span.
     """
 
     layers: int

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from trainer.planner.events import AFTER, BEFORE, Block, Events
+from trainer.planner.events import AFTER, BEFORE, Block, Event, Events
 from trainer.planner.profile import Amounts, Profile
 from trainer.planner.stand_ins import ATTENTION
 
@@ -28,12 +28,16 @@ def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
         if event.kind == "launch":
             amounts["launches"] += 1
             if event.flops:
-                amounts[_product(event.name)] += event.flops
+                name = _product(event)
+                amounts[name] += event.flops
+                if event.tails:
+                    amounts[name.replace("attention", "tails")] += event.tails
             elif event.name not in ATTENTION:
                 amounts["optimizer" if event.phase in ("optimizer", "clip", "grad_norm") else "moved"] += event.moved
         elif event.kind == "operator" and event.flops:
             direction = "backward" if event.name.endswith("backward") else "forward"
-            amounts[f"attention_{direction}"] += event.flops
+            amounts[f"attention_{direction} {event.kernel}"] += event.flops
+            amounts[f"tails_{direction} {event.kernel}"] += event.tails
         elif event.kind in ("copy", "host"):
             amounts["copied" if event.kind == "copy" else "host"] += event.bytes or event.moved
         elif event.kind == "message":
@@ -48,10 +52,10 @@ def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
     return replace(profile, totals=totals | {"fragments": reserved - profile.peak})
 
 
-def _product(name: str) -> str:
-    if name in ATTENTION:
-        return "attention_backward" if "backward" in name else "attention_forward"
-    return "float8" if name == "_scaled_mm" else "products"
+def _product(event: Event) -> str:
+    if event.name in ATTENTION:
+        return f"attention_{'backward' if 'backward' in event.name else 'forward'} {event.kernel}"
+    return "float8" if event.name == "_scaled_mm" else "products"
 
 
 def _place(phase: str, layer: int, numbers: list[int]) -> str:

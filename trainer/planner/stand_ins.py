@@ -9,6 +9,8 @@ from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
+from trainer.distributed.context_parallel.planning.capabilities import FLASH_KERNELS, FlashPackage
+
 _aten = torch.ops.aten
 
 ATTENTION = (
@@ -25,6 +27,23 @@ ATTENTION = (
     | {f"_scaled_dot_product_flash_attention_for_cpu{direction}" for direction in ("", "_backward")}
 )
 """Names of attention's kernels."""
+
+
+def kernel_of(name: str, package: FlashPackage | None) -> str:
+    """Return what computes a kernel of planned attention: its name, or for PyTorch's flash operators their version.
+
+    package: behind the flash operators, None for FlashAttention-2.
+    """
+    if name not in FLASH_KERNELS:
+        return name
+    return "flash2" if package is None else f"flash{package.implementation.removeprefix('FA')}"
+
+
+def kernel_of_one_rank(operator: str, package: FlashPackage | None) -> str:
+    """Return what computes attention that is not planned (`trainer.models.attention`), by its operator in a trace."""
+    if operator.removesuffix("_backward").endswith("for_cpu"):
+        return "cpu_flash"
+    return "cudnn" if package is None else kernel_of("cuda_flash", package)
 
 
 def stand_ins() -> dict[str, Callable[..., Any]]:

@@ -35,11 +35,19 @@ class Device:
     node: int = 8
     outside: float = 0.0
     launch: float = 5e-6
+    tail: float = 0.0
     torch: str = ""
     efficiency: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, quantity: str) -> float:
-        """Return the units a second of a quantity that training reaches."""
+        """Return the units a second of a quantity that training reaches.
+
+        quantity: "attention_forward KERNEL" for a kernel, whose share is that of `attention_forward` if it has none.
+        """
+        direction, _, kernel = quantity.partition(" ")
+        if kernel:
+            share = self.efficiency.get(f"{kernel}_{direction.removeprefix('attention_')}")
+            return self.rate(direction) if share is None else self.flops * share
         peaks = {"memory": self.bandwidth, "link": self.link, "network": self.network, "host": self.host}
         peak = peaks.get(quantity, self.flops_float8 or self.flops if quantity == "float8" else self.flops)
         return peak * self.efficiency.get(quantity, 1.0)
@@ -99,10 +107,8 @@ def step_time(
     parts: dict[str, dict[str, float]] = {}
     fused = on.efficiency.get("fused", 1.0) if compiled else 1.0
     for part, amounts in profile.work.items():
-        times = {
-            what: amounts.get(what, 0.0) / on.rate(what)
-            for what in ("products", "float8", "attention_forward", "attention_backward")
-        }
+        times = {what: amounts.get(what, 0.0) / on.rate(what) for what in ("products", "float8")}
+        times |= _attention(amounts, on)
         times["memory"] = (amounts.get("moved", 0.0) * fused + amounts.get("optimizer", 0.0)) / on.rate("memory")
         kernels, launches = sum(times.values()), amounts.get("launches", 0.0) * fused * on.launch
         times["launches"] = launches if on.type == "cpu" else max(launches - kernels, 0.0)
@@ -117,6 +123,28 @@ def step_time(
             times["pipeline bubble"] = bubble * sum(times.values())
         parts[part] = {what: seconds for what, seconds in times.items() if seconds}
     return StepTime(sum(sum(times.values()) for times in parts.values()), parts)
+
+
+def _attention(amounts: Mapping[str, float], on: Device) -> dict[str, float]:
+    """Return the seconds of attention by direction. While a kernel ends, a GPU waits as for `tail` more queries."""
+    times = {"attention_forward": 0.0, "attention_backward": 0.0}
+    for name, flops in amounts.items():
+        direction = name.partition(" ")[0]
+        if direction in times:
+            tails = amounts.get(name.replace("attention", "tails"), 0.0)
+            times[direction] += (flops + on.tail * tails) / on.rate(name)
+    return times
+
+
+def attention_kernels(profile: Profile) -> dict[str, float]:
+    """Return the FLOPs of attention by the kernel that computes them, most first."""
+    sums: dict[str, float] = {}
+    for amounts in profile.work.values():
+        for name, flops in amounts.items():
+            direction, _, kernel = name.partition(" ")
+            if direction.startswith("attention_") and kernel:
+                sums[kernel] = sums.get(kernel, 0.0) + flops
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def _messages(profile: Profile, part: str, on: Device) -> tuple[float, float]:

@@ -18,6 +18,8 @@ from trainer.components.step_outcome import StepTotals
 from trainer.distributed import expert_parallel
 from trainer.distributed.context_parallel.execution import merging
 from trainer.distributed.context_parallel.execution.kernels import choose, cuda
+from trainer.distributed.context_parallel.execution.kernels.flash import usable
+from trainer.distributed.context_parallel.planning.capabilities import FlashPackage
 from trainer.distributed.domain_parallel import modules
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding import placement
@@ -98,9 +100,17 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
     if gpu is not None:
         stand_ins.kernels_of_cuda()
         yield patch(choose, "gpu_capability", lambda: gpu.capability)
+        yield patch(choose, "newer_flash", lambda _head_dim: installed_flash(gpu))
         yield patch(merging, "fused_merge", lambda: stand_ins.merge)
         yield patch(nn.functional, "scaled_dot_product_attention", stand_ins.attention_of_one_rank)
         yield patch(nn.functional, "rms_norm", stand_ins.rms_norm)
+
+
+def installed_flash(gpu: Gpu | None) -> FlashPackage | None:
+    """Return the package that the flash operators of a run on such GPUs would have, by what is installed here."""
+    if gpu is None:
+        return None
+    return next(iter(usable(gpu.capability, deterministic=torch.are_deterministic_algorithms_enabled())), None)
 
 
 def _shapes_are_known(_schedule: object, stages: Sequence[Any], *_: Any) -> None:

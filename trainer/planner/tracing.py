@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -29,6 +28,7 @@ from trainer.components.optimizer import ensure_state
 from trainer.distributed.context_parallel.execution.build import Execution
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.live import resolve as resolve_plan
+from trainer.distributed.context_parallel.planning.capabilities import FlashPackage
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, LatentShape, attention_cost
 from trainer.distributed.sharding import exchange
 from trainer.distributed.sharding.tensors import local_part
@@ -36,8 +36,9 @@ from trainer.job.record import ResolvedJob
 from trainer.planner import stack
 from trainer.planner.device import GPU, FakeDevice, Gpu, is_pinned, machine, pinned
 from trainer.planner.events import AFTER, BEFORE, Block, Change, Event, Events
-from trainer.planner.stand_ins import ATTENTION, stand_ins
-from trainer.planner.traced_trainer import TracedTrainer, patches
+from trainer.planner.messages import bytes_sent, group_of, mesh_names
+from trainer.planner.stand_ins import ATTENTION, kernel_of, kernel_of_one_rank, stand_ins
+from trainer.planner.traced_trainer import TracedTrainer, installed_flash, patches
 from trainer.transforms.offload import CopyStream
 
 
@@ -58,6 +59,7 @@ def trace(
     """
     device = torch.device("cpu") if gpu is None else torch.device("cuda", 0)
     recorder = recorder or Recorder(device.type)
+    recorder.package = installed_flash(gpu)
     mode = FakeDevice(device.type, recorder.observe, recorder.around)
     if gpu is not None:
         mode.checks, mode.stand_ins = recorder.checks, stand_ins()
@@ -95,6 +97,8 @@ class Recorder:
     def __init__(self, device_type: str, checks: dict[str, Any] | None = None) -> None:
         self._device_type, self.checks = device_type, checks or {}
         self.step, self.layer = 0, BEFORE
+        self.package: FlashPackage | None = None
+        """Behind PyTorch's flash operators; None for FlashAttention-2."""
         self.host_bytes = 0
         """Of page-locked memory for what is offloaded."""
         self._events: list[Event] = []
@@ -103,12 +107,13 @@ class Recorder:
         self._place = ""
         self._execution: Execution | None = None
         self._paused = False
+        self._tiles: list[int] = []  # of an operator of attention: `_parallel_rows` of each kernel
         self._blocks: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._groups: dict[int, tuple[int, ...]] = {}
 
     def events(self, trainer: TracedTrainer) -> Events:
         """Return what was collected."""
-        return Events(tuple(self._events), tuple(self._memory), _mesh_names(trainer), self.host_bytes)
+        return Events(tuple(self._events), tuple(self._memory), mesh_names(trainer), self.host_bytes)
 
     def inside(self, operator: str) -> list[Event]:
         """Return the events in runs of an operator."""
@@ -134,9 +139,15 @@ class Recorder:
             moved = args[1] if name == "copy_" else args[0]
             self._add("copy", direction, moved.nbytes, where=stack.where() if "," in direction else "")
         elif not (func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))):
-            flops = 0 if self._place in _DIRECTIONS else _flops(func, name, args, result)
+            of_plan, more = self._place in _DIRECTIONS, {}
+            flops = 0 if of_plan else _flops(func, name, args, result)
+            if name in ATTENTION:
+                tile = _parallel_rows(name, args, in_stages=of_plan and _has_stages(self._execution))
+                self._tiles.append(tile)
+                if not of_plan:
+                    more = {"kernel": kernel_of_one_rank(name, self.package), "tails": flops / tile}
             kind = "launch" if self._is_of_device(args, result) else "host"
-            self._add(kind, name, 0, flops=flops, moved=_moved(args, result))
+            self._add(kind, name, 0, flops=flops, moved=_moved(args, result), **more)
 
     def _is_of_device(self, *values: Any) -> bool:
         tensors = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
@@ -148,7 +159,7 @@ class Recorder:
         number = len(self._events)
         self._add("operator", name, 0)
         outer, self._place = self._place, name
-        counted = exchange.bytes_sent.copy()
+        counted, self._tiles = exchange.bytes_sent.copy(), []
         try:
             result = run()
         finally:
@@ -156,7 +167,9 @@ class Recorder:
         if name in _DIRECTIONS:
             cost = self._cost(name, args)
             self.compare(name, cost, exchange.bytes_sent - counted, self._events[number + 1 :])
-            self._events[number] = replace(self._events[number], flops=cost.flops)
+            kernel = kernel_of(getattr(self._execution, "inner", self._execution).kernel.name, self.package)
+            tails = cost.flops * len(self._tiles) / max(sum(self._tiles), 1)
+            self._events[number] = replace(self._events[number], flops=cost.flops, kernel=kernel, tails=tails)
         return result
 
     def compare(self, name: str, cost: Cost, counted: Counter, events: Iterable[Event]) -> None:
@@ -179,10 +192,14 @@ class Recorder:
     def _message(self, name: str, args: tuple) -> None:
         if name in _NO_MESSAGE:
             return
-        group = _group(args)
+        group = group_of(args)
         ranks = self._groups.setdefault(id(group), tuple(dist.get_process_group_ranks(group)))
         self._add(
-            "message", name, _sent(name, args, group), ranks=ranks, is_sharding=stack.kind() in ("gathered", "reduced")
+            "message",
+            name,
+            bytes_sent(name, args, group),
+            ranks=ranks,
+            is_sharding=stack.kind() in ("gathered", "reduced"),
         )
         if self._device_type == "cpu" and name in _GLOO_COPIES:  # of all ranks' parts, while it runs
             tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
@@ -328,6 +345,23 @@ def _flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> 
     return 0 if count is None else count(*args, out_val=result)
 
 
+def _has_stages(execution: Execution) -> bool:
+    """Return whether ranks wait for each other between tiles, as in a ring."""
+    return any(stage.messages and not stage.collective for stage in getattr(execution, "inner", execution).plan.forward)
+
+
+def _parallel_rows(name: str, args: tuple, *, in_stages: bool) -> int:
+    """Return over how many rows x heads a kernel of attention spreads: of queries, in the backward of keys.
+
+    in_stages: other ranks have as many queries as this one has keys, and the slowest rank counts: the fewer of both.
+    """
+    is_backward = "backward" in name
+    q, k = args[is_backward : is_backward + 2]
+    heads = 1 if name.startswith("_scaled_dot_product") else -2
+    queries, keys = q.numel() // q.shape[-1], k.numel() // k.shape[-1] * q.shape[heads] // k.shape[heads]
+    return max(min(queries, keys) if in_stages else (keys if is_backward else queries), 1)
+
+
 def _moved(args: tuple, result: Any) -> int:
     tensors = {id(x): x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)}
     return sum(x.numel() * x.element_size() for x in tensors.values())
@@ -356,43 +390,3 @@ def _direction(name: str, args: tuple, kwargs: dict[str, Any], result: torch.Ten
     waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
     pageable = kinds[0] == "cpu" and not is_pinned(on_host)
     return f"{kinds[0]} to {kinds[1]}" + ", blocking" * waits + ", pageable" * pageable
-
-
-# ---- messages
-
-
-def _mesh_names(trainer: TracedTrainer) -> dict[tuple[int, ...], str]:
-    """Return the name of the mesh of each set of ranks; of several the one that tells most of a message."""
-    meshes = trainer.dims.meshes()
-    first = ("tp", "ep", "cp", "cp_ring", "cp_a2a", "pp", "dp_replicate", "dp_shard_cp", "efsdp")
-    ordered = [*first, *(name for name in meshes if name not in first)]
-    named = [(name, meshes[name]) for name in reversed(ordered) if name in meshes]
-    return {tuple(dist.get_process_group_ranks(mesh.get_group())): name for name, mesh in named}
-
-
-def _group(args: tuple) -> ProcessGroup:
-    """Return the group of a collective: an object, or of functional collectives the last name among the arguments."""
-    leaves = tree_leaves(args)
-    objects = (x for x in leaves if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
-    found = next(objects, None)
-    if found is not None:
-        return ProcessGroup.unbox(found)
-    return _resolve_process_group([x for x in leaves if isinstance(x, str)][-1])
-
-
-def _sent(name: str, args: tuple, group: ProcessGroup) -> int:
-    """Return the bytes that this rank sends to others in a collective."""
-    tensors, size = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)], group.size()
-    if name == "_allgather_base_":
-        return tensors[1].nbytes * (size - 1)
-    if name == "_reduce_scatter_base_":
-        return tensors[0].nbytes * (size - 1)
-    if name == "all_gather_into_tensor":
-        return tensors[0].nbytes * (size - 1)
-    if name == "reduce_scatter_tensor":
-        return tensors[0].nbytes // size * (size - 1)
-    if name.startswith(("alltoall", "all_to_all")):
-        sizes = (args[4] or [tensors[1].numel() // size] * size) if name.startswith("alltoall") else args[2]
-        row = tensors[-1].nbytes // max(sum(sizes), 1)
-        return (sum(sizes) - sizes[group.rank()]) * row
-    return sum(x.nbytes for x in tensors) if name == "send" else tensors[0].nbytes

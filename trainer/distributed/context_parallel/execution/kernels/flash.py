@@ -52,6 +52,23 @@ def is_installed(module: str) -> bool:
         return True
 
 
+def usable(
+    capability: tuple[int, int] | None, *, deterministic: bool, installed: Callable[[str], bool] = is_installed
+) -> list[FlashPackage]:
+    """Return the packages that are installed here and compute on a GPU of this compute capability, the first first.
+
+    deterministic: then there is none, because their determinism is untested.
+    """
+    if capability is None or deterministic:
+        return []
+    known = list_flash_attention_impls()
+    return [
+        package
+        for package in FLASH_PACKAGES
+        if package.implementation in known and package.runs_on(capability) and installed(package.module)
+    ]
+
+
 def try_out(head_dim: int, device: str = "cuda", ops: Any = torch.ops.aten) -> None:
     """Compute ragged attention of grouped heads in a window, forward and backward.
 
@@ -79,17 +96,12 @@ def activated(
     activate: Callable[[str], None] = activate_flash_attention_impl,
     attempt: Callable[[int], None] = try_out,
 ) -> FlashPackage | None:
-    """Activate the first package that is installed and computes on this GPU; return it, or None.
+    """Activate the first of the `usable` packages that computes; return it, or None.
 
-    deterministic: then none is activated, because their determinism is untested. A package that is installed and cannot
-    be used is one warning. An implementation that this PyTorch does not know is left out.
+    A package that is installed and cannot be used is one warning. An implementation that this PyTorch does not know is
+    left out.
     """
-    if capability is None or deterministic:
-        return None
-    known = list_flash_attention_impls()
-    for package in FLASH_PACKAGES:
-        if package.implementation not in known or not package.runs_on(capability) or not installed(package.module):
-            continue
+    for package in usable(capability, deterministic=deterministic, installed=installed):
         try:
             activate(package.implementation)
             attempt(head_dim)
