@@ -155,7 +155,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[SDPBackend]]:
 def test_plain_attention_on_a_gpu_asks_for_the_fastest(seen, monkeypatch, package: FlashPackage | None) -> None:
     monkeypatch.setattr(attention, "newer_flash", {16: package}.get)
     before = backends()
-    q = SimpleNamespace(device=torch.device("cuda"), shape=(1, 4, 8, 16))
+    q = SimpleNamespace(device=torch.device("cuda"), shape=(1, 4, 8, 16), requires_grad=False)
     InnerAttention()(q, q, q)
     assert seen == [[FLASH, CUDNN, *OTHERS] if package else [CUDNN, FLASH, *OTHERS]]
     assert backends() == before
@@ -164,7 +164,7 @@ def test_plain_attention_on_a_gpu_asks_for_the_fastest(seen, monkeypatch, packag
 @pytest.mark.parametrize("head_dim", [128, 129, 160, 161])
 def test_plain_attention_leaves_out_what_is_broken_for_its_heads(seen, monkeypatch, head_dim: int) -> None:
     monkeypatch.setattr(attention, "newer_flash", lambda _: None)
-    q = SimpleNamespace(device=torch.device("cuda"), shape=(1, 4, 8, head_dim))
+    q = SimpleNamespace(device=torch.device("cuda"), shape=(1, 4, 8, head_dim), requires_grad=False)
     InnerAttention()(q, q, q)
     assert seen == [[CUDNN, *OTHERS] if head_dim in (129, 160) else [CUDNN, FLASH, *OTHERS]]
 

@@ -30,6 +30,7 @@ from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.live import resolve as resolve_plan
 from trainer.distributed.context_parallel.planning.capabilities import FlashPackage
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, LatentShape, attention_cost
+from trainer.distributed.context_parallel.planning.lowering import is_large
 from trainer.distributed.sharding import exchange
 from trainer.distributed.sharding.tensors import local_part
 from trainer.job.record import ResolvedJob
@@ -167,7 +168,7 @@ class Recorder:
         if name in _DIRECTIONS:
             cost = self._cost(name, args)
             self.compare(name, cost, exchange.bytes_sent - counted, self._events[number + 1 :])
-            kernel = kernel_of(getattr(self._execution, "inner", self._execution).kernel.name, self.package)
+            kernel = kernel_of(_kernel_name(self._execution), self.package)
             tails = cost.flops * len(self._tiles) / max(sum(self._tiles), 1)
             self._events[number] = replace(self._events[number], flops=cost.flops, kernel=kernel, tails=tails)
         return result
@@ -343,6 +344,17 @@ def _flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> 
         return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else count(*args, out_val=result)
+
+
+def _kernel_name(execution: Execution) -> str:
+    """Return the kernel of an execution; of a kernel that gives large tiles to cuDNN, the one with more pairs."""
+    run = getattr(execution, "inner", execution)
+    capabilities = run.kernel.capabilities
+    if not capabilities.large:
+        return run.kernel.name
+    calls = [call for launches in run.lowered.forward for launch in launches for call in launch.calls]
+    large = sum(call.pairs for call in calls if is_large(call, capabilities))
+    return "cudnn" if 2 * large > sum(call.pairs for call in calls) else "varlen"
 
 
 def _has_stages(execution: Execution) -> bool:

@@ -10,12 +10,21 @@ from trainer.distributed.sharding.errors import OptionError
 class Capabilities:
     """What a kernel can do. All kernels take any scale and grouped heads.
 
-    device: `cpu`, `cuda`, or None for any; dtypes: names of torch dtypes; max_head_dim, head_dim_multiple: of the size
-    of a head; broken_heads: sizes that it computes wrong. bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call
-    of any size; masks: both with a dense mask, over pieces. many: many tiles in one launch. large: tiles with at least
-    this many queries and keys are a launch of their own, with lengths that recur; 0 for none. deterministic: its
-    backward can give the same bits each time. softcap: scores c * tanh(score / c). elements: the size of a call, as
-    `call_elements` counts it, stays below this number.
+    Args:
+        device: `cpu`, `cuda`, or None for any.
+        dtypes: names of torch dtypes.
+        max_head_dim: the largest head.
+        head_dim_multiple: the size of a head is a multiple of this number.
+        broken_heads: sizes of heads that it computes wrong.
+        bottom_right: CAUSAL with more keys than queries is one call.
+        bands: BI_CAUSAL and INV_CAUSAL of any size are one call.
+        masks: BI_CAUSAL and INV_CAUSAL are calls with a dense mask, over pieces.
+        many: many tiles are one launch.
+        large: tiles with at least this many queries and keys are a launch of their own, with lengths that recur; 0: no
+            tile is.
+        deterministic: its backward can give the same bits each time.
+        softcap: it computes scores c * tanh(score / c).
+        elements: the size of a call, as `call_elements` counts it, stays below this number.
     """
 
     device: str | None
