@@ -54,7 +54,7 @@ class FieldSpec(TaskSpec):
             return flavor.of_fields(*flavor.assumed_shape)
         return flavor.of_fields(len(source.channels), *source.grid)
 
-    def decide(self, config: JobConfig, model: FieldArgs, device_type: str) -> TaskDecisions:
+    def decide(self, config: JobConfig, model: FieldArgs, device_type: str, *, node: int) -> TaskDecisions:
         _check_features(config, model)
         return TaskDecisions(details=_layouts(config, model))
 

@@ -223,6 +223,34 @@ EXECUTION = (
         "tests/unit/test_flash.py",
     ),
     Mutant(
+        "a byte to another node counts as one inside a node",
+        "trainer/distributed/context_parallel/planning/auto.py",
+        "return self.bytes_sent + (NETWORK - 1) * self.bytes_outside",
+        "return self.bytes_sent",
+        "tests/unit/test_auto.py::test_heads_are_exchanged_inside_a_node_where_links_are_fast",
+    ),
+    Mutant(
+        "what is gathered crosses the network once a rank",
+        "trainer/distributed/context_parallel/planning/auto.py",
+        "(plan.degree - inside) / inside /",
+        "(plan.degree - inside) /",
+        "tests/unit/test_auto.py::test_what_leaves_a_node_of_four_of_eight_ranks",
+    ),
+    Mutant(
+        "ranks of tensor parallelism are no part of a node",
+        "trainer/job/attention.py",
+        "max(node // tp, 1)",
+        "node",
+        "tests/unit/test_auto.py::test_the_ranks_of_a_node_are_known_to_the_job",
+    ),
+    Mutant(
+        "ranks of nodes of different sizes count as their own nodes have",
+        "trainer/runtime/nodes.py",
+        "int(here) * int(nodes) == world_size",
+        "world_size % int(here) == 0",
+        "tests/unit/test_auto.py::test_ranks_of_each_node_are_those_of_all_nodes",
+    ),
+    Mutant(
         "FlashAttention-2 computes heads that it pads too far",
         "trainer/distributed/context_parallel/planning/capabilities.py",
         "range(129, 161)",
@@ -548,8 +576,8 @@ SHOWN_PLANS = (
     Mutant(
         "auto looks at the mask of no batch",
         "trainer/commands/plan.py",
-        "batch=packed, hybrids=packed is None)",
-        "hybrids=packed is None)",
+        "batch=packed, hybrids=packed is None,",
+        "hybrids=packed is None,",
         "tests/repository/test_show_plan.py",
     ),
 )

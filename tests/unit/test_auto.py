@@ -7,19 +7,20 @@ import numpy as np
 import pytest
 
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.planning.auto import choose
+from trainer.distributed.context_parallel.planning.auto import _outside, choose
 from trainer.distributed.context_parallel.planning.cost import (
     SHORT_SHARD,
     AttentionShape,
     attention_cost,
     shortest_ring,
 )
-from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
+from trainer.distributed.context_parallel.planning.mask import Mask, causal, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.job import attention, resolve
 from trainer.job.attention import resolve_attention
+from trainer.runtime.nodes import ranks_of_each_node
 
 LLAMA_8B = AttentionShape(1, 32, 8, 128, 2)
 OPTIONS = ContextParallelOptions()
@@ -158,3 +159,92 @@ def test_the_balancer_of_auto_is_that_of_the_method() -> None:
     found = {name: ContextParallelOptions(name, hybrid_degrees=hybrid.get(name)).balancer for name in METHODS}
     assert found == {"ring": "head_tail", "all_gather": "head_tail", "all_to_all": "contiguous", "hybrid": "head_tail"}
     assert ContextParallelOptions("all_to_all", "balanced").balancer == "balanced"
+
+
+# ---- several nodes
+
+LLAMA_70B = replace(LLAMA_8B, heads=64)
+TABLE = [
+    # ranks, ranks of a node, 8B, 70B; a ring of nodes, or inside a node what sends least
+    (8, 8, ("all_to_all", None), ("all_to_all", None)),
+    (8, 4, ("hybrid", (4, 2)), ("hybrid", (4, 2))),
+    (16, 16, ("hybrid", (8, 2)), ("hybrid", (8, 2))),
+    (16, 8, ("hybrid", (8, 2)), ("hybrid", (8, 2))),
+    (16, 4, ("hybrid", (8, 2)), ("hybrid", (4, 4))),
+    (32, 32, ("hybrid", (16, 2)), ("hybrid", (16, 2))),
+    (32, 8, ("hybrid", (8, 4)), ("hybrid", (8, 4))),
+    (64, 64, ("hybrid", (32, 2)), ("hybrid", (32, 2))),
+    (64, 8, ("hybrid", (8, 8)), ("hybrid", (8, 8))),
+]
+
+
+@pytest.mark.parametrize(("ranks", "node", "of_8b", "of_70b"), TABLE)
+def test_heads_are_exchanged_inside_a_node_where_links_are_fast(
+    ranks: int, node: int, of_8b: tuple, of_70b: tuple
+) -> None:
+    found = []
+    for shape in (LLAMA_8B, LLAMA_70B):
+        options, reason = choose(OPTIONS, (causal(16384 * ranks),), ranks, shape, node=node)
+        found.append((options.method, options.hybrid_degrees))
+        assert ("a byte off node counted 9 times" in reason) == (node < ranks)
+        assert (" off node)" in reason) == (node < ranks)
+    assert found == [of_8b, of_70b]
+
+
+@pytest.mark.parametrize(
+    ("method", "heads", "mask", "rank", "share"),
+    [
+        ("all_to_all", 8, causal(4096), 4, 4 / 7),  # of the seven others of a rank, four
+        ("hybrid", 4, causal(4096), 4, None),  # heads stay inside, K/V leave
+        ("ring", 1, full(4096), 4, 1.0),  # the first rank of a node sends all its rows to the last one of another
+        ("ring", 1, full(4096), 5, 0.0),
+        ("all_gather", 1, causal(4096), 4, 1 / 7),  # four of seven shards arrive once, over the links of four ranks
+        ("ring", 1, sliding_window(4096, 100), 3, 0.5),  # to its two neighbours in the sequence, by two ranges
+    ],
+)
+def test_what_leaves_a_node_of_four_of_eight_ranks(
+    method: str, heads: int, mask: Mask, rank: int, share: float | None
+) -> None:
+    way = replace(OPTIONS, method=method, hybrid_degrees=(4, 2) if heads == 4 else None)
+    plan = make_plan(way.layout(4096, 8), mask, method, rank, head_degree=heads)
+    sent = attention_cost(plan, LLAMA_8B, "forward").bytes_sent
+    outside = _outside(plan, "forward", sent, 4)
+    assert outside == (sent["kv"] if share is None else round(share * sent.total()))
+    assert (share == 0.0) == (outside == 0)
+    assert _outside(plan, "forward", sent, 8) == 0
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_ranks_of_a_node_are_known_to_the_job(documents: bool) -> None:
+    """With tensor parallelism over two ranks, four ranks of a node share a sequence."""
+    arguments = [
+        *AUTO[:2],
+        "--parallelism.tensor_parallel_degree=2",
+        "--model.flavor=8B",
+        *AUTO[2 if documents else 3 :],
+    ]
+    config = parse_command_line(arguments).config
+    chosen_for = mock.Mock(wraps=choose)
+    with mock.patch.object(attention, "choose", chosen_for):
+        for node in (8, None, 16):
+            job = resolve(config, 16, node=node)
+            if documents:
+                job.method_chooser()(causal(16 * SHORT_SHARD))
+    sharing = [call.kwargs["node"] for call in chosen_for.call_args_list]
+    assert sharing == [4] * (4 if documents else 2) + [8] * (2 if documents else 1)
+    assert resolve(config, 16, "cpu").node == 16
+
+
+@pytest.mark.parametrize(
+    ("variables", "node"),
+    [
+        ({}, None),
+        ({"LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}, 8),
+        ({"LOCAL_WORLD_SIZE": "16"}, None),
+        ({"LOCAL_WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "2"}, None),  # the other node has four
+        ({"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_ranks_of_each_node_are_those_of_all_nodes(variables: dict[str, str], node: int | None) -> None:
+    """Ranks that disagree would choose different methods, and wait for each other."""
+    assert ranks_of_each_node(variables, 16) == node

@@ -132,10 +132,10 @@ def test_a_run_on_gpus_starts_an_estimate_of_its_memory(tmp_path: Path, monkeypa
         start = parse(["debug_model", "--job.dump_folder", str(tmp_path / "run")])
         train._start_estimate(start, parse_command_line(start.arguments).config)
         assert len(started) == expected
-    assert started[0][3:] == ["estimate", *start.arguments, "--world-size", "8", "--json"]
-    options, arguments = command._options(started[0][4:])
-    assert options.world_size == "8"
-    assert parse_command_line(arguments).config.job.dump_folder == str(tmp_path / "run")
+    assert started[0][3:] == ["estimate", *start.arguments, "--world-size", "8", "--ngpu", "8", "--json"]
+    options, of_job = command._options(started[0][4:])
+    assert (options.world_size, of_job.ranks) == ("8", 8)
+    assert parse_command_line(of_job.arguments).config.job.dump_folder == str(tmp_path / "run")
 
 
 def test_metrics_have_the_measured_and_the_predicted_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_check_and_train_mean_the_same_run(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     traced: list[tuple[int, str]] = []
-    monkeypatch.setattr(check, "peak_of_a_step", lambda _arguments, *job: traced.append(job) or ("the peak", ""))
+    monkeypatch.setattr(check, "peak_of_a_step", lambda _arguments, *job, **_: traced.append(job) or ("the peak", ""))
     assert check.main(arguments) == 0
     checked = capsys.readouterr().out.removesuffix("the peak\n")
     assert f"on {traced[0][0]} CPU rank" in checked
@@ -70,7 +70,7 @@ def test_the_file_and_the_ranks_are_those_of_the_variables(
 ) -> None:
     monkeypatch.setenv("CONFIG_FILE", "own.toml")
     monkeypatch.setenv("NGPU", "4")
-    monkeypatch.setattr(check, "peak_of_a_step", lambda *_: ("the peak", ""))
+    monkeypatch.setattr(check, "peak_of_a_step", lambda *_, **__: ("the peak", ""))
     assert check.main([]) == 0
     out = capsys.readouterr().out
     assert "Llama 3 debug model on 4 CPU ranks" in out

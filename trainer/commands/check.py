@@ -46,7 +46,8 @@ def check(command: CommandLine, start: Start) -> None:
     elsewhere = command.world_size is not None
     ranks, device_type = _ranks(command, start, machine)
     missing: list[str] = []
-    job = resolve(config, ranks, device_type, missing=missing if elsewhere else None)
+    node = start.ranks if elsewhere else start.ranks_here(config, machine)
+    job = resolve(config, ranks, device_type, node=node, missing=missing if elsewhere else None)
     here = [] if elsewhere else job_notes(job, machine, start.ranks_here(config, machine))
     check_memory(job, None)
     if not elsewhere:
@@ -73,14 +74,17 @@ def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, s
 
 
 def main(argv: list[str]) -> int:
-    """`check [FILE] [--world-size N | --ngpu N] [--table.key value ...]`: FILE and variables as of `train`."""
+    """`check [FILE] [--world-size N] [--ngpu N] [--table.key value ...]`: FILE and variables as of `train`.
+
+    --ngpu: ranks of this machine; beside --world-size, of each node.
+    """
     start = parse(argv)
     arguments = ["--check-config", *start.arguments]
     command = parse_command_line(arguments)
     check(command, start)
     if not command.print_config:
         check_tensors(command.config)
-        peak, note = peak_of_a_step(arguments, *_ranks(command, start, this_machine()))
+        peak, note = peak_of_a_step(arguments, *_ranks(command, start, this_machine()), node=start.ranks)
         print(peak)
         if note:
             print(f"note: {note}", file=sys.stderr)
@@ -104,10 +108,11 @@ def check_tensors(config: JobConfig) -> None:
     open_initial(config, resolve_model(config))
 
 
-def peak_of_a_step(arguments: list[str], ranks: int, device_type: str) -> tuple[str, str]:
+def peak_of_a_step(arguments: list[str], ranks: int, device_type: str, *, node: int | None = None) -> tuple[str, str]:
     """Return in words what a rank needs at the peak of a step, or why it is not known, and a note on time-outs.
 
-    The note is empty where the time-outs are long enough, and on CPUs, whose speed is not known.
+    The note is empty where the time-outs are long enough, and on CPUs, whose speed is not known. node: ranks on one
+    node, None for those of most GPUs.
     """
     from trainer.planner import shim
     from trainer.planner.estimate import estimate
@@ -117,7 +122,8 @@ def peak_of_a_step(arguments: list[str], ranks: int, device_type: str) -> tuple[
     traced = device_type if device_type == "cpu" or not shim.why_not() else "cpu"
     try:
         with Worker(has_shim=traced == "cuda") as worker:
-            found = estimate(worker, arguments, ranks, replace(device("h100"), type=traced))
+            gpu = device("h100")
+            found = estimate(worker, arguments, ranks, replace(gpu, type=traced, node=node or gpu.node))
     except ConfigError as error:
         return f"the peak of a step is not known: {error}", ""
     sizes = ", ".join(f"{name} {size_words(size)}" for name, size in list(found.by_purpose.items())[:4])

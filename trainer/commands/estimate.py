@@ -1,9 +1,9 @@
 """Predict memory, traffic and time of a step on GPUs, without a GPU. Torch runs in a process of its own.
 
-    estimate [FILE] [--world-size N] [--gpu NAME] [--max-seq-len] [--suggest [OUT.toml]] [--picture FILE] [--json]
-             [--calibrate OUT.toml] [--table.key value ...]
+    estimate [FILE] [--world-size N] [--ngpu N] [--gpu NAME] [--max-seq-len] [--suggest [OUT.toml]] [--picture FILE]
+             [--json] [--calibrate OUT.toml] [--table.key value ...]
 
---gpu: h100 (default), h200, b200, a100, or a .toml file with a record.
+--gpu: h100 (default), h200, b200, a100, or a .toml file with a record; --ngpu: GPUs of a node (default: 8).
 --max-seq-len: the longest training.seq_len that fits; --suggest: degrees, methods and recomputation, the fastest first,
 and the best one written to OUT.toml; --picture: memory over the step, as .png or .svg; --calibrate: run the job on this
 machine for a minute or two, and write the record of its CPU.
@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from trainer.commands.start import parse
+from trainer.commands.start import Start, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.job import resolve
@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
     """Estimate, print, and return the exit code."""
     started = time.monotonic()
     try:
-        options, arguments = _options(argv)
+        options, start = _options(argv)
+        arguments = start.arguments
         ranks = whole_number("--world-size", options.world_size, such_as="--world-size 8")
         config = parse_command_line(arguments, reading=True).config
         if options.calibrate:
@@ -59,7 +60,10 @@ def main(argv: list[str]) -> int:
             print(calibrate(arguments, options.calibrate, memory=machine.memory(type_) or 1 << 36))
             return 0
         record, note = device(options.gpu), ""
-        resolve(config, ranks, record.type, missing=[])  # what is wrong is told before a process imports torch
+        record = replace(record, node=start.ranks or record.node)
+        resolve(
+            config, ranks, record.type, node=record.node, missing=[]
+        )  # what is wrong is told before a process imports torch
         if record.type == "cuda" and (why := shim.why_not()):
             note = f"{why}: traced with the kernels of CPUs, which keep more of norms and attention than those of a GPU"
             record, arguments = replace(record, type="cpu"), [*arguments, *_AS_ON_GPUS]
@@ -90,8 +94,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of this command, and the command line of the job."""
+def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
+    """Return the options of this command, and the command line of the job. Its --ngpu is the number of a node."""
     parser = argparse.ArgumentParser(
         prog="lct estimate", usage=argparse.SUPPRESS, description=__doc__, allow_abbrev=False, formatter_class=_HELP
     )
@@ -105,7 +109,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--json", action="store_true", help="print everything as JSON")
     config, rest = (argv[:1], argv[1:]) if argv and not argv[0].startswith("-") else ([], argv)
     options, rest = parser.parse_known_args(rest)
-    return options, parse([*config, *rest]).arguments
+    return options, parse([*config, *rest])
 
 
 def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Estimate:

@@ -102,7 +102,7 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     own = replace(config.job, dump_folder=str(wanted.output))
     config = replace(config, job=own, training=replace(config.training, **shape))
     with given_as(seq_len="--seq-len or --lengths"):
-        job = resolve(config, all_ranks(here), machine.device_type(config.job.device))
+        job = resolve(config, all_ranks(here), machine.device_type(config.job.device), node=here)
         made_for = max(job.model.max_seq_len, wanted.trained_for)  # by which LongRoPE chooses its factors
         job = replace(job, model=replace(job.model, max_seq_len=made_for))
         for length in lengths:

@@ -126,7 +126,7 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
     )
     name = "--ngpu" if cp == 1 else "--ngpu over --context-parallel"
     with given_as(tensor_parallel_degree=name, context_parallel_degree="--context-parallel"):
-        return resolve(config, ranks, this_machine().device_type(config.job.device))
+        return resolve(config, ranks, this_machine().device_type(config.job.device), node=args.ngpu)
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:

@@ -121,7 +121,7 @@ def method_of(
     if spread is None:
         # As training does: with packed documents, for the batch, and on the mesh that stands before the first batch.
         masks = (causal(args.seq_len) if packed else mask,)
-        return choose(options, masks, args.degree, shape, batch=packed, hybrids=packed is None)
+        return choose(options, masks, args.degree, shape, batch=packed, hybrids=packed is None, node=args.node)
     if head_degree is not None and args.degree % head_degree:
         raise ConfigError(
             f"--head-degree {head_degree} must divide --degree {args.degree}; use one of {divisors(args.degree)}"
@@ -260,6 +260,7 @@ def parser() -> Parser:
         help="how attention reaches other ranks' keys (default: ring); auto: the choice of training, with its reason",
     )
     add("--head-degree", type=some, metavar="RANKS", help="with --method hybrid: ranks that divide the heads")
+    add("--node", type=some, default=8, metavar="RANKS", help="with --method auto: ranks of one node (8)")
     add("--load-balancer", choices=("auto", *LOAD_BALANCERS), default="auto", help="who owns which tokens (auto)")
     add = described.add_argument_group("attention, by default that of Llama 3 8B in bfloat16").add_argument
     add("--heads", type=some, default=32, metavar="N", help="query heads (32)")

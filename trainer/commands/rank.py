@@ -28,6 +28,7 @@ from trainer.runtime.devices import this_machine
 from trainer.runtime.dump_folder import folder_held, folders_of
 from trainer.runtime.garbage import imports_uncollected
 from trainer.runtime.launcher_watch import end_with, launcher_of
+from trainer.runtime.nodes import ranks_of_each_node
 from trainer.runtime.output import outlast_readers
 from trainer.runtime.rank_processes import LOST_PEERS
 
@@ -59,7 +60,8 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         device_type = machine.device_type(command.config.job.device)
         # Our launcher has looked at all files; else the first rank of the node looks at the data's, which may be many.
         checked = {"data_checked": launched or local_rank > 0, "weights_checked": launched}
-        job = resolve(command.config, world_size, device_type, **checked)
+        node = ranks_of_each_node(variables, world_size)
+        job = resolve(command.config, world_size, device_type, node=node, **checked)
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)
         # Our launcher on one node has printed all this already.
         if not launched or ranks_here < world_size:

@@ -84,7 +84,18 @@ def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] 
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     ranks = str(start.world_size(config, machine))
-    command = [sys.executable, "-m", "trainer", "estimate", *start.arguments, "--world-size", ranks, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "estimate",
+        *start.arguments,
+        "--world-size",
+        ranks,
+        "--ngpu",
+        ranks,
+        "--json",
+    ]
     with (folder / ESTIMATE).open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL)
 
@@ -110,7 +121,7 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     os.environ["LOG_RANK"] = start.log_rank
     set_up_logging(0, color=config.metrics.enable_color_printing)
     logger.info(opening(config, ranks, device_type))
-    job = resolve(config, ranks, device_type)
+    job = resolve(config, ranks, device_type, node=here)
     lines = [
         summary(job, line_width()),
         *(f"note: {note}" for note in (*command.notes, *job.notes, *job_notes(job, machine, here))),

@@ -25,11 +25,12 @@ from trainer.families.args import ModelArgs, has_windows, latent_of
 
 
 def resolve_attention(
-    config: JobConfig, model: ModelArgs, device_type: str
+    config: JobConfig, model: ModelArgs, device_type: str, *, node: int | None = None
 ) -> tuple[ContextParallelOptions | None, str]:
     """Return the options of planned attention, and why `auto` chose its method (empty if the configuration names one).
 
-    None: plain causal attention on one rank. device_type: `auto` weighs bytes, which depend on its data type. With
+    None: plain causal attention on one rank. device_type: `auto` weighs bytes, which depend on its data type. node:
+    ranks on one node, None for all; `auto` weighs bytes to other nodes more. With
     packed documents `auto` chooses for each batch (`batch_chooser`), and these options are for the rest of the run.
 
     Raises:
@@ -63,7 +64,7 @@ def resolve_attention(
         documents = config.masks_documents
         local = _local_shape(config, model, device_type)
         masks = _layer_masks(model, config.training.seq_len)
-        options, reason = choose(options, masks, degree, local, hybrids=not documents)
+        options, reason = choose(options, masks, degree, local, hybrids=not documents, node=_sharing(node, tp))
     with options_as_keys():
         check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
     passes, queries = _checked_heads(parallelism, options, model)
@@ -163,23 +164,35 @@ def _tiles_of_a_stage(config: JobConfig, model: ModelArgs, options: ContextParal
 
 
 def batch_chooser(
-    config: JobConfig, model: ModelArgs, device_type: str, options: ContextParallelOptions
+    config: JobConfig,
+    model: ModelArgs,
+    device_type: str,
+    options: ContextParallelOptions,
+    *,
+    node: int | None = None,
 ) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
     """Return a function that chooses method and reason for the documents of a batch; None if there is no choice.
 
     options: of the run; only their method changes, and never to `hybrid`, whose mesh exists before the first batch.
+    node: ranks on one node, None for all.
     """
     degree = config.parallelism.context_parallel_degree
     documents = config.masks_documents
     if config.parallelism.context_parallel_method != "auto" or degree == 1 or not documents:
         return None
     local = _local_shape(config, model, device_type)
+    sharing = _sharing(node, config.parallelism.tensor_parallel_degree)
 
     def method_of(batch: Mask) -> tuple[ContextParallelOptions, str]:
         masks = _layer_masks(model, batch.q_len)  # sequences of a validation have their own length
-        return choose(options, masks, degree, local, batch=batch, hybrids=False)
+        return choose(options, masks, degree, local, batch=batch, hybrids=False, node=sharing)
 
     return method_of
+
+
+def _sharing(node: int | None, tp: int) -> int | None:
+    """Return the context-parallel ranks of one group on a node: ranks of tensor parallelism are neighbours there."""
+    return None if node is None else max(node // tp, 1)
 
 
 def _layer_masks(model: ModelArgs, seq_len: int) -> tuple[Mask, ...]:

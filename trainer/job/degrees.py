@@ -17,6 +17,10 @@ KEYS = {
 """Degree -> the key that sets it."""
 
 
+GPUS_OF_A_NODE = 8
+"""Ranks on GPUs that a node has where nothing says how many."""
+
+
 @dataclass(frozen=True)
 class Degrees:
     """Number of ranks along each dimension of the mesh; the product is `world_size`."""

@@ -69,10 +69,10 @@ class Language(TaskSpec):
             )
         return replace(args, vocab_size=flavor.vocab_size)
 
-    def decide(self, config: JobConfig, model: DecoderArgs, device_type: str) -> TaskDecisions:
+    def decide(self, config: JobConfig, model: DecoderArgs, device_type: str, *, node: int) -> TaskDecisions:
         pipeline = resolve_pipeline(config, model)
         check_lora(config, model, pipeline)
-        attention, reason = resolve_attention(config, model, device_type)
+        attention, reason = resolve_attention(config, model, device_type, node=node)
         if attention is None:
             return TaskDecisions(pipeline)
         cp = config.parallelism.context_parallel_degree

@@ -80,6 +80,8 @@ class ResolvedJob(TaskDecisions):
     degrees: Degrees
     device_type: str
     """'cuda' or 'cpu'."""
+    node: int
+    """Ranks on one node."""
     task: "TaskSpec"
     model: ModelArgs
     compilation: CompileOptions
@@ -151,7 +153,9 @@ class ResolvedJob(TaskDecisions):
 
     def method_chooser(self) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
         """Return a function that chooses the method for the documents of a batch; None if there is no choice."""
-        return self.attention and batch_chooser(self.given, self.model, self.device_type, self.attention)
+        return self.attention and batch_chooser(
+            self.given, self.model, self.device_type, self.attention, node=self.node
+        )
 
 
 class TaskSpec(ABC):
@@ -190,8 +194,11 @@ class TaskSpec(ABC):
         """
 
     @abstractmethod
-    def decide(self, config: JobConfig, model: ModelArgs, device_type: str) -> TaskDecisions:
-        """Decide what the numbers of ranks do not change; ConfigError for a feature that the task does not have."""
+    def decide(self, config: JobConfig, model: ModelArgs, device_type: str, *, node: int) -> TaskDecisions:
+        """Decide what the numbers of ranks do not change; ConfigError for a feature that the task does not have.
+
+        node: ranks on one node, by which messages are fast or slow.
+        """
 
     def next_command(self, config: JobConfig) -> str:
         """Return `command`, or another one that fits what this run has learned better."""

@@ -12,7 +12,7 @@ from trainer.config.values import shown
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.args import ModelArgs, experts_of
 from trainer.families.registry import MODELS, flavor_args, from_path
-from trainer.job.degrees import KEYS, Degrees, resolve_degrees
+from trainer.job.degrees import GPUS_OF_A_NODE, KEYS, Degrees, resolve_degrees
 from trainer.job.experts import check_experts, note_of_router
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
 from trainer.job.language import Language
@@ -40,12 +40,14 @@ def resolve(
     world_size: int,
     device_type: str = "cuda",
     *,
+    node: int | None = None,
     missing: list[str] | None = None,
     data_checked: bool = False,
     weights_checked: bool = False,
 ) -> ResolvedJob:
     """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
 
+    node: ranks on one node; None if nothing says it: then eight GPUs, or all ranks on CPUs.
     missing: takes the messages about files that are not on this machine, for a check of a job elsewhere; data_checked,
     weights_checked: another process of this machine has checked the data, or the files of weights and checkpoints.
 
@@ -79,7 +81,8 @@ def resolve(
     if not weights_checked:
         problems.check(check_initial_weights, config, model)
         problems.check(check_checkpoint, config, model)
-    decisions = problems.check(task.decide, config, model, device_type) or TaskDecisions()
+    node = node or (GPUS_OF_A_NODE if device_type == "cuda" else world_size)
+    decisions = problems.check(task.decide, config, model, device_type, node=node) or TaskDecisions()
     pipeline, attention = decisions.pipeline, decisions.attention
     compilation = problems.check(
         resolve_compilation,
@@ -96,6 +99,7 @@ def resolve(
         config=_without_auto(config, device_type, attention),
         degrees=replace(degrees, cp_a2a=decisions.head_degree),
         device_type=device_type,
+        node=node,
         task=task,
         model=model,
         compilation=compilation,
@@ -131,7 +135,8 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
     """Return the job on this type of device, for which `auto` chooses again; ConfigError for a kernel that it lacks."""
     if device_type == job.device_type:
         return job
-    return resolve(job.given, job.degrees.world_size, device_type, data_checked=True, weights_checked=True)
+    checked = {"data_checked": True, "weights_checked": True}
+    return resolve(job.given, job.degrees.world_size, device_type, node=job.node, **checked)
 
 
 def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Degrees:

@@ -130,8 +130,8 @@ def estimate(worker: Worker, arguments: Sequence[str], ranks: int, device: Devic
         ConfigError: a wrong setting, or a job that cannot be traced.
     """
     gpu = {"name": device.name, "capability": device.capability, "memory": int(device.memory)}
-    found = worker.ask(arguments, ranks, gpu if device.type == "cuda" else None, whole=whole)
-    job = resolve(parse_command_line(list(arguments)).config, ranks, device.type, missing=[])
+    found = worker.ask(arguments, ranks, gpu if device.type == "cuda" else None, whole=whole, node=device.node)
+    job = resolve(parse_command_line(list(arguments)).config, ranks, device.type, node=device.node, missing=[])
     profiles = {int(rank): Profile(**profile) for rank, profile in found["profiles"].items()}
     rank = max(profiles, key=lambda rank: profiles[rank].peak)
     how = {"compiled": job.compilation.model, "early": job.config.training.updates_early}

@@ -152,7 +152,8 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """Resolve the job of a question, and trace it."""
     try:
         config = parse_command_line(question["arguments"]).config
-        whole = resolve(config, question["ranks"], "cpu" if question["gpu"] is None else "cuda", missing=[])
+        device_type = "cpu" if question["gpu"] is None else "cuda"
+        whole = resolve(config, question["ranks"], device_type, node=question["node"], missing=[])
         gpu = None
         if question["gpu"] is not None:
             from trainer.planner.device import Gpu
@@ -234,14 +235,22 @@ class Worker:
         )
 
     def ask(
-        self, arguments: Sequence[str], ranks: int, gpu: Mapping[str, Any] | None, *, whole: bool
+        self,
+        arguments: Sequence[str],
+        ranks: int,
+        gpu: Mapping[str, Any] | None,
+        *,
+        whole: bool,
+        node: int | None = None,
     ) -> dict[str, Any]:
         """Trace a job and return the answer. gpu: of `device.Gpu`; None for ranks on CPUs; whole: all its layers.
+
+        node: ranks on one node, see `resolve`.
 
         Raises:
             ConfigError: a wrong setting, or a job that cannot be traced; one sentence.
         """
-        question = {"arguments": list(arguments), "ranks": ranks, "gpu": gpu, "whole": whole}
+        question = {"arguments": list(arguments), "ranks": ranks, "gpu": gpu, "whole": whole, "node": node}
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()

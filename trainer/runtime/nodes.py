@@ -115,6 +115,16 @@ def _is_ours(family: socket.AddressFamily, address: str) -> bool:
     return False
 
 
+def ranks_of_each_node(variables: Mapping[str, str], world_size: int) -> int | None:
+    """Return the ranks on one node, as the launcher's variables say; None if they do not, or nodes have other numbers.
+
+    Every rank returns the same: by this number all of them choose how attention is spread.
+    """
+    here, nodes = (variables.get(name, "") for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    is_equal = here.isdecimal() and nodes.isdecimal() and int(here) * int(nodes) == world_size
+    return int(here) if is_equal else None
+
+
 def whole_number(name: str, text: str, *, such_as: str) -> int:
     """Return the number from 1 up that `text` spells; ConfigError if it spells none."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
