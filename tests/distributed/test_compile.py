@@ -72,6 +72,33 @@ def test_every_gradient_is_that_of_one_eager_process(
         assert not counts.get("recompiles")
 
 
+PARTS = "--activation_checkpoint.mlp_chunk_tokens"
+OFFLOADED = ["--activation_checkpoint.offload=inputs", "--activation_checkpoint.offload_keep_last=0"]
+ATTENTION, PART = 1, 2  # a part of a network without gradients, and with them
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend", "settings"),
+    [
+        ("one", "aot_eager", [f"{PARTS}=6", *FULL]),
+        pytest.param("fsdp2+cp2+tp2", "aot_eager", [f"{PARTS}=6", *FULL], marks=pytest.mark.slow),
+        pytest.param("fsdp2", "inductor", [f"{PARTS}=6", *FULL, *OFFLOADED], marks=pytest.mark.slow),
+        pytest.param("cp2", "inductor", [f"{PARTS}=8"], marks=pytest.mark.slow),
+    ],
+)
+def test_attention_and_the_parts_of_a_network_are_graphs_of_their_own(
+    pool: WorkerPool, layout: str, backend: str, settings: list[str]
+) -> None:
+    """One for all layers, parts and lengths of parts."""
+    world_size, arguments = LAYOUTS.get(layout, (1, []))
+    results = pool.run(world_size, compiled_case, [PRECISION, f"--compile.backend={backend}", *settings, *arguments])
+    assert_parity(results[0][0], reference(pool, PRECISION), 1e-10)
+    for _, counts in results:
+        assert not counts.get("graph_break")
+        assert not counts.get("recompiles")
+        assert counts["stats"]["unique_graphs"] == ATTENTION + PART + LOSS
+
+
 DOCUMENTS = ["--training.attention_mask=document", "--parallelism.context_parallel_load_balancer=balanced"]
 KEPT = ["--parallelism.context_parallel_method=all_to_all", "--parallelism.context_parallel_keep_exchanged"]
 WINDOWS = ["--model.sliding_window=5", "--model.sliding_window_every=2"]

@@ -107,6 +107,19 @@ LAYOUTS |= {
         [*degrees(cp=2, tp=2), ep(4), PARTS, *OFFLOADED],
         [GPT_OSS, DOCUMENTS],
     ),
+    "cp2+tp2+ep4, in parts, compiled, whole layers": (
+        4,
+        [*degrees(cp=2, tp=2), ep(4), PARTS, *COMPILED, ac("full")],
+        [GPT_OSS, DOCUMENTS],
+    ),
+    "fsdp2+pp2+ep2, in parts, compiled, backward split": (
+        4,
+        [
+            *[*degrees(dp_shard=2, pp=2), ep(2), PARTS, *COMPILED],
+            "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+        ],
+        ["--model.flavor=tiny4"],
+    ),
     "fsdp2+pp2+ep2, in parts": (4, [*degrees(dp_shard=2, pp=2), ep(2), PARTS], []),
 }
 QUICK = {"cp2+tp2+ep4", "fsdp4+ep2", "fsdp2+pp2+ep2", "fsdp4+ep2, in parts, whole layers"}

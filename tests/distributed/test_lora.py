@@ -158,12 +158,16 @@ def test_layouts_drop_the_same_inputs(pool: WorkerPool, hf: Path, dropped: dict,
     assert differences(got, dropped) == []
 
 
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         [*RECOMPUTED, "--activation_checkpoint.mlp_chunk_tokens=5"],
         *slow(
-            [*RECOMPUTED, "--compile.enable", "--compile.backend=aot_eager"],
+            [*RECOMPUTED, *COMPILED],
+            [*RECOMPUTED, *COMPILED, "--activation_checkpoint.mlp_chunk_tokens=5"],
             ["--training.sequence_chunks=3"],
             ["--training.local_batch_size=8"],
             ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],

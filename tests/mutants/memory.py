@@ -289,6 +289,20 @@ TILES = (
         f"{_TILES}::test_a_job_computes_in_parts",
     ),
     Mutant(
+        "parts of a network that differ in length are graphs of their own",
+        "trainer/models/tiles.py",
+        "        rows_vary(*parts, dim=dim)\n",
+        "        pass\n",
+        "tests/distributed/test_compile.py::test_attention_and_the_parts_of_a_network_are_graphs_of_their_own",
+    ),
+    Mutant(
+        "a compiled block runs its network in parts eagerly",
+        "trainer/models/parallelize.py",
+        '[(block, "with_attention"), (block, "with_feed_forward")]',
+        '[(block, "with_attention")]',
+        "tests/distributed/test_compile.py::test_attention_and_the_parts_of_a_network_are_graphs_of_their_own",
+    ),
+    Mutant(
         "a network is never computed in parts",
         "trainer/models/parallelize.py",
         "if job.mlp_tiles > 1:",

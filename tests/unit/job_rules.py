@@ -189,7 +189,15 @@ RULES = [
         ["context_parallel_keep_exchanged = true", "latents"],
     ),
     ([f"{CHUNKS}4", "--model.short_conv_kernel=4"], 1, ["sequence_chunks = 4", "model.short_conv_kernel = 4"]),
-    ([*PARTS, "--compile.enable"], 1, ["mlp_chunk_tokens = 64 with compile.enable", "compile.components = ['loss']"]),
+    (
+        [*PARTS, "--compile.enable", "--activation_checkpoint.mode=memory_budget"],
+        1,
+        [
+            "mlp_chunk_tokens = 64 recomputes each part",
+            "mode = 'memory_budget' leaves the choice",
+            "mode 'full' or 'none'",
+        ],
+    ),
     ([*PARTS, "--float8.enable", "--float8.emulate"], 1, ["mlp_chunk_tokens = 64 with float8.enable"]),
     ([*PARTS, "--activation_checkpoint.mode=selective"], 1, ["mlp_chunk_tokens = 64", "by operator keeps some"]),
     (["--activation_checkpoint.selective_ac_option", "ops"], 1, ["selective_ac_option = 'ops'", "'op'"]),

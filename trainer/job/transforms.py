@@ -149,10 +149,10 @@ def least_offloadable(settings: ActivationCheckpoint, stages: Iterable[list[int]
 def why_no_parts(config: JobConfig, compilation: CompileOptions) -> str | None:
     """Return why feed-forward networks cannot be computed in parts, and what works; None if they can."""
     settings = config.activation_checkpoint
-    if compilation.model:
+    if compilation.memory_budget is not None:
         return (
-            "with compile.enable is not handled for the model; leave one of them out, or compile the loss alone with "
-            "compile.components = ['loss']"
+            "recomputes each part, and activation_checkpoint.mode = 'memory_budget' leaves the choice to the compiler; "
+            "use the mode 'full' or 'none'"
         )
     if config.float8.enable:
         return "with float8.enable would find a scale for each part; leave one of them out"

@@ -99,7 +99,7 @@ class TransformerBlock(nn.Module):
         tokens = x.shape[1]
         rows = [n.unflatten(1, (n.shape[1] // max(tokens, 1), tokens)).mT for n in of_adapters.values()]
         parts = self.ffn_norm, self.feed_forward, self.ffn_post_norm
-        return in_tiles(self._with_feed_forward, [x, *rows], self.tiles, [part for part in parts if part is not None])
+        return in_tiles(self.with_feed_forward, [x, *rows], self.tiles, [part for part in parts if part is not None])
 
     def with_attention(
         self,
@@ -119,7 +119,8 @@ class TransformerBlock(nn.Module):
         normed = x if self.ffn_norm is None else self.ffn_norm(x)
         return self._with_branch(x, self.feed_forward(normed, positions), self.ffn_post_norm)  # count no padding
 
-    def _with_feed_forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def with_feed_forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the output of the feed-forward network. rows: the numbers of adapters' tokens, (B, S / tp, tp)."""
         of_adapters = {} if rows is None else {"token_numbers": rows.mT.flatten(1)}
         normed = x if self.ffn_norm is None else self.ffn_norm(x)
         return self._with_branch(x, self.feed_forward(normed, **of_adapters), self.ffn_post_norm)

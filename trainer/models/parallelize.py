@@ -83,7 +83,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
                 experts_in_tiles(experts[block], job.mlp_tiles)
             else:
                 compute_in_tiles(block, job.mlp_tiles)
-    apart = {block: _compiled_parts(block) for block in experts if job.compilation.model}
+    in_parts = experts if job.mlp_tiles == 1 else blocks
+    apart = {block: _compiled_parts(block) for block in in_parts if job.compilation.model}
     others = {n: block for n, block in model.layers.items() if block in apart or not job.compilation.recomputes_every}
     apply_activation_checkpoint(others, config.activation_checkpoint, apart)
     embedding = model.tok_embeddings if dims.size("tp") > 1 else None
@@ -101,7 +102,9 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
 
 
 def _compiled_parts(block: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the methods of a block with experts that are compiled."""
+    """Return the methods of a block with experts, or with its network in parts, that are compiled."""
+    if not isinstance(block.feed_forward, MoE):
+        return [(block, "with_attention"), (block, "with_feed_forward")]
     of_experts = [] if block.feed_forward.shared is None else [(block.feed_forward, "shared_output")]
     return [(block, "with_attention"), *of_experts]
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from trainer.config.errors import ConfigError
 from trainer.distributed.sharding.forward import replace_forward
 from trainer.distributed.sharding.tensors import local_part
+from trainer.transforms.compile import rows_vary
 
 Compute = Callable[..., torch.Tensor]
 
@@ -97,6 +98,7 @@ class _Tiles(torch.autograd.Function):
         ctx.compute, ctx.split, ctx.modules, ctx.saved = compute, split, modules, saved
         whole = tensors[0].new_empty(tensors[0].shape)
         for out, *parts in zip(*(x.tensor_split(*split) for x in (whole, *tensors[:count])), strict=True):
+            _mark_uneven(parts, whole, split)
             out.copy_(compute(*parts))
         return whole
 
@@ -110,6 +112,7 @@ class _Tiles(torch.autograd.Function):
 
         def add(grad: torch.Tensor, parts: Sequence[torch.Tensor], of_parts: Sequence[torch.Tensor]) -> None:
             parts = [x.detach().requires_grad_(x.is_floating_point()) for x in parts]
+            _mark_uneven(parts, inputs[0], ctx.split)
             with torch.enable_grad():
                 out = ctx.compute(*parts)
             found = torch.autograd.grad(out, [*(x for x in parts if x.requires_grad), *trained], grad)
@@ -126,6 +129,13 @@ class _Tiles(torch.autograd.Function):
             add(part, parts[: len(inputs)], parts[len(inputs) :])
         gradients = (total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
         return None, None, None, None, None, *of_inputs, *gradients
+
+
+def _mark_uneven(parts: Sequence[torch.Tensor], whole: torch.Tensor, split: tuple[int, int]) -> None:
+    """Let one compiled graph serve parts that differ in their number of positions."""
+    tiles, dim = split
+    if whole.shape[dim] % tiles:
+        rows_vary(*parts, dim=dim)
 
 
 def _trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:

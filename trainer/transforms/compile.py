@@ -87,12 +87,12 @@ def compiled_loss(loss: F, options: CompileOptions) -> F:
     return _compiled(loss, options) if options.loss else loss
 
 
-def rows_vary(*tensors: torch.Tensor) -> None:
-    """Mark the rows of these tensors as dynamic, so that one graph serves all numbers of rows."""
+def rows_vary(*tensors: torch.Tensor, dim: int = 0) -> None:
+    """Mark the rows of these tensors, dimension `dim`, as dynamic, so that one graph serves all numbers of rows."""
     from torch._dynamo import maybe_mark_dynamic
 
     for tensor in tensors:
-        maybe_mark_dynamic(tensor, 0)
+        maybe_mark_dynamic(tensor, dim)
 
 
 def _compiled(function: F, options: CompileOptions) -> F:
