@@ -56,9 +56,9 @@ def apply_activation_checkpoint(
     """Checkpoint all layers or every n-th layer, whole or by operator, as `config` says; in place.
 
     layers: by number, so that a pipeline's stages checkpoint the same layers as the whole model. apart: layers of which
-    only attention will be compiled. By operator, operators are kept there, and experts are recomputed from their input:
-    a graph does not show its operators outside. Call it after tensor parallelism, and before `torch.compile` and
-    `fully_shard`.
+    some methods are compiled, and not the whole. By operator, operators of attention are kept there, and experts are
+    recomputed from their input: a graph does not show its operators outside. Call it after tensor parallelism, and
+    before `torch.compile` and `fully_shard`.
     """
     forward = _forward_keeping_inputs
     if config.mode == "memory_budget":
