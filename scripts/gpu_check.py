@@ -189,6 +189,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where the result goes, after each block")
     parser.add_argument("--blocks", default=",".join(names), metavar="A,B", help=f"of {', '.join((*CALLS, *names))}")
     parser.add_argument("--limit-scale", type=float, default=1.0, metavar="X", help="all time limits times this")
+    parser.add_argument("--commit", metavar="REV", help="of the code, where a copy has no history of its own")
     args = parser.parse_args(argv)
     wanted = [each for word in args.blocks.split(",") for each in _named(word)]
     if unknown := [name for name in wanted if name not in names]:
@@ -214,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("--device cuda: PyTorch finds no GPU here; use --device cpu for a dry run", file=sys.stderr)
         return 2
     head = made_with("scripts/gpu_check.py", argv, device=args.device) | machine(args.device)
+    head |= {"commit": args.commit} if args.commit else {}
     head["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     results = check(args.blocks, head, args.device, args.out, args.limit_scale)
     failed = [found["name"] for found in results if found["verdict"] not in ("passed", "skipped")]

@@ -171,8 +171,11 @@ def test_files_of_a_block_lie_beside_the_result_unless_they_are_large(
 
 def test_a_dry_run_of_light_blocks(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    assert main(["--device", "cpu", "--blocks", "versions,kernels", "--out", str(out)]) == 0
-    versions, tiles = (block["facts"] for block in json.loads(out.read_text())["blocks"])
+    words = ["--blocks", "versions,kernels", "--out", str(out), "--commit", "4a5b6c"]
+    assert main(["--device", "cpu", *words]) == 0
+    found = json.loads(out.read_text())
+    assert found["commit"] == "4a5b6c"
+    versions, tiles = (block["facts"] for block in found["blocks"])
     assert versions["torch"] == torch.__version__
     assert set(versions["sdpa"].values()) == {"FLASH_ATTENTION"}
     assert (tiles["done"], tiles["left_out_for_time"]) == (48, 0)
@@ -213,7 +216,16 @@ def test_a_dry_run_of_all_blocks_on_a_bare_machine(tmp_path: Path) -> None:
     on_a_bare_machine("scripts/gpu_check.py", "--device", "cpu", "--out", str(out), "--limit-scale", "4")
     found = {block["name"]: block for block in json.loads(out.read_text())["blocks"]}
     assert [*found] == [block.name for block in BLOCKS]
-    assert {name for name, block in found.items() if block["verdict"] == "skipped"} == {"several"}
+    assert {name for name, block in found.items() if block["verdict"] == "skipped"} == {"several", "float8"}
+    assert found["two_ranks"]["facts"]["differences"].keys() == {"fsdp", "ring", "resumed"}
+    assert found["two_ranks"]["facts"]["time_out"]["records"] == ["rank_0"]
+    assert (
+        max(max(errors.values()) for name, errors in found["large"]["facts"]["errors"].items() if name != "elements")
+        == 0
+    )
+    assert {row["kernel"] for row in found["documents"]["facts"]["rows"]} == {"math", "cpu_flash"}
+    assert [row["vocabulary"] for row in found["vocabulary"]["facts"]["rows"]] == [33_000, 33_000]
+    assert len(found["optimizers"]["facts"]["rows"]) == 5
     assert found["program"]["facts"]["largest_relative_difference"].keys() == {"bfloat16", "resumed"}
     (trace,) = found["mfu"]["files"]
     with gzip.open(tmp_path / trace) as file:

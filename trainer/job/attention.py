@@ -11,6 +11,7 @@ from trainer.distributed.context_parallel.planning.capabilities import (
     FLASH_KERNELS,
     FLASH_PACKAGES,
     INDEX_LIMIT,
+    LARGE_TILE,
     able_kernels,
     auto_kernel,
     call_elements,
@@ -140,7 +141,8 @@ def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: Co
     hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=fixed, largest=largest)
     if hopper == other:
         return other
-    return f"{hopper} on compute capability 9.0 or later without FlashAttention-3 or -4, else {other}"
+    tiles_words = f" for tiles of {LARGE_TILE:,} tokens or more" if hopper == "cudnn_varlen" else ""
+    return f"{hopper}{tiles_words} on compute capability 9.0 or later without FlashAttention-3 or -4, else {other}"
 
 
 def faster_packages(kernel: str, config: JobConfig) -> str:
