@@ -75,6 +75,10 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "smollm3": (1, family("smollm3")),
     "glm4_moe, tp2+ep2": (2, family("glm4_moe", f"{_P}tensor_parallel_degree=2", f"{_P}expert_parallel_degree=2")),
     "hsdp2x2": (4, [f"{_P}data_parallel_replicate_degree=2", f"{_P}data_parallel_shard_degree=2"]),
+    "hsdp2x2, weights in bfloat16": (  # a float32 buffer of each layer stays (pytorch issue 179128)
+        4,
+        [f"{_P}data_parallel_replicate_degree=2", f"{_P}data_parallel_shard_degree=2", "--training.dtype=bfloat16"],
+    ),
     "1F1B": (
         2,
         [f"{_P}pipeline_parallel_degree=2", f"{_P}pipeline_parallel_schedule=1F1B", "--training.local_batch_size=4"],
