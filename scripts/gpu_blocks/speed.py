@@ -1,7 +1,9 @@
 """Speed of parts: attention kernels, merging, gradient norms, optimizers, packing of heads, tiles of every rank."""
 
 import argparse
+import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.sharding.layout import head_tail
 from trainer.models.chunked_loss import Chunks, chunked_token_losses
+from trainer.transforms.offload import page_locked_like
 
 _REPEATS = 5
 _LOSS_ERROR = 1e-2  # of gradients in bfloat16
@@ -31,6 +34,7 @@ def speed(check: Check) -> None:
         "norm": _norms,
         "optimizer": _optimizers,
         "head_packing": _packing,
+        "saved_copy": _saved_copies,
         "merge": _merging,
     }  # the last compiles
     for name, part in parts.items():
@@ -186,6 +190,18 @@ def _packing(check: Check) -> dict[str, float]:
             "forward": _milliseconds(check, lambda: run.forward(q, k, k, terms=terms)),
             "backward": _milliseconds(check, lambda: run.backward(given, terms)),
         }
+
+
+def _saved_copies(check: Check) -> dict[str, float]:
+    """Copies of a shard of 311 MiB to the host, as a save makes them: into locked pages of the system or of PyTorch."""
+    x = torch.zeros(8 if check.is_dry else 311 * 2**18, device=check.device)
+    if check.is_dry:
+        return {"pageable": _milliseconds(check, lambda: x.to("cpu", copy=True))}
+    started = time.perf_counter()
+    locked = page_locked_like(x, "this check", "run it without")
+    found = {"locking": round(1e3 * (time.perf_counter() - started), 1)}
+    ways = {"system": locked, "PyTorch": torch.empty_like(x, device="cpu", pin_memory=True)}
+    return found | {name: _milliseconds(check, partial(y.copy_, x, non_blocking=True)) for name, y in ways.items()}
 
 
 # ---- tiles
