@@ -179,7 +179,7 @@ def _compare(check: Check, name: str, world_size: int, cases: Sequence[Any]) -> 
 
 
 def _program(check: Check) -> None:
-    """Runs of the program on two ranks against one; then a run that resumes from a checkpoint of another."""
+    """Runs of the program on two ranks against one; then a resumed run, with buffers of FSDP in memory of NCCL."""
     layouts = {name: _LAYOUTS[name] for name in ("fsdp", "ring")} if check.is_dry else _LAYOUTS
     runs = {"one": (1, []), **{name: (2, options) for name, options in layouts.items()}}
     runs["fsdp"] = (2, _SAVING)
@@ -200,7 +200,7 @@ def _program(check: Check) -> None:
         list(pool.map(lambda name: run(name, *runs[name], name), runs))
     for name in layouts:
         compare(name, "one")
-    run("resumed", 2, [*_SAVING, f"--checkpoint.load_step={_SAVED}"], "fsdp")
+    run("resumed", 2, [*_SAVING, f"--checkpoint.load_step={_SAVED}", "--parallelism.fsdp_zero_copy"], "fsdp")
     compare("resumed", "fsdp")
 
 
