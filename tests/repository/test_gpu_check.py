@@ -242,6 +242,19 @@ def test_a_dry_run_of_all_blocks_on_a_bare_machine(tmp_path: Path) -> None:
     assert found["ranks"]["facts"]["done"] == found["ranks"]["facts"]["of"]
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "measurements").glob("gpu_check_h100*.json")), ids=str)
+def test_the_page_tells_the_commit_of_each_file_and_every_failed_block(file: Path) -> None:
+    found, page = json.loads(file.read_text()), (ROOT / "docs" / "gpu_check.md").read_text()
+    assert found["command"].startswith("python scripts/gpu_check.py")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| [{file.name}]")]
+    assert found["commit"] in row
+    for block in found["blocks"]:
+        assert {"name", "verdict", "facts"} <= block.keys()
+        if block["verdict"] not in ("passed", "skipped"):
+            rows = [line for line in page.splitlines() if line.startswith("| `") and f"`{block['name']}`" in line]
+            assert any("**" in line or "failed" in line for line in rows), f"{block['name']} failed"
+
+
 # ---- what they find
 
 by_name = pytest.mark.parametrize("kernel", STAND_INS, ids=lambda kernel: kernel.name)
