@@ -1,11 +1,15 @@
 """Gradients in bfloat16 on several ranks: as near to float32 as those of one bfloat16 process, up to a factor of 2."""
 
+from unittest import mock
+
 import pytest
 import torch
 
-from tests.distributed.harness import STEPS, Record, run_layout
+from tests.distributed import harness
+from tests.distributed.harness import STEPS, Record, make_row, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
+from tests.slow import slow
 from trainer.distributed.sharding import exchange
 
 BFLOAT16 = "--training.mixed_precision_param=bfloat16"
@@ -56,6 +60,8 @@ def relative(record: Record, exact: Record, name: str) -> float:
 
 
 _CP4 = ["--parallelism.context_parallel_degree=4", BFLOAT16]
+_REDUCED_HALF = "--training.mixed_precision_reduce=bfloat16"
+_ROWS = ["--training.local_batch_size=2", "--training.global_batch_size=16"]
 _SENT_HALF = "--parallelism.context_parallel_gradient_dtype=bfloat16"
 
 
@@ -67,6 +73,26 @@ def test_gradients_of_keys_in_bfloat16(pool: WorkerPool) -> None:
     assert whole[1]["kv"] == half[1]["kv"]
     assert error(half[0], exact) <= 2 * error(alone, exact)
     assert 0 < error(half[0], whole[0]) < error(alone, exact)
+
+
+def labelled_layout(arguments: list[str]) -> Record:
+    """Run a layout whose ranks all have labels, also in the first step."""
+    with mock.patch.object(
+        harness, "make_row", lambda i, length, *, padding, **_: make_row(i, length, padding=padding)
+    ):
+        return run_layout([*_ROWS, *arguments])
+
+
+@pytest.mark.parametrize("ranks", [2, *slow(4, 8)])
+def test_gradients_that_are_reduced_in_bfloat16(pool: WorkerPool, ranks: int) -> None:
+    """The sum over ranks is rounded after each of them, which costs less than to compute in bfloat16."""
+    shards = [BFLOAT16, f"--parallelism.data_parallel_shard_degree={ranks}"]
+    exact = pool.run(1, labelled_layout, [])[0]
+    whole, half = (pool.run(ranks, labelled_layout, [*shards, *more])[0] for more in ([], [_REDUCED_HALF]))
+    found = error(whole, exact), error(half, exact), error(half, whole)
+    print(f"{ranks} ranks: {found[0]:.2%} in float32, {found[1]:.2%} in bfloat16, {found[2]:.2%} apart")
+    assert 5e-4 < found[2] < found[0]
+    assert found[1] < 1.3 * found[0]
 
 
 def counted_layout(arguments: list[str]) -> tuple[Record, dict[str, int]]:

@@ -799,6 +799,13 @@ ROUNDING = (
         f"{_STORED}::test_moments_take_what_the_job_counts",
     ),
     Mutant(
+        "gradients are reduced in float32 whatever is asked for",
+        "trainer/distributed/data_parallel.py",
+        "getattr(torch, config.training.mixed_precision_reduce)",
+        "torch.float32",
+        "tests/distributed/test_bfloat16.py::test_gradients_that_are_reduced_in_bfloat16",
+    ),
+    Mutant(
         "replicas with offload run on GPUs",
         "trainer/job/training.py",
         'replicas > 1 and device_type == "cuda"',
