@@ -130,17 +130,21 @@ class Cudnn(_Aten):
         )  # fmt: skip
 
 
-class Varlen(_Aten):
-    """FlashAttention-2 over a ragged batch: one launch for all calls of one relation, of all sequences."""
-
-    name = "varlen"
-    capabilities = CAPABILITIES["varlen"]
+class _ManyTiles(_Aten):
+    """A kernel of many tiles, for which one tile is a launch of one."""
 
     def forward(self, q, k, v, *, relation, scale):
         return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
         return self.backward_many(BackwardInputs(dout, q, k, v, out, lse), _whole(q, k, relation), scale=scale)
+
+
+class Varlen(_ManyTiles):
+    """FlashAttention-2 over a ragged batch: one launch for all calls of one relation, of all sequences."""
+
+    name = "varlen"
+    capabilities = CAPABILITIES["varlen"]
 
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
@@ -171,7 +175,7 @@ class Varlen(_Aten):
         return tuple(_by_sequence(x, batch, size) for x in grads)
 
 
-class CudnnVarlen(_Aten):
+class CudnnVarlen(_ManyTiles):
     """cuDNN for large tiles, one launch each, and FlashAttention-2 in one launch for the others.
 
     cuDNN builds a plan for each new shape. `lowering.py` cuts large tiles to lengths that recur, and this kernel gives
@@ -185,12 +189,6 @@ class CudnnVarlen(_Aten):
         super().__init__(ops)
         self._large, self._others = Cudnn(ops), Varlen(ops)
         self._shapes: set[tuple] = set()
-
-    def forward(self, q, k, v, *, relation, scale):
-        return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
-
-    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
-        return self.backward_many(BackwardInputs(dout, q, k, v, out, lse), _whole(q, k, relation), scale=scale)
 
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
