@@ -25,6 +25,8 @@ pytestmark = pytest.mark.about("trainer/runtime/reports.py")
 
 START_TIMEOUT_SECONDS, STEP_TIMEOUT_SECONDS, SAVING_TIMEOUT_SECONDS = 8, 4, 5
 # What comes on top: reports of the other ranks, the launcher's patience, the end of processes on a busy machine.
+LONGER_STEPS = " s (3 times a step); "
+"""What a busy machine may say: there, a step may take more than a third of its time-out."""
 KILLED = "SIGKILL, mostly for lack of host memory"
 MARGIN_SECONDS = 14
 STEPS = 6
@@ -152,8 +154,10 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path, rank: str, kind: str, 
         (line,) = [line for line in lines if line.startswith(f"error: rank {rank} did not answer within ")]
         assert f"; rank {1 - int(rank)} waited " in line
         name = "init" if at_start else "train"
-        assert f" {limits[0]} s (comm.{name}_timeout_seconds); " in line or (
-            saving and f" {SAVING_TIMEOUT_SECONDS} s (comm.checkpoint_timeout_seconds); " in line
+        assert (
+            f" {limits[0]} s (comm.{name}_timeout_seconds); " in line
+            or (saving and f" {SAVING_TIMEOUT_SECONDS} s (comm.checkpoint_timeout_seconds); " in line)
+            or (not at_start and LONGER_STEPS in line)
         )
         assert lines[-1] == f"error: rank {rank} hung, and was killed when its peers had given it up"
         assert traces == 0, end.err
@@ -213,7 +217,9 @@ def test_a_rank_of_a_sequence_a_matrix_or_a_pipeline_fails(
         "die": f"rank {rank} failed first ({KILLED})",
         "raise": f"rank {rank} failed first (exit code 1)",
     }
-    assert named.get(kind, f"rank {rank} did not answer within {STEP_TIMEOUT_SECONDS} s") in end.err, end
+    silent = f"rank {rank} did not answer within "
+    assert named.get(kind, silent) in end.err, end
+    assert not waits or f"{silent}{STEP_TIMEOUT_SECONDS} s" in end.err or LONGER_STEPS in end.err, end
 
 
 # What torchrun gives ranks to end by themselves, before it kills them.
