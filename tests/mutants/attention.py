@@ -103,8 +103,8 @@ PLANS = (
     Mutant(
         "auto launches documents one by one",
         f"{_CP}/planning/capabilities.py",
-        'if "varlen" in able and calls > _MANY_CALLS:\n',
-        'if "varlen" in able and calls < _MANY_CALLS:\n',
+        "many = calls > _MANY_CALLS",
+        "many = calls < _MANY_CALLS",
         "tests/unit/test_kernel_choice.py",
     ),
     Mutant(
@@ -124,8 +124,8 @@ PLANS = (
     Mutant(
         "a causal tile with more keys is cut one key off",
         f"{_CP}/planning/lowering.py",
-        "(kv_start, kv_stop), extra = tile.kv, _extra_keys(tile)\n    if tile",
-        "(kv_start, kv_stop), extra = tile.kv, _extra_keys(tile) + 1\n    if tile",
+        "(kv_start, kv_stop), extra = tile.kv, _extra_keys(tile)\n    if 0",
+        "(kv_start, kv_stop), extra = tile.kv, _extra_keys(tile) + 1\n    if 0",
         "tests/unit/test_kernels.py",
     ),
     Mutant(
@@ -204,8 +204,8 @@ EXECUTION = (
     Mutant(
         "FlashAttention-4 is preferred on Hopper",
         f"{_CP}/execution/kernels/flash.py",
-        "for package in FLASH_PACKAGES:",
-        "for package in FLASH_PACKAGES[::-1]:",
+        "for package in FLASH_PACKAGES\n",
+        "for package in FLASH_PACKAGES[::-1]\n",
         "tests/unit/test_flash.py",
     ),
     Mutant(
