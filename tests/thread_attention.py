@@ -34,7 +34,7 @@ _MASKS = ("causal", "window", "documents", "window in documents")
 _KERNELS = {
     "cpu": [
         *("cpu_flash float64", "cpu_flash bfloat16", "math float64"),
-        *(f"{name} float64" for name in ("cuda_flash", "efficient", "cudnn", "varlen")),
+        *(f"{name} float64" for name in ("cuda_flash", "efficient", "cudnn", "varlen", "cudnn_varlen")),
     ],
     "cuda": [
         *("math float64", "cuda_flash bfloat16", "varlen bfloat16", "efficient bfloat16", "efficient float32"),

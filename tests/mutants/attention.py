@@ -288,8 +288,15 @@ EXECUTION = (
     Mutant(
         "the rest of a large tile forgets the keys before it",
         f"{_CP}/planning/lowering.py",
-        "yield Tile((middle, q_stop), tile.kv, tile.relation)",
-        "yield Tile((middle, q_stop), (middle, q_stop), tile.relation)",
+        "last = Tile((middle, q_stop), tile.kv, tile.relation)",
+        "last = Tile((middle, q_stop), (middle, q_stop), tile.relation)",
+        "tests/unit/test_launches.py",
+    ),
+    Mutant(
+        "the rest of a large tile keeps its length, however large it is",
+        f"{_CP}/planning/lowering.py",
+        "yield from (last,) if tile.relation is Relation.CAUSAL else split(last, capabilities)",
+        "yield last",
         "tests/unit/test_launches.py",
     ),
     Mutant(

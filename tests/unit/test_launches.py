@@ -31,7 +31,7 @@ from trainer.distributed.context_parallel.planning.lowering import (
     recurring_length,
     split,
 )
-from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents
+from trainer.distributed.context_parallel.planning.mask import Mask, Relation, causal, documents
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.tiles import Tile
 from trainer.distributed.sharding.layout import contiguous
@@ -248,6 +248,20 @@ def test_lengths_recur() -> None:
     lengths = range(8192, 131_072)
     assert len({recurring_length(length) for length in lengths}) == 4 * 16
     assert all(0 <= length - recurring_length(length) <= length / 16 for length in lengths)
+
+
+@pytest.mark.parametrize("relation", [CAUSAL, FULL])
+@pytest.mark.parametrize("length", [262_143, 270_335, 409_599, 1_000_000])
+def test_all_large_parts_of_a_long_tile_have_lengths_that_recur(length: int, relation: Relation) -> None:
+    """A sixteenth of 262,144 tokens or more can be large itself; cuDNN would build a plan for each such length."""
+    capabilities = CAPABILITIES["cudnn_varlen"]
+    whole = Tile((0, length), (0, length), relation)
+    parts = list(split(whole, capabilities))
+    large = [part for part in parts if is_large(part, capabilities)]
+    lengths = {stop - start for part in large for start, stop in (part.q, part.kv)}
+    assert large
+    assert {recurring_length(each) for each in lengths} == lengths
+    assert sum(part.pairs for part in parts) == whole.pairs
 
 
 def test_a_large_tile_is_a_launch_of_its_own() -> None:

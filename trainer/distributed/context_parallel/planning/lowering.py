@@ -184,7 +184,7 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     """Yield tiles that the kernel can compute, with the same pairs."""
     (kv_start, kv_stop), extra = tile.kv, _extra_keys(tile)
     if 0 < capabilities.large <= shortest_side(tile) and not tile.relation.lower:
-        yield from _large_parts(tile, capabilities.large)
+        yield from _large_parts(tile, capabilities)
     elif tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
         yield Tile(tile.q, (kv_start, kv_start + extra))
         yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)
@@ -196,7 +196,7 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
         yield tile
 
 
-def _large_parts(tile: Tile, large: int) -> Iterator[Tile]:
+def _large_parts(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     """Yield a FULL or CAUSAL tile of many queries as large parts with lengths that recur, and the rest.
 
         FULL                        CAUSAL, with more keys than queries
@@ -206,7 +206,8 @@ def _large_parts(tile: Tile, large: int) -> Iterator[Tile]:
         | FULL                |     | CAUSAL                      |
         +---------------------+     +-----------------------------+
 
-    The keys before the square of a CAUSAL tile are cut again: a large part, and the rest.
+    The keys before the square of a CAUSAL tile are cut again: a large part, and the rest. A FULL rest that is large
+    itself, as of 300,000 tokens, is cut again. A CAUSAL rest stays one call, so that its results are not added up.
     """
     (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
     middle = q_start + recurring_length(q_stop - q_start)
@@ -215,14 +216,15 @@ def _large_parts(tile: Tile, large: int) -> Iterator[Tile]:
         diagonal = kv_start + _extra_keys(tile)
         yield Tile(rows, (diagonal, diagonal + middle - q_start), Relation.CAUSAL)
         kv_stop = diagonal
-    if kv_stop - kv_start >= large:
+    if kv_stop - kv_start >= capabilities.large:
         edge = kv_start + recurring_length(kv_stop - kv_start)
         yield Tile(rows, (kv_start, edge))
         kv_start = edge
     if kv_start < kv_stop:
-        yield Tile(rows, (kv_start, kv_stop))
+        yield from split(Tile(rows, (kv_start, kv_stop)), capabilities)
     if middle < q_stop:
-        yield Tile((middle, q_stop), tile.kv, tile.relation)
+        last = Tile((middle, q_stop), tile.kv, tile.relation)
+        yield from (last,) if tile.relation is Relation.CAUSAL else split(last, capabilities)
 
 
 def recurring_length(length: int) -> int:
