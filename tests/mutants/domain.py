@@ -454,8 +454,9 @@ DOMAIN = (
     ),
     Mutant(
         "rows for a mask come in the order of the ranks",
-        f"{_DOMAIN}/indexing.py",
+        f"{_DOMAIN}/masking.py",
         "domain, shape = shown.domain, torch.Size(shown.shape)",
+        "from trainer.distributed.domain_parallel.domain import balanced; "
         "domain, shape = Domain({0: Axis(balanced(shown.shape[0], 3), shown.domain.axes[0].group)}), shown.shape",
         _ROWS,
     ),
@@ -601,14 +602,14 @@ DOMAIN = (
     ),
     Mutant(
         "interpolation of a tile as if its first row were the first of the axis",
-        f"{_DOMAIN}/windows.py",
+        f"{_DOMAIN}/interpolation.py",
         "rows = tuple(row - first for row, *_ in sources[start:stop])",
         "rows = tuple(row for row, *_ in sources[: stop - start])",
         _RESAMPLE,
     ),
     Mutant(
         "rows that a mask shows lie in the order of the ranks",
-        f"{_DOMAIN}/indexing.py",
+        f"{_DOMAIN}/masking.py",
         "ranges = sorted((start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own)",
         "ranges = [(start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own]",
         "tests/distributed/test_domain_rows.py::test_rows_by_a_mask_are_in_their_order",

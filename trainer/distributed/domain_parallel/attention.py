@@ -6,6 +6,7 @@ are sharded over different ranks, keys and values are gathered.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
@@ -49,29 +50,23 @@ def attention(
     q, k, v = (gather(t, [t.ndim - 1]) if t.ndim - 1 in t.domain.axes else t for t in (q, k, v))
     if enable_gqa and (q.ndim - 3 in q.domain.axes or k.shape[-3] != v.shape[-3]):
         k, v, enable_gqa = _repeated(k, q, shares=True), _repeated(v, q, shares=True), False
-    rows = max(t.ndim for t in (q, k, v)) - 2
-    q, k, v = (t[(None,) * (rows + 2 - t.ndim)] if t.ndim < rows + 2 else t for t in (q, k, v))
-    batch = rows - enable_gqa  # heads that share keys are no broadcast
-    beside = torch.broadcast_shapes(k.shape[:batch], v.shape[:batch])
-    k, v = (t if t.shape[:batch] == beside else t.expand(*beside, *t.shape[batch:]) for t in (k, v))
-    before = [*torch.broadcast_shapes(q.shape[:batch], beside), *q.shape[batch:-2]]
-    q = q if [*q.shape[:-2]] == before else q.expand(*before, *q.shape[-2:])
+    q, k, v = _broadcast(q, k, v, shares=enable_gqa)
     if dropout_p:  # drawn by place, of whole tensors too
         weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale, shares=enable_gqa)
         return F.dropout(weights, dropout_p) @ (_repeated(v, q, shares=enable_gqa))
     both = torch.cat([k, v], -1)
+    rows = q.ndim - 2
     of_keys = both.domain.axes.get(rows)
     others = [axis.group for dim, axis in q.domain.axes.items() if dim != rows]
     travels = attn_mask is None and of_keys is not None and of_keys.group not in others
     is_whole = travels and rows not in q.domain.axes
-    if is_whole:  # each rank computes some of the queries
-        some = Domain(q.domain.axes | {rows: Axis(balanced(q.shape[rows], of_keys.degree), of_keys.group)})
-        q = DomainTensor(own_part(q, some, q.shape), some)
+    if is_whole:
+        q = _some_queries(q, of_keys)
     travels = travels and q.domain.axes[rows].group is of_keys.group
     domain = q.domain
     keys = Domain({dim: axis for dim, axis in domain.axes.items() if dim < rows} | ({rows: of_keys} if travels else {}))
     both = gather(both, [dim for dim in both.domain.axes if dim not in keys.axes])
-    local = own_part(both, keys, torch.Size([*before, *both.shape[-2:]]))
+    local = own_part(both, keys, torch.Size([*q.shape[:-2], *both.shape[-2:]]))
     parts = local.split([k.shape[-1], v.shape[-1]], -1)
     if travels:
         axes = domain.axes[rows], of_keys
@@ -79,12 +74,46 @@ def attention(
         out = DomainTensor(_over_ranks(q.local, *parts, **how), domain)
         return gather(out, [rows]) if is_whole else out
     mask = _rows_of_mask(attn_mask, q, k.shape[-2], is_causal=is_causal)
-    if not q.local.numel():
-        empty = q.local.new_zeros(*q.local.shape[:-1], v.shape[-1])
-        used = parts if mask is None or not mask.is_floating_point() else (*parts, mask)
-        return DomainTensor(connected(empty, q.local, *used), domain)
-    how = {"scale": scale, "enable_gqa": enable_gqa}
-    return DomainTensor(function(q.local, *parts, attn_mask=mask, **how), domain)
+    out = _by_function(function, q.local, *parts, mask, scale=scale, enable_gqa=enable_gqa)
+    return DomainTensor(out, domain)
+
+
+def _broadcast(
+    q: DomainTensor, k: DomainTensor, v: DomainTensor, *, shares: bool
+) -> tuple[DomainTensor, DomainTensor, DomainTensor]:
+    """Give all three the same number of dimensions, and q, and k with v, the sizes before (S, D) that torch broadcasts.
+
+    shares: heads of q share keys, so that the sizes of heads may differ.
+    """
+    rows = max(t.ndim for t in (q, k, v)) - 2
+    q, k, v = (t[(None,) * (rows + 2 - t.ndim)] if t.ndim < rows + 2 else t for t in (q, k, v))
+    batch = rows - shares  # heads that share keys are no broadcast
+    beside = torch.broadcast_shapes(k.shape[:batch], v.shape[:batch])
+    k, v = (t if t.shape[:batch] == beside else t.expand(*beside, *t.shape[batch:]) for t in (k, v))
+    before = [*torch.broadcast_shapes(q.shape[:batch], beside), *q.shape[batch:-2]]
+    return q if [*q.shape[:-2]] == before else q.expand(*before, *q.shape[-2:]), k, v
+
+
+def _some_queries(q: DomainTensor, of_keys: Axis) -> DomainTensor:
+    """Shard whole queries evenly over the ranks that share the keys: each rank computes some of the queries."""
+    rows = q.ndim - 2
+    domain = Domain(q.domain.axes | {rows: Axis(balanced(q.shape[rows], of_keys.degree), of_keys.group)})
+    return DomainTensor(own_part(q, domain, q.shape), domain)
+
+
+def _by_function(
+    function: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Call the function of torch on local tensors; without local queries, return an output without rows."""
+    if q.numel():
+        return function(q, k, v, attn_mask=mask, **options)
+    empty = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    return connected(empty, q, k, v, *([] if mask is None or not mask.is_floating_point() else [mask]))
 
 
 def _rows_of_mask(mask: Any, q: DomainTensor, keys: int, *, is_causal: bool) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ csrc/include/natten/cuda/reference/mask.hpp (`get_win_start`, `get_win_end`, `qk
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor
+from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.windows import per_axis
 from trainer.distributed.sharding.ranges import Range, Ranges
@@ -211,15 +212,7 @@ def neighborhood_attention(
     for dim, hood in hoods.items():
         _check_fit(hood, shape[dim], dim)
     q, k, v = (own_part(x, domain, x.shape) for x in (q, k, v))
-    keys = {dim: ((0, shape[dim]),) for dim in dims}
-    sharded = [dim for dim in dims if dim in domain.axes]
-    if sharded:
-        both = torch.cat([k, v], -1)
-        for dim in sharded:
-            axis = domain.axes[dim]
-            wanted = _wanted(axis.layout.ranges, shape[dim], hoods[dim])
-            both, keys[dim] = fetch(both, axis, wanted, dim), wanted[axis.rank]
-        k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    k, v, keys = _with_neighbors(k, v, domain, hoods, shape)
     result = (*q.shape[:-1], v.shape[-1])
     if q.is_meta:
         out = q.new_empty(result)
@@ -229,6 +222,26 @@ def neighborhood_attention(
         queries = [domain.ranges(dim, shape[dim]) for dim in dims]
         out = _attend_axes(q, k, v, [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)], scale)
     return DomainTensor(out, domain) if tensors else out
+
+
+def _with_neighbors(
+    k: torch.Tensor, v: torch.Tensor, domain: Domain, hoods: Mapping[int, Hood], shape: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, Ranges]]:
+    """Fetch the keys and values that this rank's queries see; an exchange for each sharded dimension of `hoods`.
+
+    shape: of the whole queries. Also return for each dimension the rows of k and v, as ranges of the whole.
+    """
+    keys: dict[int, Ranges] = {dim: ((0, shape[dim]),) for dim in hoods}
+    sharded = [dim for dim in hoods if dim in domain.axes]
+    if not sharded:
+        return k, v, keys
+    both = torch.cat([k, v], -1)
+    for dim in sharded:
+        axis = domain.axes[dim]
+        wanted = _wanted(axis.layout.ranges, shape[dim], hoods[dim])
+        both, keys[dim] = fetch(both, axis, wanted, dim), wanted[axis.rank]
+    k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    return k, v, keys
 
 
 def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None) -> torch.Tensor:

@@ -19,7 +19,8 @@ from trainer.distributed.domain_parallel.dispatch import (
 )
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
-from trainer.distributed.domain_parallel.indexing import assign_by_mask, by_tensors
+from trainer.distributed.domain_parallel.indexing import by_tensors
+from trainer.distributed.domain_parallel.masking import assign_by_mask
 from trainer.distributed.domain_parallel.transfer import gather, reshard
 from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.ranges import Range, Ranges, intersection, union

@@ -1,4 +1,4 @@
-"""Rules of functions whose outputs read windows of rows: convolutions, pools, interpolation and padding.
+"""Rules of functions whose outputs read windows of rows: convolutions, pools, and windows themselves.
 
 The owner of some rows computes the outputs that belong to them (trainer/distributed/sharding/windows.py). It fetches
 the rows that these read, one exchange for each sharded dimension, and computes one tile of outputs after another. Each
@@ -6,7 +6,7 @@ rank's gradients of weight and bias are its outputs' part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,13 @@ from trainer.distributed.domain_parallel.halos import Reach, current
 from trainer.distributed.domain_parallel.reductions import wide
 from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout, sized
-from trainer.distributed.sharding.ranges import Range
 from trainer.distributed.sharding.rows import connected, plan_pieces, plan_rows, put_together
-from trainer.distributed.sharding.tensors import planned, to_device
+from trainer.distributed.sharding.tensors import to_device
 from trainer.distributed.sharding.windows import (
     Tile,
     Window,
     WindowPlan,
     outputs_of,
-    plan_outputs,
     transposed_outputs,
     transposed_plan,
     window_plan,
@@ -37,7 +35,7 @@ Tiles = Mapping[int, Tile]
 """For each dimension with a plan the outputs that a call computes, and the rows that it gets."""
 
 
-def _slide(
+def slide(
     x: DomainTensor,
     ways: Mapping[int, Way],
     function: Callable[[torch.Tensor, Tiles], torch.Tensor],
@@ -103,7 +101,7 @@ def _numbers(name: str) -> list[str]:
     return [f"{name}{n}d" for n in (1, 2, 3)]
 
 
-def _spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
+def spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
     """Return the last `number` dimensions of x; refuse sharded channels, the dimension before them."""
     first = x.ndim - number
     refuse_unless(first - 1 not in x.domain.axes, function, x, "sharded channels")
@@ -127,7 +125,7 @@ def _windows(
     function, x, kernel_size, stride, padding, dilation=1, output_padding=0, *, ceil: bool = False
 ) -> dict[int, Window]:
     """Return the window of each spatial dimension; `same` pads the odd row behind, as PyTorch does."""
-    dims = _spatial_dims(function, x, int(function.__name__[-2]))
+    dims = spatial_dims(function, x, int(function.__name__[-2]))
     options = (per_axis(option, dims) for option in (kernel_size, stride, padding, dilation, output_padding))
     windows = {}
     for dim, kernel, step, pad, gap, extra in zip(dims, *options, strict=True):
@@ -159,7 +157,7 @@ def conv(
     def compute(part: torch.Tensor, _: Tiles) -> torch.Tensor:
         return function(part, weight, bias, steps, tuple(around.values()), gaps, groups)
 
-    return _slide(x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic)
+    return slide(x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic)
 
 
 @rule(*_numbers("conv_transpose"), first_only=True)
@@ -185,7 +183,7 @@ def conv_transpose(
             y = y.narrow(dim, start, rows)
         return y
 
-    return _slide(x, ways, compute, channels=weight.shape[1] * groups, parameters=(weight, bias))
+    return slide(x, ways, compute, channels=weight.shape[1] * groups, parameters=(weight, bias))
 
 
 def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
@@ -221,7 +219,7 @@ def max_pool(
                 part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf)
         return function(part, kernels, steps, native, gaps, ceil_mode)
 
-    return _slide(x, ways, compute)
+    return slide(x, ways, compute)
 
 
 @rule(*_numbers("avg_pool"), first_only=True)
@@ -254,7 +252,7 @@ def avg_pool(
             total = total / counts.view(-1, *[1] * (total.ndim - 1 - dim))
         return total.to(part.dtype)
 
-    return _slide(x, {d: partial(window_plan, window=w) for d, w in windows.items()}, compute)
+    return slide(x, {d: partial(window_plan, window=w) for d, w in windows.items()}, compute)
 
 
 @rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
@@ -268,15 +266,15 @@ def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTenso
         if dim in x.domain.axes and size is not None:
             ends = [(i * x.shape[dim] // size, -(-(i + 1) * x.shape[dim] // size)) for i in range(size)]
             x = torch.cat([reduction(x.narrow(dim, a, b - a), dim, keepdim=True) for a, b in ends], dim)
-    return _on_samples(function, x, sizes)
+    return on_samples(function, x, sizes)
 
 
-def _spatial_is_whole(x: DomainTensor, number: int) -> bool:
+def spatial_is_whole(x: DomainTensor, number: int) -> bool:
     """Return whether the last `number` dimensions are whole."""
     return all(dim < x.ndim - number for dim in x.domain.axes)
 
 
-def _on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainTensor:
+def on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainTensor:
     """Apply a function to a shard, which may be empty, of a tensor whose spatial dimensions are whole."""
     if x.local.numel():
         return wrapped(function(x.local, *options), x.domain)
@@ -307,96 +305,3 @@ def _columns(x: DomainTensor, kernel_size, dilation=1, padding=0, stride=1) -> D
         x = F.pad(x, (*(0, 0) * (-dim - 1), around, around))
         x = _windows_of(x, dim, size, step, gap).movedim(-1, -3)
     return x.flatten(-5, -3).flatten(-2)  # of (N, C, kernel rows, kernel columns, rows, columns)
-
-
-# ---- interpolation and padding
-
-
-@rule("interpolate")
-def interpolate(
-    function,
-    x,
-    size=None,
-    scale_factor=None,
-    mode="nearest",
-    align_corners=None,
-    recompute_scale_factor=None,
-    antialias=False,
-) -> DomainTensor:
-    """Rows are read where torch reads them. The owner of input rows [a, b) of n computes outputs from ceil(a * m / n).
-
-    size or scale_factor: of all m outputs, or one for each spatial dimension.
-    """
-    if _spatial_is_whole(x, x.ndim - 2):
-        options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-        return _on_samples(function, x, *options)
-    is_known = mode in ("nearest", "linear", "bilinear", "trilinear") and not recompute_scale_factor and not antialias
-    refuse_unless(is_known, function, x, f"mode {mode!r}, or an option")
-    dims = _spatial_dims(function, x, x.ndim - 2)
-    factors = [None] * len(dims)
-    if scale_factor is not None:
-        scales = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
-        factors = [float(factor) for factor in scales]
-        size = [int(x.shape[dim] * factor) for dim, factor in zip(dims, factors, strict=True)]
-    targets = zip(dims, per_axis(size, dims), factors, strict=True)
-    sources = {dim: _sources(x.shape[dim], n, f, mode, bool(align_corners)) for dim, n, f in targets}
-
-    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-        if mode == "nearest" and all(_is_whole(tile, sources[dim]) for dim, tile in tiles.items()):
-            return F.interpolate(part, [tiles[dim].outputs[1] - tiles[dim].outputs[0] for dim in dims])
-        for dim, tile in tiles.items():
-            part = _mixed(part, dim, tile, sources[dim])
-        return part
-
-    return _slide(x, {dim: partial(_plan, sources=each) for dim, each in sources.items()}, compute)
-
-
-Sources = tuple[tuple[int, int, float], ...]
-"""For each output the two rows that it mixes, and the share of the second."""
-
-
-@planned
-def _sources(length: int, outputs: int, factor: float | None, mode: str, align_corners: bool) -> Sources:
-    if mode == "nearest":  # PyTorch itself says which rows, in its rounding
-        rows = torch.arange(length, dtype=torch.float64).view(1, 1, -1)
-        chosen = F.interpolate(rows, scale_factor=factor) if factor else F.interpolate(rows, outputs)
-        return tuple((int(row), int(row), 0.0) for row in chosen.flatten().tolist())
-    scale = length / outputs if factor is None else 1 / factor
-    if align_corners:
-        scale = (length - 1) / (outputs - 1) if outputs > 1 else 0.0
-    sources = []
-    for output in range(outputs):
-        place = output * scale if align_corners else max((output + 0.5) * scale - 0.5, 0.0)
-        first = min(int(place), length - 1)
-        sources.append((first, min(first + 1, length - 1), place - first))
-    return tuple(sources)
-
-
-@lru_cache(maxsize=1024)
-def _plan(layout: AxisLayout, sources: Sources) -> WindowPlan:
-    outputs = len(sources)
-
-    def inputs(start: int, stop: int) -> Range:
-        return sources[start][0], sources[stop - 1][1] + 1
-
-    return plan_outputs(layout, outputs, lambda row: -(-row * outputs // layout.length), inputs)
-
-
-@lru_cache(maxsize=1024)
-def _is_whole(tile: Tile, sources: Sources) -> bool:
-    """Return whether the nearest rows are those of an axis that has just the rows of the tile."""
-    (start, stop), (first, last) = tile
-    rows = tuple(row - first for row, *_ in sources[start:stop])
-    return rows == tuple(row for row, *_ in _sources(last - first, stop - start, None, "nearest", False))
-
-
-def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.Tensor:
-    """Return the outputs of a tile: each mixes two rows."""
-    chosen = sources[slice(*tile.outputs)]
-    first, second, share = zip(*chosen, strict=True)
-    low = part.index_select(dim, to_device(torch.tensor(first), part.device) - tile.inputs[0])
-    if not any(share):
-        return low
-    high = part.index_select(dim, to_device(torch.tensor(second), part.device) - tile.inputs[0])
-    weights = to_device(torch.tensor(share, dtype=part.dtype), part.device).view(-1, *[1] * (part.ndim - 1 - dim))
-    return torch.lerp(low, high, weights)
