@@ -42,7 +42,7 @@ PLANNER = (
     ),
     Mutant(
         "attention of one rank counts as if every query saw every key",
-        "trainer/planner/tracing.py",
+        "trainer/planner/operators.py",
         'return (5 if "backward" in name else 2) * q.numel()',
         'return (10 if "backward" in name else 4) * q.numel()',
         f"{_UNIT}::test_flops_are_those_of_the_model",
@@ -105,7 +105,7 @@ PLANNER = (
     ),
     Mutant(
         "a stage of a ring waits for its own rank alone",
-        "trainer/planner/tracing.py",
+        "trainer/planner/operators.py",
         "min(queries, keys) if in_stages else",
         "queries if in_stages else",
         "tests/unit/test_planner_times.py::test_the_fewer_of_queries_and_keys_fill_a_gpu_in_a_ring",

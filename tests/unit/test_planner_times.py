@@ -16,10 +16,11 @@ from trainer.distributed.context_parallel.execution.kernels import choose
 from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES
 from trainer.planner import traced_trainer
 from trainer.planner.device import Gpu
+from trainer.planner.operators import parallel_rows
 from trainer.planner.search import longest_sequence
 from trainer.planner.stand_ins import kernel_of, kernel_of_one_rank
 from trainer.planner.timing import RECORDS, Device, attention_kernels, device, step_time
-from trainer.planner.tracing import _parallel_rows, entered
+from trainer.planner.tracing import entered
 
 # ---- time
 
@@ -69,12 +70,12 @@ def test_kernels_take_as_long_as_an_h100_has_shown(length: int, bound: float) ->
 def test_the_fewer_of_queries_and_keys_fill_a_gpu_in_a_ring() -> None:
     """Other ranks have tiles with both exchanged, and each stage takes as long as on the slowest rank."""
     q, k = torch.empty(1, 64, 8, 16, device="meta"), torch.empty(1, 16, 2, 16, device="meta")  # (B, S, H, D)
-    of = partial(_parallel_rows, "_flash_attention_forward", (q, k, k))
+    of = partial(parallel_rows, "_flash_attention_forward", (q, k, k))
     assert (of(in_stages=False), of(in_stages=True)) == (64 * 8, 16 * 8)
-    assert _parallel_rows("_flash_attention_backward", (q, q, k, k), in_stages=False) == 16 * 8
+    assert parallel_rows("_flash_attention_backward", (q, q, k, k), in_stages=False) == 16 * 8
     heads_first = q.transpose(1, 2), k.transpose(1, 2)
     name = "_scaled_dot_product_cudnn_attention_backward"
-    assert _parallel_rows(name, (heads_first[0], *heads_first), in_stages=True) == 16 * 8
+    assert parallel_rows(name, (heads_first[0], *heads_first), in_stages=True) == 16 * 8
 
 
 def test_kernels_of_flash_operators_have_their_version() -> None:

@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.components.optimizer import ensure_state
@@ -30,14 +29,23 @@ from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.live import resolve as resolve_plan
 from trainer.distributed.context_parallel.planning.capabilities import FlashPackage
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, LatentShape, attention_cost
-from trainer.distributed.context_parallel.planning.lowering import is_large
 from trainer.distributed.sharding import exchange
 from trainer.distributed.sharding.tensors import local_part
 from trainer.job.record import ResolvedJob
 from trainer.planner import stack
-from trainer.planner.device import GPU, FakeDevice, Gpu, is_pinned, machine, pinned
+from trainer.planner.device import GPU, FakeDevice, Gpu, machine, pinned
 from trainer.planner.events import AFTER, BEFORE, Block, Change, Event, Events
 from trainer.planner.messages import bytes_sent, group_of, mesh_names
+from trainer.planner.operators import (
+    direction,
+    flops,
+    has_stages,
+    is_handle,
+    kernel_name,
+    moved,
+    parallel_rows,
+    shapes,
+)
 from trainer.planner.stand_ins import ATTENTION, kernel_of, kernel_of_one_rank, stand_ins
 from trainer.planner.traced_trainer import TracedTrainer, installed_flash, patches
 from trainer.transforms.offload import CopyStream
@@ -108,7 +116,7 @@ class Recorder:
         self._place = ""
         self._execution: Execution | None = None
         self._paused = False
-        self._tiles: list[int] = []  # of an operator of attention: `_parallel_rows` of each kernel
+        self._tiles: list[int] = []  # of an operator of attention: `parallel_rows` of each kernel
         self._blocks: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._groups: dict[int, tuple[int, ...]] = {}
 
@@ -136,19 +144,19 @@ class Recorder:
         self._alive(tree_leaves(result), name)
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._message(name.partition("::")[2], args)
-        elif name in ("_to_copy", "copy_") and (direction := _direction(name, args, kwargs, result)):
-            moved = args[1] if name == "copy_" else args[0]
-            self._add("copy", direction, moved.nbytes, where=stack.where() if "," in direction else "")
+        elif name in ("_to_copy", "copy_") and (way := direction(name, args, kwargs, result)):
+            copied = args[1] if name == "copy_" else args[0]
+            self._add("copy", way, copied.nbytes, where=stack.where() if "," in way else "")
         elif not (func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))):
             of_plan, more = self._place in _DIRECTIONS, {}
-            flops = 0 if of_plan else _flops(func, name, args, result)
+            work = 0 if of_plan else flops(func, name, args, result)
             if name in ATTENTION:
-                tile = _parallel_rows(name, args, in_stages=of_plan and _has_stages(self._execution))
+                tile = parallel_rows(name, args, in_stages=of_plan and has_stages(self._execution))
                 self._tiles.append(tile)
                 if not of_plan:
-                    more = {"kernel": kernel_of_one_rank(name, self.package), "tails": flops / tile}
+                    more = {"kernel": kernel_of_one_rank(name, self.package), "tails": work / tile}
             kind = "launch" if self._is_of_device(args, result) else "host"
-            self._add(kind, name, 0, flops=flops, moved=_moved(args, result), **more)
+            self._add(kind, name, 0, flops=work, moved=moved(args, result), **more)
 
     def _is_of_device(self, *values: Any) -> bool:
         tensors = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
@@ -168,7 +176,7 @@ class Recorder:
         if name in _DIRECTIONS:
             cost = self._cost(name, args)
             self.compare(name, cost, exchange.bytes_sent - counted, self._events[number + 1 :])
-            kernel = kernel_of(_kernel_name(self._execution), self.package)
+            kernel = kernel_of(kernel_name(self._execution), self.package)
             tails = cost.flops * len(self._tiles) / max(sum(self._tiles), 1)
             self._events[number] = replace(self._events[number], flops=cost.flops, kernel=kernel, tails=tails)
         return result
@@ -178,9 +186,9 @@ class Recorder:
 
     def _cost(self, name: str, args: tuple) -> Cost:
         """Return the cost of the plan that ran."""
-        plan = next(x for x in args if _is_handle(x))
+        plan = next(x for x in args if is_handle(x))
         live, _ = resolve_plan(plan)
-        q, k = _shapes(name, args)
+        q, k = shapes(name, args)
         sent, up, latent = 2 if live.options.gradient_dtype == "bfloat16" else 0, args[-1], None
         if isinstance(up, torch.Tensor) and up.ndim == 3:  # the last argument of both directions, if it is given
             rotated = k[3] - up.shape[2]
@@ -332,73 +340,3 @@ _DIRECTIONS = {
     "context_parallel_attention": "forward",
     "context_parallel_attention_backward": "backward",
 }
-
-
-def _flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> int:
-    """Return the FLOPs of an operator: of a product, of causal attention on one rank; 0 of others."""
-    if name in ATTENTION:
-        q, k = args[1:3] if "backward" in name else args[:2]
-        return (5 if "backward" in name else 2) * q.numel() * k.shape[-2]
-    if name in ("mm", "addmm", "_scaled_mm", "_grouped_mm"):
-        a, b = args[1:3] if name == "addmm" else args[:2]
-        return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-    count = flop_registry.get(func._overloadpacket)
-    return 0 if count is None else count(*args, out_val=result)
-
-
-def _kernel_name(execution: Execution) -> str:
-    """Return the kernel of an execution; of a kernel that gives large tiles to cuDNN, the one with more pairs."""
-    run = getattr(execution, "inner", execution)
-    capabilities = run.kernel.capabilities
-    if not capabilities.large:
-        return run.kernel.name
-    calls = [call for launches in run.lowered.forward for launch in launches for call in launch.calls]
-    large = sum(call.pairs for call in calls if is_large(call, capabilities))
-    return "cudnn" if 2 * large > sum(call.pairs for call in calls) else "varlen"
-
-
-def _has_stages(execution: Execution) -> bool:
-    """Return whether ranks wait for each other between tiles, as in a ring."""
-    return any(stage.messages and not stage.collective for stage in getattr(execution, "inner", execution).plan.forward)
-
-
-def _parallel_rows(name: str, args: tuple, *, in_stages: bool) -> int:
-    """Return over how many rows x heads a kernel of attention spreads: of queries, in the backward of keys.
-
-    in_stages: other ranks have as many queries as this one has keys, and the slowest rank counts: the fewer of both.
-    """
-    is_backward = "backward" in name
-    q, k = args[is_backward : is_backward + 2]
-    heads = 1 if name.startswith("_scaled_dot_product") else -2
-    queries, keys = q.numel() // q.shape[-1], k.numel() // k.shape[-1] * q.shape[heads] // k.shape[heads]
-    return max(min(queries, keys) if in_stages else (keys if is_backward else queries), 1)
-
-
-def _moved(args: tuple, result: Any) -> int:
-    tensors = {id(x): x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)}
-    return sum(x.numel() * x.element_size() for x in tensors.values())
-
-
-def _is_handle(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.device.type == "cpu"
-
-
-def _shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
-    """Return the shapes of q and k of an attention operator."""
-    if not name.endswith("backward"):
-        return tuple(x.shape for x in args[:2])
-    dout, saved, kv_heads, *_ = args
-    b, _, s, d = dout.shape
-    return tuple(x.shape for x in saved[:2]) if len(saved) > 2 else (dout.shape, torch.Size((b, kv_heads, s, d)))
-
-
-def _direction(name: str, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> str:
-    """Return the direction of a copy between host and device, with what makes the host wait; "" within a device."""
-    source, target = (args[1], args[0]) if name == "copy_" else (args[0], result)
-    kinds = source.device.type, target.device.type
-    if kinds[0] == kinds[1]:
-        return ""
-    on_host = source if kinds[0] == "cpu" else target
-    waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-    pageable = kinds[0] == "cpu" and not is_pinned(on_host)
-    return f"{kinds[0]} to {kinds[1]}" + ", blocking" * waits + ", pageable" * pageable
