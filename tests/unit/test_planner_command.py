@@ -138,6 +138,17 @@ def test_a_run_on_gpus_starts_an_estimate_of_its_memory(tmp_path: Path, monkeypa
     assert parse_command_line(of_job.arguments).config.job.dump_folder == str(tmp_path / "run")
 
 
+def test_a_run_without_an_estimate_has_none_of_an_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "this_machine", lambda: Machine(8, 80 << 30, 1 << 34))
+    for name, value in {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "other"}.items():
+        monkeypatch.setenv(name, value)
+    estimate = tmp_path / "estimate.json"
+    estimate.write_text(json.dumps({"step_seconds": 1200.0}))
+    start = parse(["debug_model", "--job.dump_folder", str(tmp_path)])
+    assert train._start_estimate(start, parse_command_line(start.arguments).config) is None
+    assert not estimate.exists()
+
+
 def test_metrics_have_the_measured_and_the_predicted_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(metrics.logger, "info", said.append)

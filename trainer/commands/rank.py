@@ -25,7 +25,7 @@ from trainer.job.resolution import on_device
 from trainer.job.summary import summary
 from trainer.runtime.console import end_live_line, line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
-from trainer.runtime.dump_folder import folder_held, folders_of
+from trainer.runtime.dump_folder import folder_held, folders_of, remove_estimate
 from trainer.runtime.garbage import imports_uncollected
 from trainer.runtime.launcher_watch import end_with, launcher_of
 from trainer.runtime.nodes import ranks_of_each_node
@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         node = ranks_of_each_node(variables, world_size)
         job = resolve(command.config, world_size, device_type, node=node, **checked)
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)
+        if not launched and rank == 0:
+            remove_estimate(job.config)
         # Our launcher on one node has printed all this already.
         if not launched or ranks_here < world_size:
             logger.info(opening(command.config, world_size, job.device_type))

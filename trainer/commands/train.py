@@ -24,7 +24,7 @@ from trainer.job import resolve
 from trainer.job.summary import summary
 from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
-from trainer.runtime.dump_folder import ESTIMATE, folders_of, holder_of
+from trainer.runtime.dump_folder import ESTIMATE, folders_of, holder_of, remove_estimate
 from trainer.runtime.nodes import Nodes
 from trainer.runtime.output import outlasting_readers
 from trainer.runtime.stop import Stopped, ends_by, handled_by
@@ -78,10 +78,10 @@ def _tokenized(start: Start, config: JobConfig) -> bool:
 
 def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] | None:
     """Start to predict the memory of a run on GPUs of one node, which its first log line is compared with."""
-    machine = this_machine()
+    machine, folder = this_machine(), Path(config.job.dump_folder)
+    remove_estimate(config)
     if machine.device_type(config.job.device) != "cuda" or Nodes.from_environment(os.environ).count > 1:
         return None
-    folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     ranks = str(start.world_size(config, machine))
     command = [

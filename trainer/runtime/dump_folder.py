@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -70,6 +70,12 @@ def writing_to(folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
         yield
     except OSError as error:
         raise _refused(folder, key, error) from None
+
+
+def remove_estimate(config: JobConfig) -> None:
+    """Remove the prediction of an earlier run, whose settings may be others: time-outs would follow from it."""
+    with suppress(OSError):  # a folder that cannot be written to is refused later
+        Path(config.job.dump_folder, ESTIMATE).unlink(missing_ok=True)
 
 
 def check_creatable(folder: Path, key: str) -> None:
