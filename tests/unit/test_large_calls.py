@@ -94,8 +94,10 @@ def test_plain_attention_of_too_many_elements_has_no_gradients(monkeypatch: pyte
     monkeypatch.setattr(attention, "_gpu_backends", lambda _: [SDPBackend.MATH])
     monkeypatch.setattr(attention, "INDEX_LIMIT", 6 * call_elements(2, 9, 1, 16))
     torch.testing.assert_close(attention._causal(q, k, v, None), wanted)
-    with pytest.raises(RuntimeError, match=r"plain attention over 2 x 9 tokens and 6 heads would be wrong"):
-        attention._causal(q.requires_grad_(), k, v, None)
+    for trained in range(3):  # adapters may train the projection of one alone
+        heads = [x.detach().requires_grad_(number == trained) for number, x in enumerate((q, k, v))]
+        with pytest.raises(RuntimeError, match=r"plain attention over 2 x 9 tokens and 6 heads would be wrong"):
+            attention._causal(*heads, None)
     monkeypatch.setattr(attention, "INDEX_LIMIT", attention.INDEX_LIMIT + 1)
     attention._causal(q.requires_grad_(), k, v, None)
 

@@ -80,7 +80,8 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | No
     if q.device.type != _GPU:
         return F.scaled_dot_product_attention(q, k, v, **options)
     batch, heads, rows, head_dim = q.shape
-    if q.requires_grad and heads * call_elements(batch, rows, 1, head_dim) >= INDEX_LIMIT:
+    has_gradients = q.requires_grad or k.requires_grad or v.requires_grad  # adapters may train one of them
+    if has_gradients and heads * call_elements(batch, rows, 1, head_dim) >= INDEX_LIMIT:
         raise RuntimeError(
             f"the gradients of plain attention over {batch} x {rows:,} tokens and {heads} heads would be wrong: "
             "kernels of GPUs count elements with 32 bits; apply `ContextParallelAttention` to this module, on a mesh "
