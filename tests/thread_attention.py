@@ -16,6 +16,8 @@ from tests.distributed.attention_cases import BATCH, Case, oracle, relative
 from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.execution import build
+from trainer.distributed.context_parallel.execution.kernels.cuda import CudnnVarlen
+from trainer.distributed.context_parallel.execution.kernels.head_groups import HeadGroups
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
@@ -25,6 +27,7 @@ from trainer.distributed.sharding.layout import AxisLayout
 SCALE = 0.3
 LIMIT = 500.0  # seconds for a case
 EXACT = 1e-10
+_LARGE = 32  # queries and keys of a tile that `cudnn_varlen` gives to cuDNN on a GPU here
 FLOOR = 1e-6  # what merging in float32 may add to the error of a kernel
 
 _HYBRID = {"2": (2, 1), "4": (2, 2), "8": (2, 4)}  # degree -> size of a head group, groups
@@ -38,7 +41,7 @@ _KERNELS = {
     ],
     "cuda": [
         *("math float64", "cuda_flash bfloat16", "varlen bfloat16", "efficient bfloat16", "efficient float32"),
-        "cudnn bfloat16",
+        *("cudnn bfloat16", "cudnn_varlen bfloat16"),
     ],
 }
 
@@ -126,7 +129,7 @@ def own_errors(case: Case, device: str) -> list[float]:
 
 @contextmanager
 def kernel_of(row: Row, device: str) -> Iterator[None]:
-    """Use stand-ins for kernels of GPUs on a CPU."""
+    """Use stand-ins for kernels of GPUs on a CPU; on a GPU, let `cudnn_varlen` take small tiles for large."""
     name = row["kernel"].split()[0]
     with ExitStack() as stack:
         if device == "cpu" and CAPABILITIES[name].device == "cuda":
@@ -134,6 +137,10 @@ def kernel_of(row: Row, device: str) -> Iterator[None]:
 
             stand_in = next(kernel for kernel in KERNELS if kernel.name == name)
             stack.enter_context(mock.patch.object(build, "choose_kernel", return_value=stand_in))
+        elif name == "cudnn_varlen":
+            kernel = CudnnVarlen()
+            kernel.capabilities = dataclasses.replace(kernel.capabilities, large=_LARGE)
+            stack.enter_context(mock.patch.object(build, "choose_kernel", return_value=HeadGroups(kernel)))
         yield
 
 
