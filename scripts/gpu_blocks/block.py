@@ -24,6 +24,11 @@ def own_host(rank: int, gpus: int) -> dict[str, str]:
     return {"LOCAL_RANK": str(rank % gpus), "NCCL_HOSTID": f"host-{rank // gpus}", **network}
 
 
+def largest(*errors: float) -> float:
+    """Return the largest of some errors, 0.0 for none. NaN if one is NaN, which `max` can pass over."""
+    return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
+
+
 class Skipped(Exception):
     """The block cannot run here; the message says why."""
 

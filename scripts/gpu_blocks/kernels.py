@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from scripts.gpu_blocks.block import Check
+from scripts.gpu_blocks.block import Check, largest
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel, hidden_pairs
 from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
 from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
@@ -130,14 +130,14 @@ def _all_tiles(
                 raise
             continue
         done += 1
-        worst[name] = max(worst.get(name, 0.0), *shares.values())
+        worst[name] = largest(worst.get(name, 0.0), *shares.values())
         wrong = {part: round(share, 2) for part, share in shares.items() if not share <= 1}
         check.expect(not wrong, f"{case}: shares of the bound {wrong}")
         if done % 20 == 0:
             check.note(done=done, worst_share=worst)
     check.note(done=done, beyond_what_they_declare=refused, left_out_for_time=left_out, worst_share=worst)
     check.expect(done > 0, "no tile was computed")
-    check.headline(f"{done} tiles, {left_out} left out; worst share of the bound {max(worst.values(), default=0):.2f}")
+    check.headline(f"{done} tiles, {left_out} left out; worst share of the bound {largest(*worst.values()):.2f}")
 
 
 def _shares(

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from scripts.benchmarks import attention_kernels
 from scripts.benchmarks.linear_attention import KINDS
-from scripts.gpu_blocks.block import Check
+from scripts.gpu_blocks.block import Check, largest
 from scripts.gpu_blocks.layer import memory_found, reset_memory
 from trainer.distributed.context_parallel.execution import linear_chunks
 from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
@@ -47,7 +47,7 @@ def linear(check: Check) -> None:
             rows.append({"by": by} | _timed(check, kind, length, *shape))
         check.note(rows=rows)
     shown = {f"{row['kind']} {row['by']} {row['tokens']}": row["both_ms"] for row in rows}
-    check.headline(f"largest error {max(errors.values()):.1e}; forward and backward, ms: {shown}")
+    check.headline(f"largest error {largest(*errors.values()):.1e}; forward and backward, ms: {shown}")
 
 
 def _ways(check: Check) -> tuple[str, ...]:
@@ -92,8 +92,10 @@ def _error(check: Check, kind: str, dtype: torch.dtype, by: str) -> float:
         with _by(by), mock.patch.dict(linear_chunks.LONGEST_RUN, {check.device: run}):
             found = _results(rounded, dtype, check.device)
         errors = [((a.cpu().double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
-        check.expect(max(errors) <= _BOUNDS[dtype], f"{kind}, {dtype}, {by}, runs of {run}: relative errors {errors}")
-        worst = max(worst, *errors)
+        check.expect(
+            largest(*errors) <= _BOUNDS[dtype], f"{kind}, {dtype}, {by}, runs of {run}: relative errors {errors}"
+        )
+        worst = largest(worst, *errors)
     return float(f"{worst:.2e}")
 
 

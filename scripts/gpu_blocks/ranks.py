@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_blocks.block import Check, Skipped
+from scripts.gpu_blocks.block import Check, Skipped, largest
 from scripts.gpu_blocks.training import train
 
 _FEWEST_SECONDS = 25.0  # in which a run of the program is worth a start
@@ -41,7 +41,7 @@ def ranks(check: Check) -> None:
                 raise
             continue
         done += 1
-        worst = max(worst, *(error / bound for error, bound in zip(found, bounds, strict=True)))
+        worst = largest(worst, *(error / bound for error, bound in zip(found, bounds, strict=True)))
         right = all(error <= bound for error, bound in zip(found, bounds, strict=True))
         check.expect(right, f"{name}: errors {found}, bounds {bounds}")
     check.note(running=None, done=done, of=len(rows), of_pairs=len(pairs), worst_share=worst)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from scripts.benchmarks import train_loops
-from scripts.gpu_blocks.block import Check
+from scripts.gpu_blocks.block import Check, largest
 from trainer.config.loader import parse_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,4 +250,4 @@ def _difference(mine: list[float], theirs: list[float], steps: int) -> float:
     """Return the largest relative difference of the losses of the same step; infinite if steps are missing."""
     if not len(mine) == len(theirs) == steps:
         return math.inf
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+    return largest(*(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)))

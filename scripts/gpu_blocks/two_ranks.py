@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_blocks.block import Check, Skipped, own_host
+from scripts.gpu_blocks.block import Check, Skipped, largest, own_host
 from scripts.gpu_blocks.training import ROOT
 from trainer.config.schema import Comm
 from trainer.runtime import process_group as groups
@@ -172,8 +172,8 @@ def _compare(check: Check, name: str, world_size: int, cases: Sequence[Any]) -> 
     worst = 0.0
     for rank, results in enumerate(found):
         for case, result in zip(cases, results, strict=True):
-            share = max(result["errors"]) / TOLERANCE[case.dtype]
-            worst = max(worst, share)
+            share = largest(*result["errors"]) / TOLERANCE[case.dtype]
+            worst = largest(worst, share)
             check.expect(share <= 1, f"{name}, rank {rank}, {case}: errors {result['errors']}")
             sent = {kind: size for kind, size in result["sent"].items() if size}
             as_planned = result["calls"] == result["planned calls"] and sent == result["planned"]
@@ -248,7 +248,7 @@ def _difference(mine: list[float], theirs: list[float]) -> float:
     """Return the largest relative difference of losses; infinite if a step is missing."""
     if not len(mine) == len(theirs) == _STEPS:
         return math.inf
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+    return largest(*(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)))
 
 
 def _time_out(check: Check) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,13 +19,15 @@ import pytest
 import torch
 
 from scripts import gpu_check
-from scripts.gpu_blocks import kernels, training
+from scripts.gpu_blocks import kernels, large, steps, training
+from scripts.gpu_blocks.block import Check, largest
 from scripts.gpu_blocks.mfu import busy_share
 from scripts.gpu_check import BLOCKS, CALLS, ROOT, Block, check, main, run_block
 from tests.unit.kernel_stand_ins import KERNELS as STAND_INS
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel import attention
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.execution.kernels.cpu import Math
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.job import resolve
 
@@ -360,3 +363,24 @@ def test_runs_of_the_program_are_valid_on_a_gpu(name: str) -> None:
 def test_missing_steps_are_a_difference() -> None:
     assert training._difference([2.0, 1.1], [2.0, 1.0], 2) == pytest.approx(0.1)
     assert training._difference([2.0], [2.0], 2) == float("inf")
+
+
+def test_a_result_that_is_no_number_is_not_right(tmp_path: Path) -> None:
+    """`max(0.5, nan)` is 0.5: NaN would pass every bound."""
+    assert largest(0.5, 0.2) == 0.5
+    assert largest() == 0.0
+    assert math.isnan(largest(0.5, math.nan))
+    assert not training._difference([2.0, math.nan], [2.0, 1.0], 2) <= 1e9
+    checked = Check("cpu", tmp_path / "notes.json", 60.0)
+    with mock.patch.object(Math, "forward", lambda self, q, *_args, **_: (q * math.nan, q[..., 0])):
+        large.large(checked)
+    assert [problem.split(":")[0] for problem in checked.problems] == ["math", "math, far rows"]
+
+
+def test_rows_that_fail_are_problems_of_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "is_installed", lambda _: True)
+    monkeypatch.setattr(steps, "train", mock.Mock(side_effect=RuntimeError("no kernel")))
+    checked = Check("cpu", tmp_path / "notes.json", 60.0)
+    steps.float8(checked)
+    assert len(checked.problems) == 2
+    assert "RuntimeError: no kernel" in checked.problems[0]
