@@ -107,10 +107,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
     config = job.config
     process = Process.from_environment(job.given.job.device)  # as the user wrote it: `auto` takes what PyTorch has
     try:
-        if process.device.type != job.device_type:
-            expected, found = job.device_type, process.device.type
-            logger.info(f"note: this machine has {expected}, and the installed PyTorch uses {found}: so does the run")
-        job = on_device(job, process.device.type)
+        job = _with_device_of_torch(job, process.device.type)
     except ConfigError as error:
         if process.rank == 0:  # every rank has the same error
             report(f"error: {error}")
@@ -146,6 +143,15 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
     finally:
         end_live_line()
     return 0
+
+
+def _with_device_of_torch(job: ResolvedJob, device_type: str) -> ResolvedJob:
+    """Return the job on the type of device that PyTorch uses; log a note if it is not the machine's."""
+    if device_type != job.device_type:
+        logger.info(
+            f"note: this machine has {job.device_type}, and the installed PyTorch uses {device_type}: so does the run"
+        )
+    return on_device(job, device_type)
 
 
 def _left_early(reports: "Reports", error: SystemExit) -> int:

@@ -309,11 +309,7 @@ def generate(
         next(reading)
     for _ in range(tokens):
         logits = next(reading)
-        if logits.isnan().any():
-            raise SharedConfigError(
-                "the model's logits are not numbers, so its weights are damaged or diverged in training; `lct verify` "
-                "checks a run's steps, and --step chooses an earlier one"
-            )
+        _check_numbers(logits)
         for i in tuple(open_texts):
             token = sampling.draw(logits[i], generators[i])
             stops = on_token is not None and on_token(i, token, logits[i])
@@ -326,6 +322,14 @@ def generate(
         for i, text in enumerate(texts):  # an ended text continues with any token, which nobody reads
             text.append(written[i][-1] if i in open_texts else text[-1])
     return written
+
+
+def _check_numbers(logits: torch.Tensor) -> None:
+    if logits.isnan().any():
+        raise SharedConfigError(
+            "the model's logits are not numbers, so its weights are damaged or diverged in training; `lct verify` "
+            "checks a run's steps, and --step chooses an earlier one"
+        )
 
 
 def _one_by_one(

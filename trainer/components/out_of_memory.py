@@ -32,10 +32,8 @@ def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
 def memory_savers(job: ResolvedJob) -> list[str]:
     """Return settings that are not at their limit yet, the cheapest first, each as `key = value: what it does`."""
     config, degrees, device_type = job.config, job.degrees, job.device_type
-    training, parallelism, activations = config.training, config.parallelism, config.activation_checkpoint
+    training, parallelism = config.training, config.parallelism
     shards, replicas = degrees.dp_shard, degrees.dp_replicate
-    # Such a schedule refuses recomputation, unless layers are compiled.
-    splits_backward = job.compilation.splits_backward and not job.compilation.chooses_recomputation
     savers = []
     if training.mixed_precision_param == "float32" and training.dtype == "float32" and device_type == "cuda":
         savers.append('training.mixed_precision_param = "auto": activations in bfloat16')
@@ -58,18 +56,7 @@ def memory_savers(job: ResolvedJob) -> list[str]:
             f"parallelism.data_parallel_shard_degree = {shards * replicas} with "
             f"parallelism.data_parallel_replicate_degree = 1: one copy of the parameters instead of {replicas}"
         )
-    if activations.mode == "none" and not splits_backward:
-        savers.append('activation_checkpoint.mode = "selective": keep only what is expensive to compute')
-    if activations.mode != "full" and not splits_backward:
-        savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs')
-    if activations.mode != "none" and job.task.name == "tokens":
-        stages = layers_of_stages(job.pipeline, job.model)
-        if activations.offload == "none" and least_offloadable(activations, stages) is None:
-            savers.append('activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory')
-        if not activations.mlp_chunk_tokens and why_no_parts(config, job.compilation) is None:
-            savers.append(
-                "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on so many tokens at a time"
-            )
+    savers += _activation_savers(job)
     if not training.enable_cpu_offload and device_type == "cuda" and degrees.dp_replicate == 1:
         savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
     pieces = degrees.cp * degrees.tp
@@ -79,4 +66,25 @@ def memory_savers(job: ResolvedJob) -> list[str]:
     savers.append(f"parallelism.data_parallel_shard_degree = {shards * 2} {more}: half the parameters on each")
     if training.seq_len >= 2 * pieces:
         savers.append(f"parallelism.context_parallel_degree = {degrees.cp * 2} {more}: half the activations on each")
+    return savers
+
+
+def _activation_savers(job: ResolvedJob) -> list[str]:
+    """Return settings that keep fewer activations on the device, see `memory_savers`."""
+    activations = job.config.activation_checkpoint
+    # Such a schedule refuses recomputation, unless layers are compiled.
+    splits_backward = job.compilation.splits_backward and not job.compilation.chooses_recomputation
+    savers = []
+    if activations.mode == "none" and not splits_backward:
+        savers.append('activation_checkpoint.mode = "selective": keep only what is expensive to compute')
+    if activations.mode != "full" and not splits_backward:
+        savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs')
+    if activations.mode != "none" and job.task.name == "tokens":
+        stages = layers_of_stages(job.pipeline, job.model)
+        if activations.offload == "none" and least_offloadable(activations, stages) is None:
+            savers.append('activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory')
+        if not activations.mlp_chunk_tokens and why_no_parts(job.config, job.compilation) is None:
+            savers.append(
+                "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on so many tokens at a time"
+            )
     return savers

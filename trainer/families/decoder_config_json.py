@@ -97,17 +97,8 @@ class HFDecoder:
         config.only("architectures", [self.architecture])
         config.only(*self.activation)
         config.only("attention_dropout", 0.0)
-        dim, n_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-        n_kv_heads = config.whole("num_key_value_heads", n_heads)
-        divided = {"num_attention_heads": n_kv_heads}
-        if config.content.get("head_dim") is None:
-            divided["hidden_size"] = n_heads
-        for whole, part in divided.items():
-            if config.whole(whole) % part:
-                raise ConfigError(f"{config.file}: {whole} = {config.whole(whole)} must be a multiple of {part}")
-        head_dim = config.whole("head_dim", dim // n_heads)
-        if head_dim % 2:
-            raise ConfigError(f"{config.file}: head_dim = {head_dim} must be even, for rotary positions")
+        dim = config.whole("hidden_size")
+        n_heads, n_kv_heads, head_dim = _heads(config, dim)
         (theta, scaling), share = rotary(config), rotary_share(config) if self.rotates_a_share else 1.0
         if not self.rotates_a_share:
             for table in config, rotary_table(config):
@@ -135,13 +126,16 @@ class HFDecoder:
         if kinds:
             layers = range(fields["n_layers"])
             fields["layers"] = in_turns([LayerKind(**{name: of[i] for name, of in kinds.items()}) for i in layers])
+        self._check_quantization(config)
+        return TransformerArgs(**fields)
+
+    def _check_quantization(self, config: Entries) -> None:
         quantised = config.table("quantization_config")
         if quantised.content.get("quant_method") not in self.quantised:
             config.only("quantization_config", None)
         elif quantised.content["quant_method"] == "fp8":
             quantised.only("weight_block_size", [FLOAT8_BLOCK, FLOAT8_BLOCK])
             quantised.only("fmt", "e4m3")
-        return TransformerArgs(**fields)
 
     def write(self, args: TransformerArgs) -> dict[str, Any]:
         self.check_features(args)
@@ -196,3 +190,23 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
     if args.experts is not None and args.experts.sigmoid:
         others.append("router_bias_update_rate")  # the bias is one of the weights there
     return {name: value for name, value in fields.items() if name not in others}
+
+
+def _heads(config: Entries, dim: int) -> tuple[int, int, int]:
+    """Return the numbers of heads and of heads of keys, and the dimension of a head.
+
+    Raises:
+        ConfigError: they do not divide each other, or the dimension is odd.
+    """
+    n_heads = config.whole("num_attention_heads")
+    n_kv_heads = config.whole("num_key_value_heads", n_heads)
+    divided = {"num_attention_heads": n_kv_heads}
+    if config.content.get("head_dim") is None:
+        divided["hidden_size"] = n_heads
+    for whole, part in divided.items():
+        if config.whole(whole) % part:
+            raise ConfigError(f"{config.file}: {whole} = {config.whole(whole)} must be a multiple of {part}")
+    head_dim = config.whole("head_dim", dim // n_heads)
+    if head_dim % 2:
+        raise ConfigError(f"{config.file}: head_dim = {head_dim} must be even, for rotary positions")
+    return n_heads, n_kv_heads, head_dim

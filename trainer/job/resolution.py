@@ -27,7 +27,7 @@ from trainer.job.training import (
     check_schedule,
     check_trackers,
 )
-from trainer.job.transforms import check_activation_checkpoint, resolve_compilation
+from trainer.job.transforms import CompileOptions, check_activation_checkpoint, resolve_compilation
 from trainer.stores.folder import check_initial_weights
 
 TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
@@ -59,44 +59,23 @@ def resolve(
     problems = Problems(missing)
     _check_bounds(config, problems)
     problems.raise_all()
-    checks = check_schedule, check_profiling, check_trackers, check_dump_folder, check_checkpoint_keys
-    for check in checks:
-        problems.check(check, config)
-    problems.check(config.optimizer.group_rules)
-    model = problems.check(resolve_model, config, missing)
-    degrees = problems.check(_degrees, config, world_size, model)
-    if model is not None and degrees is not None:
-        notes = of_adapters + (problems.check(_check_effects, _with_windows_of_flavor(config), degrees) or ())
-    problems.raise_all()  # what follows counts on them
+    _check_tables(config, problems)
+    model, degrees, of_effects = _model_and_degrees(config, world_size, problems, missing)
+    notes = of_adapters + of_effects
     task = task_of(config)
-    problems.check(check_batch, config, degrees)
-    problems.check(check_cpu_offload, config, degrees, device_type)
-    problems.check(check_early_update, config, degrees)
-    problems.check(_check_tensor_parallel_sizes, model, config.model.flavor, degrees)
-    problems.check(check_experts, config, model, degrees)
+    _check_on_ranks(config, model, degrees, device_type, problems)
     notes += note_of_router(model)
     notes += tuple(problems.check(task.check, config, model, degrees) or ())
-    for check in () if data_checked else task.data_checks(config):
-        problems.check(check, config)
-    if not weights_checked:
-        problems.check(check_initial_weights, config, model)
-        problems.check(check_checkpoint, config, model)
+    _check_files(config, model, problems, data_checked=data_checked, weights_checked=weights_checked)
     node = node or (GPUS_OF_A_NODE if device_type == "cuda" else world_size)
     decisions = problems.check(task.decide, config, model, device_type, node=node) or TaskDecisions()
-    pipeline, attention = decisions.pipeline, decisions.attention
-    compilation = problems.check(
-        resolve_compilation,
-        config,
-        fixed_shapes=task.fixed_shapes,
-        splits_backward=pipeline is not None and pipeline.splits_backward,
-        planned_attention=attention is not None,
-    )
+    compilation = problems.check(_compilation, config, task, decisions)
     if compilation is not None:
-        notes += problems.check(check_activation_checkpoint, config, model, compilation, pipeline) or ()
+        notes += problems.check(check_activation_checkpoint, config, model, compilation, decisions.pipeline) or ()
     problems.raise_all()
     return ResolvedJob(
         given=config,
-        config=_without_auto(config, device_type, attention),
+        config=_without_auto(config, device_type, decisions.attention),
         degrees=replace(degrees, cp_a2a=decisions.head_degree),
         device_type=device_type,
         node=node,
@@ -137,6 +116,61 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
         return job
     checked = {"data_checked": True, "weights_checked": True}
     return resolve(job.given, job.degrees.world_size, device_type, node=job.node, **checked)
+
+
+def _check_tables(config: JobConfig, problems: Problems) -> None:
+    """Check tables of the configuration, each by itself."""
+    for check in (check_schedule, check_profiling, check_trackers, check_dump_folder, check_checkpoint_keys):
+        problems.check(check, config)
+    problems.check(config.optimizer.group_rules)
+
+
+def _model_and_degrees(
+    config: JobConfig, world_size: int, problems: Problems, missing: list[str] | None
+) -> tuple[ModelArgs, Degrees, tuple[str, ...]]:
+    """Return model, degrees, and a note for each key without effect.
+
+    Raises:
+        ConfigError: all problems so far, because later checks need both.
+    """
+    model = problems.check(resolve_model, config, missing)
+    degrees = problems.check(_degrees, config, world_size, model)
+    notes = None
+    if model is not None and degrees is not None:
+        notes = problems.check(_check_effects, _with_windows_of_flavor(config), degrees)
+    problems.raise_all()
+    return model, degrees, notes or ()
+
+
+def _check_files(
+    config: JobConfig, model: ModelArgs, problems: Problems, *, data_checked: bool, weights_checked: bool
+) -> None:
+    """Check the files that the run reads; data_checked, weights_checked: see `resolve`."""
+    for check in () if data_checked else task_of(config).data_checks(config):
+        problems.check(check, config)
+    if not weights_checked:
+        problems.check(check_initial_weights, config, model)
+        problems.check(check_checkpoint, config, model)
+
+
+def _check_on_ranks(
+    config: JobConfig, model: ModelArgs, degrees: Degrees, device_type: str, problems: Problems
+) -> None:
+    """Check batch, updates and model on this number of ranks."""
+    problems.check(check_batch, config, degrees)
+    problems.check(check_cpu_offload, config, degrees, device_type)
+    problems.check(check_early_update, config, degrees)
+    problems.check(_check_tensor_parallel_sizes, model, config.model.flavor, degrees)
+    problems.check(check_experts, config, model, degrees)
+
+
+def _compilation(config: JobConfig, task: TaskSpec, decisions: TaskDecisions) -> CompileOptions:
+    return resolve_compilation(
+        config,
+        fixed_shapes=task.fixed_shapes,
+        splits_backward=decisions.pipeline is not None and decisions.pipeline.splits_backward,
+        planned_attention=decisions.attention is not None,
+    )
 
 
 def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Degrees:

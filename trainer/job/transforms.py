@@ -103,29 +103,7 @@ def check_activation_checkpoint(
             f"from 1 to {model.n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
         )
     if config.task == "tokens":
-        stages = layers_of_stages(pipeline, model)
-        if settings.group > 1 and (settings.group > model.n_layers or compilation.splits_backward):
-            why = f"and model.flavor = {config.model.flavor!r} has {model.n_layers} layers; use as many or fewer"
-            if compilation.splits_backward:
-                why = (
-                    f"computes the layers of a group for each part of a backward, and {pipeline.schedule} splits it; "
-                    f"use 1, or {pipeline.whole_backward}"
-                )
-            raise ConfigError(f"activation_checkpoint.group = {settings.group} {why}")
-        if settings.offload != "none" and (few := least_offloadable(settings, stages)) is not None:
-            raise ConfigError(
-                f"activation_checkpoint.offload_keep_last = {settings.offload_keep_last} leaves no input to offload: "
-                f"{'a pipeline stage' if pipeline else 'the model'} keeps the inputs of only {few} layers; set it to "
-                f"{few - 1} or less, or activation_checkpoint.offload = 'none'"
-            )
-        keeps_attention = (settings.mode, option) == ("selective", "op") and not compilation.model
-        if settings.offload == "inputs+attention" and not keeps_attention:
-            raise ConfigError(
-                "activation_checkpoint.offload = 'inputs+attention' needs activation_checkpoint.mode = 'selective' by "
-                "operator, which keeps attention's results, and a model that is not compiled; use 'inputs' instead"
-            )
-        if settings.mlp_chunk_tokens and (why := why_no_parts(config, compilation)):
-            raise ConfigError(f"activation_checkpoint.mlp_chunk_tokens = {settings.mlp_chunk_tokens} {why}")
+        _check_activations_of_layers(config, model, compilation, pipeline)
     if not compilation.splits_backward or settings.mode == "none" or compilation.chooses_recomputation:
         return ()
     if not settings.whole_layers:
@@ -138,6 +116,36 @@ def check_activation_checkpoint(
         f"times, as {pipeline.schedule} splits the backward; faster are 'none', compile.enable, or "
         f"{pipeline.whole_backward}",
     )
+
+
+def _check_activations_of_layers(
+    config: JobConfig, model: ModelArgs, compilation: CompileOptions, pipeline: PipelinePlan | None
+) -> None:
+    """Check what decoder layers keep: groups of layers, offloaded inputs, networks in parts."""
+    settings = config.activation_checkpoint
+    stages = layers_of_stages(pipeline, model)
+    if settings.group > 1 and (settings.group > model.n_layers or compilation.splits_backward):
+        why = f"and model.flavor = {config.model.flavor!r} has {model.n_layers} layers; use as many or fewer"
+        if compilation.splits_backward:
+            why = (
+                f"computes the layers of a group for each part of a backward, and {pipeline.schedule} splits it; "
+                f"use 1, or {pipeline.whole_backward}"
+            )
+        raise ConfigError(f"activation_checkpoint.group = {settings.group} {why}")
+    if settings.offload != "none" and (few := least_offloadable(settings, stages)) is not None:
+        raise ConfigError(
+            f"activation_checkpoint.offload_keep_last = {settings.offload_keep_last} leaves no input to offload: "
+            f"{'a pipeline stage' if pipeline else 'the model'} keeps the inputs of only {few} layers; set it to "
+            f"{few - 1} or less, or activation_checkpoint.offload = 'none'"
+        )
+    keeps_attention = (settings.mode, settings.selective_ac_option) == ("selective", "op") and not compilation.model
+    if settings.offload == "inputs+attention" and not keeps_attention:
+        raise ConfigError(
+            "activation_checkpoint.offload = 'inputs+attention' needs activation_checkpoint.mode = 'selective' by "
+            "operator, which keeps attention's results, and a model that is not compiled; use 'inputs' instead"
+        )
+    if settings.mlp_chunk_tokens and (why := why_no_parts(config, compilation)):
+        raise ConfigError(f"activation_checkpoint.mlp_chunk_tokens = {settings.mlp_chunk_tokens} {why}")
 
 
 def least_offloadable(settings: ActivationCheckpoint, stages: Iterable[list[int]]) -> int | None:
