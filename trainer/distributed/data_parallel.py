@@ -5,7 +5,7 @@ Gradients then match a single-device run for all degrees, also when ranks hold d
 none.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,10 +90,8 @@ def apply_data_parallel(
     there is nothing to shard, to cast or to offload; but plain parameters beside tensor-parallel ones are wrapped
     over one rank too, because the optimizer takes one kind only.
     """
-    storage = next(model.parameters()).dtype
-    mixed = len({isinstance(parameter, DTensor) for parameter in model.parameters()}) > 1
-    sharded = mesh.size() > 1 or (inner is not None and inner.mesh.size() > 1)
-    if not sharded and options.param_dtype == storage and not options.cpu_offload and not mixed:
+    is_sharded = mesh.size() > 1 or (inner is not None and inner.mesh.size() > 1)
+    if not is_sharded and not _needs_fsdp(model, options):
         return
     settings = {
         "mesh": mesh,
@@ -101,10 +99,10 @@ def apply_data_parallel(
         "mp_policy": MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy(),
     }
+    uncast = {"mp_policy": MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)}
     for module in exact:
         if next(module.parameters()).dtype != options.param_dtype:
-            policy = MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)
-            fully_shard(module, **settings | {"mp_policy": policy})
+            fully_shard(module, **settings | uncast)
     if inner is not None:
         for unit in inner.of_unit.values():
             own = settings | {"mesh": inner.mesh, "shard_placement_fn": inner.placement}
@@ -115,19 +113,43 @@ def apply_data_parallel(
     for unit, after_forward in reshard.items():
         fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
-    in_order = [*reshard]
-    if inner is not None:  # each outer unit before its inner one
-        in_order = [module for unit in reshard for module in (unit, inner.of_unit.get(unit)) if module is not None]
+    if inner is not None:
         # Each gathers the next one at least: a host that waits for the routing of tokens is not ahead of the device.
         ahead, behind = max(2 * options.forward_prefetch, 1), 2 * options.backward_prefetch
         options = replace(options, forward_prefetch=ahead, backward_prefetch=behind)
-    _prefetch(in_order, options, last_is_apart=last is not None)
+    _prefetch(_order(reshard, inner), options, last_is_apart=last is not None)
+    _set_reductions(model, mesh, reduce_group, inner, options)
+
+
+def _set_reductions(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    reduce_group: dist.ProcessGroup | None,
+    inner: InnerUnits | None,
+    options: DataParallelOptions,
+) -> None:
+    """Let all units sum gradients, the inner ones over their own mesh, and choose their communicators."""
+    inner_units = set() if inner is None else {*inner.of_unit.values()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            own = inner is not None and module in {*inner.of_unit.values()}
-            over, group = (inner.mesh, inner.reduce_group) if own else (mesh, reduce_group)
+            over, group = (inner.mesh, inner.reduce_group) if module in inner_units else (mesh, reduce_group)
             sum_gradients(module, over)
             _set_communicators(module, over, group, options)
+
+
+def _needs_fsdp(model: nn.Module, options: DataParallelOptions) -> bool:
+    """Return whether one rank wraps its parameters too: to cast or offload them, or as they are of two kinds."""
+    kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
+    casts = next(model.parameters()).dtype != options.param_dtype
+    return casts or options.cpu_offload or len(kinds) > 1
+
+
+def _order(reshard: Iterable[nn.Module], inner: InnerUnits | None) -> list[nn.Module]:
+    """Return the units in the order in which they are gathered: each outer unit before its inner one."""
+    if inner is None:
+        return [*reshard]
+    pairs = ((unit, inner.of_unit.get(unit)) for unit in reshard)
+    return [module for pair in pairs for module in pair if module is not None]
 
 
 def _set_communicators(

@@ -4,7 +4,7 @@ The decoder has `tok_embeddings`, `norm` and `output` (None if a pipeline stage 
 `args`, its `ModelArgs`. Each block has `attention` and `feed_forward` of this folder.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, apply_data_parallel, keep_on_host
 from trainer.distributed.expert_parallel import ExpertParallel, expert_units
 from trainer.distributed.parallel_dims import ParallelDims
@@ -61,18 +62,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
         for module in experts.values():
             parallelize_module(module, dims["ep"], ExpertParallel())
     if job.attention is not None:
-        for block in blocks:
-            if isinstance(block.attention, LinearAttention):
-                if dims.size("cp") > 1:
-                    parallelize_module(block, dims["cp"], {"attention.inner_convolution": ContextParallelConvolution()})
-                continue
-            inner, kept = block.attention.inner_attention, job.attention.keep_exchanged
-            options = {"sliding_window": inner.sliding_window, "keep_exchanged": kept}
-            attention = ContextParallelAttention(**options, softcap=getattr(inner, "softcap", None))
-            styles = {"attention.inner_attention": attention}
-            if getattr(block.attention, "short_conv", None) is not None and dims.size("cp") > 1:
-                styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
-            parallelize_module(block, dims["cp"], styles)
+        _context_parallel(blocks, dims, job.attention)
     if job.loss_chunk_tokens and model.output is not None:
         in_forward = job.pipeline is None and job.task.sums_losses
         how = {"in_forward": in_forward, "z_loss": config.training.z_loss if job.task.sums_losses else 0.0}
@@ -107,6 +97,22 @@ def _compiled_parts(block: nn.Module) -> list[tuple[nn.Module, str]]:
         return [(block, "with_attention"), (block, "with_feed_forward")]
     of_experts = [] if block.feed_forward.shared is None else [(block.feed_forward, "shared_output")]
     return [(block, "with_attention"), *of_experts]
+
+
+def _context_parallel(blocks: Iterable[nn.Module], dims: ParallelDims, options: ContextParallelOptions) -> None:
+    """Run the attention of each block by the plan of its context, and its convolutions over all ranks."""
+    for block in blocks:
+        if isinstance(block.attention, LinearAttention):
+            if dims.size("cp") > 1:
+                parallelize_module(block, dims["cp"], {"attention.inner_convolution": ContextParallelConvolution()})
+            continue
+        inner, kept = block.attention.inner_attention, options.keep_exchanged
+        arguments = {"sliding_window": inner.sliding_window, "keep_exchanged": kept}
+        attention = ContextParallelAttention(**arguments, softcap=getattr(inner, "softcap", None))
+        styles = {"attention.inner_attention": attention}
+        if getattr(block.attention, "short_conv", None) is not None and dims.size("cp") > 1:
+            styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
+        parallelize_module(block, dims["cp"], styles)
 
 
 def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:

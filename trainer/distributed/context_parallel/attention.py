@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from trainer.distributed.context_parallel.execution.build import Execution
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
 from trainer.distributed.context_parallel.execution.latent import value_dim
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange, Kept
@@ -62,25 +63,13 @@ def context_parallel_attention(
             latents are.
         OptionError: the kernel cannot do it.
     """
-    if not 0 < scale < math.inf:
-        raise ContextParallelError(
-            f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"
-        )
-    # No public name as of torch 2.13. The body of an operator does not see the tangents of `torch.func.jvp`.
-    if forward_ad._current_level >= 0:
-        raise ContextParallelError(
-            "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
-            "`torch.autograd.grad`), or compute the tangent on one process"
-        )
+    _check_call(scale)
     q, k, v = map(_rows_contiguous, (q, k, v))
     live, sequences = resolve(plan)
     run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
     live.calls += 1
-    if keep_exchanged and not isinstance(run, HeadExchange):
-        raise ContextParallelError(
-            "attention is asked to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
-            "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
-        )
+    if keep_exchanged:
+        _check_exchanges(run)
     kept = {"keep": True} if keep_exchanged else {}
     out, lse, *exchanged = run.forward(q, k, v, terms=Terms(scale, sinks, up), **kept)
     live.show_scores(layer_of(plan), lse, sequences)
@@ -117,6 +106,28 @@ def _context_parallel_attention_backward(
     run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
     dq, dk, dv, *others = run.backward(given, Terms(scale, sinks, up))
     return dq, dk, dv, *(dout.new_empty(0) if x is None else others.pop(0) for x in (sinks, up))
+
+
+def _check_call(scale: float) -> None:
+    """Refuse a scale that is not a number above 0, and forward-mode differentiation."""
+    if not 0 < scale < math.inf:
+        raise ContextParallelError(
+            f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"
+        )
+    # No public name as of torch 2.13. The body of an operator does not see the tangents of `torch.func.jvp`.
+    if forward_ad._current_level >= 0:
+        raise ContextParallelError(
+            "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
+            "`torch.autograd.grad`), or compute the tangent on one process"
+        )
+
+
+def _check_exchanges(run: Execution) -> None:
+    if not isinstance(run, HeadExchange):
+        raise ContextParallelError(
+            "attention is asked to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
+            "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
+        )
 
 
 def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:

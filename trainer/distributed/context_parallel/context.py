@@ -136,23 +136,13 @@ def context_parallel(
         ContextParallelError: a context is open already; buffers, mask or layout do not fit; ranks differ; attention was
             called without the plan; or, at the end, no attention ran over the plan.
     """
-    given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
-    options = replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
+    options = _with_names(options or ContextParallelOptions(), method, load_balancer)
     flat, _ = flat_mesh(mesh, options)
     if check_consistency:  # before checks that might fail on one rank alone
         _check_ranks_agree(flat, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
     cuts, seq_len = _cuts(buffers, buffer_seq_dims)
-    if any_plan_open(flat):
-        raise ContextParallelError(
-            "a context or region is open already over this mesh; leave it before entering `context_parallel`"
-        )
-    is_layout = isinstance(load_balancer, AxisLayout)
-    layout = load_balancer if is_layout else options.layout(seq_len, flat.size(), mask)
-    if (layout.length, layout.degree) != (seq_len, flat.size()):
-        raise ContextParallelError(
-            f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
-            f"are {seq_len} on {flat.size()}; make it for them, or name a load balancer"
-        )
+    _refuse_open(flat)
+    layout = _layout(load_balancer, options, mask, seq_len, flat.size())
     unwatched = local_attention or intercept is not None  # an interception watches on its own
     with (
         region(mesh, layout, mask, options, sequences=sequences, local_attention=unwatched) as cp,
@@ -160,6 +150,38 @@ def context_parallel(
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):
         yield cp
+
+
+def _with_names(
+    options: ContextParallelOptions, method: str | None, load_balancer: str | AxisLayout | None
+) -> ContextParallelOptions:
+    """Return the options with the method and the load balancer that are named."""
+    names = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
+    return replace(options, **{field: name for field, name in names.items() if name is not None})
+
+
+def _refuse_open(mesh: DeviceMesh) -> None:
+    if any_plan_open(mesh):
+        raise ContextParallelError(
+            "a context or region is open already over this mesh; leave it before entering `context_parallel`"
+        )
+
+
+def _layout(
+    load_balancer: str | AxisLayout | None,
+    options: ContextParallelOptions,
+    mask: Mask | None,
+    seq_len: int,
+    degree: int,
+) -> AxisLayout:
+    """Return the layout that is given in place of a load balancer, if it fits; else the layout of the options."""
+    layout = load_balancer if isinstance(load_balancer, AxisLayout) else options.layout(seq_len, degree, mask)
+    if (layout.length, layout.degree) != (seq_len, degree):
+        raise ContextParallelError(
+            f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
+            f"are {seq_len} on {degree}; make it for them, or name a load balancer"
+        )
+    return layout
 
 
 @contextmanager
