@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from scripts.gpu_blocks.block import largest
 from tests.distributed.other_models import RANKS, Attention, data, ranks, relative
 from tests.distributed.pool import WorkerPool
 from trainer.distributed.context_parallel.context import context_parallel
@@ -211,6 +212,6 @@ def settings_of(settings: dict[str, Any]) -> dict[str, Any]:
 
 def test_tables_of_positions_of_any_model(pool: WorkerPool) -> None:
     for *errors, permuted, cut, packed in pool.run(RANKS, tables_case):
-        assert max(errors) < 1e-12
+        assert largest(*errors) < 1e-12
         assert "counts positions from 0 on rank(s) [0, 1] of the group" in permuted
         assert all("counts positions from 0 on rank(s) [1] of the group" in message for message in (cut, packed))

@@ -516,6 +516,13 @@ PROCESSES = (
         "tests/unit/test_output.py::test_a_reader_that_goes_away_is_told_once_and_only_of_a_log",
     ),
     Mutant(
+        "an error of the GPU check that is NaN is passed over",
+        "scripts/gpu_blocks/block.py",
+        "return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)",
+        "return max(errors, default=0.0)",
+        "tests/repository/test_gpu_check.py::test_a_result_that_is_no_number_is_not_right",
+    ),
+    Mutant(
         "a large file of a block of the GPU check is kept",
         "scripts/gpu_check.py",
         "if file.stat().st_size > _MOST_BYTES:",
