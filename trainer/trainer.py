@@ -1,6 +1,5 @@
 """The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,40 +16,34 @@ from trainer.components.lr_scheduler import build_lr_scheduler, check_restart, s
 from trainer.components.metrics import MetricsLogger, StepRecord
 from trainer.components.norms import UpdateNorms, clip_gradients, settle_gradients, squared_norm
 from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups, mask_update
-from trainer.components.profiling import check_memory_snapshot, profiling
+from trainer.components.preparation import prepare_machine, prepare_process
+from trainer.components.profiling import profiling
 from trainer.components.qk_clip import QKClip
-from trainer.components.step_outcome import StepGuard, StepTotals, TrainingError
+from trainer.components.step_outcome import StepGuard, StepTotals
 from trainer.data.loader import BatchesAhead, data_identity
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import LossFunction, Pipeline
-from trainer.distributed.sharding.exchange import all_gather, all_reduce
+from trainer.distributed.sharding.exchange import all_reduce
 from trainer.distributed.sharding.tensors import to_device
 from trainer.families.args import mtp_layers_of
 from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.record import ResolvedJob
 from trainer.job.summary import closing
 from trainer.models.auxiliary_loss import normalise_auxiliary_losses
-from trainer.models.initialization import initialize, stored_as
+from trainer.models.model_parts import build_model_parts
 from trainer.models.model_spec import model_spec
 from trainer.observer import Observer, registered_observers
 from trainer.runtime.agreement import check_same, of_all_ranks, raise_on_all_ranks
 from trainer.runtime.console import logger, program, say_waiting
-from trainer.runtime.determinism import set_determinism
-from trainer.runtime.dump_folder import save_configuration
 from trainer.runtime.garbage import manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
 from trainer.runtime.time_limits import TimeLimits
 from trainer.tasks.evaluation import Validation
-from trainer.tasks.task import Batch, RankInputs, Task
-from trainer.transforms.compile import (
-    Recompilations,
-    check_compiler,
-    compiler_settings,
-    keep_caches_apart,
-)
-from trainer.transforms.float8 import check_float8_machine, precompute_scales
+from trainer.tasks.task import Batch, RankInputs, Task, check_same_batch
+from trainer.transforms.compile import Recompilations, compiler_settings, keep_caches_apart
+from trainer.transforms.float8 import precompute_scales
 
 _NO_DATA = "the data of the next step cannot be read: stopped"
 _SAVED = "checkpoint saved: the same command resumes from it"
@@ -68,12 +61,7 @@ class Trainer:
         self.config = config = job.config
         self.dims = ParallelDims(job.degrees, device.type)
         keep_caches_apart(self.dims)
-        self.stop = Stop(
-            config.checkpoint.stop_timeout_seconds,
-            signals=config.job.stop_signals,
-            max_minutes=config.job.max_minutes,
-            prints=self.dims.rank("world") == 0,
-        )
+        self.stop = self.build_stop()
         self.stop_reason: str | None = None
         """Why the run stops after this step."""
         self.save_is_due = False
@@ -85,8 +73,8 @@ class Trainer:
         )
         self.guard = StepGuard(config.training)
         self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
-        self._prepare_process()
-        raise_on_all_ranks(self._prepare_machine, self.dims["world"])
+        prepare_process(config.training)
+        raise_on_all_ranks(partial(prepare_machine, job, self.dims, device), self.dims["world"])
         say_waiting(f"reading the data {config.training.dataset_path or config.training.dataset}")
         self.task = self.build_task()
         self.data = BatchesAhead(self.task.build_loader(), job.micro_batches, self._to_device)
@@ -106,14 +94,7 @@ class Trainer:
         self.unread: Callable[[], None] | None = None
         """The rest of the last step, which reads its outcome; None if it is done."""
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
-        self.checkpoint = Checkpointer(
-            job,
-            self.dims,
-            model_parts=self.model_parts,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            loader=self.data,
-        )
+        self.checkpoint = self.build_checkpointer()
         self.validation = self.build_validation() if job.validates else None
         self._has_validated = False
         self.start_step, tokens_before = self.checkpoint.load()
@@ -121,6 +102,15 @@ class Trainer:
         if job.task.uses_model:
             self.task.use_model(self)
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
+
+    def build_stop(self) -> Stop:
+        """Build what ends the run early: signals, and `job.max_minutes`."""
+        return Stop(
+            self.config.checkpoint.stop_timeout_seconds,
+            signals=self.config.job.stop_signals,
+            max_minutes=self.config.job.max_minutes,
+            prints=self.dims.rank("world") == 0,
+        )
 
     def build_task(self) -> Task:
         """Build the task: what a batch holds, and how its loss is computed."""
@@ -149,6 +139,17 @@ class Trainer:
             found.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
         return found
 
+    def build_checkpointer(self) -> Checkpointer:
+        """Build what loads and saves the state of this run."""
+        return Checkpointer(
+            self.job,
+            self.dims,
+            model_parts=self.model_parts,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            loader=self.data,
+        )
+
     def build_validation(self) -> Validation:
         """Build the validation loop."""
         build = partial(Validation, self.job, self.dims, self.task)
@@ -158,19 +159,7 @@ class Trainer:
 
     def build_model_parts(self) -> list[nn.Module]:
         """Return the parts of the model that this rank runs, parallelised, with their initial weights."""
-        training, plan, stages = self.config.training, self.job.pipeline, [None]
-        if plan is not None:
-            stages = [plan.stages[number] for number in plan.stages_of(self.dims.rank("pp"))]
-        model_parts = []
-        for modules in stages:
-            with torch.device("meta"):
-                part: nn.Module = stored_as(self.spec.build(self.job.model), getattr(torch, training.dtype))
-            if modules is not None:
-                self.spec.keep_stage(part, modules)
-            self.spec.parallelize(part, self.dims, self.job)
-            initialize(part, seed=training.seed, device=self.device, offload=training.enable_cpu_offload)
-            model_parts.append(part)
-        return model_parts
+        return build_model_parts(self.spec, self.job, self.dims, self.device)
 
     def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline:
         """Return the pipeline, which runs these stages of this rank by its schedule."""
@@ -180,23 +169,6 @@ class Trainer:
         pipeline = raise_on_all_ranks(lambda: Pipeline(plan, model_parts, pp, **settings), self.dims["world"])
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
         return pipeline
-
-    def _prepare_process(self) -> None:
-        training = self.config.training
-        torch.manual_seed(training.seed)
-        set_determinism(training.deterministic)
-        # The sequence-parallel embedding returns a view, and nothing changes it in place.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-
-    def _prepare_machine(self) -> None:
-        """Check that this machine can run the job, and save the configuration."""
-        check_compiler(self.job.compilation, self.device)
-        check_float8_machine(
-            self.config.float8, self.device, norms_have_parameters=self.job.model.norms_have_parameters
-        )
-        check_memory_snapshot(self.config.profiling, self.device)
-        if self.dims.rank("world") == 0:
-            save_configuration(self.job.given)
 
     def train(self) -> None:
         """Train until `training.steps`, `job.max_minutes` or a signal, and save the last step.
@@ -286,7 +258,7 @@ class Trainer:
             if step > self.start_step + 1:
                 return self.data.take()
             batches = raise_on_all_ranks(self.data.take, self.dims["world"])
-        self._check_same_batch(batches[0])
+        check_same_batch(self.task, batches[0], self.dims)
         return batches
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -416,13 +388,3 @@ class Trainer:
         if self.job.task.copies_batches:
             return batch
         return {name: to_device(x, self.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-
-    def _check_same_batch(self, batch: Batch) -> None:
-        """Check that the ranks of one data-parallel rank read the same batch."""
-        mine = torch.tensor([self.task.batch_hash(batch)], dtype=torch.int64, device=self.device)
-        hashes = all_gather(mine, self.dims["pp_cp_tp"]).flatten().tolist()
-        if len(set(hashes)) > 1:
-            raise TrainingError(
-                f"the ranks {self.dims['pp_cp_tp'].mesh.tolist()} of one data-parallel rank read different batches "
-                f"(hashes {hashes}); the data set must be the same on all machines"
-            )

@@ -149,7 +149,7 @@ def forced_case(arguments: list[str], experts: list[int]) -> Record:
         for router in moe.routers_of([model]).values():
             router.selection_bias[experts] = 1e3
 
-    with mock.patch("trainer.trainer.initialize", initialize_and_force):
+    with mock.patch("trainer.models.model_parts.initialize", initialize_and_force):
         return run_layout(arguments)
 
 

@@ -18,8 +18,8 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.components import device_clock, metrics
+from trainer.components.step_outcome import TrainingError
 from trainer.runtime.process_group import process_group
-from trainer.trainer import TrainingError
 
 
 def bfloat16_case(folder: str, arguments: list[str]) -> dict:

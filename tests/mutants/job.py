@@ -340,7 +340,7 @@ DATA = (
     ),
     Mutant(
         "ranks that read different batches continue",
-        "trainer/trainer.py",
+        "trainer/tasks/task.py",
         "if len(set(hashes)) > 1:",
         "if len(set(hashes)) > 99:",
         _LOOP,

@@ -485,6 +485,13 @@ LAYOUTS = (
         "tests/distributed/test_parity.py::test_tied_weights_stay_one_parameter",
     ),
     Mutant(
+        "every rank of a pipeline holds the stages of the first one",
+        "trainer/models/model_parts.py",
+        'plan.stages_of(dims.rank("pp"))',
+        "plan.stages_of(0)",
+        "tests/distributed/test_pipeline.py::test_each_rank_holds_its_stages_only",
+    ),
+    Mutant(
         "a pipeline averages its micro-batches",
         "trainer/distributed/pipeline_parallel.py",
         'settings["scale_grads"] = False',

@@ -1,12 +1,15 @@
 """Law: deterministic kernels cost no writes of new tensors, and another run of the process is as before."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.profiler import profile
 
+from trainer.components.preparation import prepare_process
+from trainer.config.schema import JobConfig
 from trainer.runtime.determinism import set_determinism
 
 
@@ -46,3 +49,13 @@ def test_without_determinism_the_process_is_as_before() -> None:
     set_determinism(False)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_process_is_prepared_with_the_seed_and_determinism_of_its_job(seed: int, deterministic: None) -> None:
+    training = JobConfig().training
+    prepare_process(replace(training, seed=seed, deterministic=False))
+    assert torch.initial_seed() == seed
+    assert not torch.are_deterministic_algorithms_enabled()
+    prepare_process(replace(training, deterministic=True))
+    assert torch.are_deterministic_algorithms_enabled()

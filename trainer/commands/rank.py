@@ -98,11 +98,12 @@ def _train(job: ResolvedJob, device: "torch.device") -> None:
 def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]") -> int:
     """Do the work of this rank in the job's process group, report how it ended, and return the exit code."""
     with imports_uncollected():
+        import trainer.trainer  # noqa: F401 (what `work` imports, here without collections)
         from trainer.checkpoint.checkpointer import CheckpointError
         from trainer.components.out_of_memory import out_of_memory_explained
+        from trainer.components.step_outcome import TrainingError
         from trainer.runtime.process_group import Process, is_peer_failure, process_group
         from trainer.runtime.reports import Reports
-        from trainer.trainer import TrainingError
 
     config = job.config
     process = Process.from_environment(job.given.job.device)  # as the user wrote it: `auto` takes what PyTorch has

@@ -70,8 +70,6 @@ class TracedTrainer(loop.Trainer):
     def build_task(self) -> Task:
         return super().build_task() if self.job.task.name != "tokens" else _Task(self.job, self.dims)
 
-    def _check_same_batch(self, _batch: Batch) -> None: ...
-
 
 def patches(gpu: Gpu | None) -> Iterator[Any]:
     """Yield what is different for a device without values, and for a rank without peers. gpu: None for CPUs."""
@@ -84,6 +82,7 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
             yield patch(module, "raise_on_all_ranks", lambda do, _over: do())
     yield patch(loop, "set_timeout", lambda *_a, **_k: None)
     yield patch(loop, "check_same", lambda *_: None)
+    yield patch(loop, "check_same_batch", lambda *_: None)
     yield patch(loop, "EarlyUpdates", lambda *_: None)  # a thread of its own would not be traced
     yield patch(loop, "check_groups", lambda *_: None)
     yield patch(norms, "of_all_ranks", lambda kinds, _over: [kinds])

@@ -6,7 +6,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from trainer.components.step_outcome import TrainingError
 from trainer.data.loader import Loader
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_gather
 from trainer.models.model_spec import Model
 from trainer.observer import Observer
 
@@ -61,3 +64,19 @@ class Task(Protocol):
 
         part: the model part that has the output; hidden: what its forward returned.
         """
+
+
+def check_same_batch(task: Task, batch: Batch, dims: ParallelDims) -> None:
+    """Check that the ranks of one data-parallel rank read the same batch. A collective over these ranks.
+
+    Raises:
+        TrainingError: the batches differ.
+    """
+    ranks = dims["pp_cp_tp"]
+    own_hash = torch.tensor([task.batch_hash(batch)], dtype=torch.int64, device=ranks.device_type)
+    hashes = all_gather(own_hash, ranks).flatten().tolist()
+    if len(set(hashes)) > 1:
+        raise TrainingError(
+            f"the ranks {ranks.mesh.tolist()} of one data-parallel rank read different batches (hashes {hashes}); the "
+            "data set must be the same on all machines"
+        )

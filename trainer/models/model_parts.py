@@ -1,0 +1,26 @@
+"""Build the parts of a model that one rank runs."""
+
+import torch
+from torch import nn
+
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.job.record import ResolvedJob
+from trainer.models.initialization import initialize, stored_as
+from trainer.models.model_spec import ModelSpec
+
+
+def build_model_parts(spec: ModelSpec, job: ResolvedJob, dims: ParallelDims, device: torch.device) -> list[nn.Module]:
+    """Return the whole model, or the pipeline stages of this rank, parallelised, with their initial weights."""
+    training, plan, stages = job.config.training, job.pipeline, [None]
+    if plan is not None:
+        stages = [plan.stages[number] for number in plan.stages_of(dims.rank("pp"))]
+    model_parts = []
+    for modules in stages:
+        with torch.device("meta"):
+            part: nn.Module = stored_as(spec.build(job.model), getattr(torch, training.dtype))
+        if modules is not None:
+            spec.keep_stage(part, modules)
+        spec.parallelize(part, dims, job)
+        initialize(part, seed=training.seed, device=device, offload=training.enable_cpu_offload)
+        model_parts.append(part)
+    return model_parts
