@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, apply_data_parallel
+from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, Units, apply_data_parallel
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.modules import dry_run, parallelize
 from trainer.distributed.domain_parallel.tensor import DomainTensor
@@ -49,7 +49,7 @@ def parallelize_fields(
     apply_activation_checkpoint(model.layers, job.config.activation_checkpoint)
     apply_compile(model.layers, job.compilation)
     options, group = DataParallelOptions.of(job), dims.own_group("dp_shard_cp", REDUCE_SCATTER)
-    apply_data_parallel(model, blocks, model.output, dims.parameter_mesh, options, reduce_group=group)
+    apply_data_parallel(model, Units(blocks, model.output), dims.parameter_mesh, options, group)
 
 
 def _shard_linear(linear: nn.Linear, mesh: DeviceMesh, dim: int) -> None:

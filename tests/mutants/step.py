@@ -317,7 +317,7 @@ GRADIENTS = (
     Mutant(
         "the output projection is gathered when all layers are done",
         "trainer/distributed/data_parallel.py",
-        "last_is_apart=last is not None",
+        "last_is_apart=units.last is not None",
         "last_is_apart=False",
         "tests/distributed/test_collectives.py::test_the_output_projection_is_gathered_while_the_last_layer_computes",
     ),

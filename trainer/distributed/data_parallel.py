@@ -71,25 +71,40 @@ class InnerUnits:
     """See `apply_data_parallel`."""
 
 
+@dataclass(frozen=True)
+class Units:
+    """Modules whose parameters are gathered together. All other parameters of the model belong to the root."""
+
+    in_order: Sequence[nn.Module]
+    """Units that are gathered one at a time, in the order of the forward."""
+    last: nn.Module | None = None
+    """One more unit, whose parameters the backward needs first; it stays gathered unless `reshard_last`."""
+    inner: InnerUnits | None = None
+    """Units within those of `in_order`."""
+    exact: Sequence[nn.Module] = ()
+    """Small modules within units, whose parameters are not cast."""
+
+
 def apply_data_parallel(
     model: nn.Module,
-    units: Sequence[nn.Module],
-    last: nn.Module | None,
+    units: Units,
     mesh: DeviceMesh,
     options: DataParallelOptions,
-    inner: InnerUnits | None = None,
     reduce_group: dist.ProcessGroup | None = None,
-    exact: Sequence[nn.Module] = (),
 ) -> None:
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
-    units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose
-    parameters the backward needs first; it stays gathered unless `reshard_last`. inner: units within `units`. All
-    other parameters belong to the root. reduce_group: of the ranks that shard, for reduce-scatter alone; None: that
-    of the mesh. exact: small modules within units, whose parameters are not cast. The model is not changed where
-    there is nothing to shard, to cast or to offload; but plain parameters beside tensor-parallel ones are wrapped
-    over one rank too, because the optimizer takes one kind only.
+    The model is not changed where there is nothing to shard, to cast or to offload. But plain parameters beside
+    tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
+
+    Args:
+        model: The whole model, or the stage of this rank.
+        units: The modules whose parameters are gathered together.
+        mesh: The ranks that shard, or (replicate, shard).
+        options: Data types, memory and prefetching.
+        reduce_group: The ranks that shard, for reduce-scatter alone; None: the group of the mesh.
     """
+    inner = units.inner
     is_sharded = mesh.size() > 1 or (inner is not None and inner.mesh.size() > 1)
     if not is_sharded and not _needs_fsdp(model, options):
         return
@@ -100,16 +115,16 @@ def apply_data_parallel(
         "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy(),
     }
     uncast = {"mp_policy": MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)}
-    for module in exact:
+    for module in units.exact:
         if next(module.parameters()).dtype != options.param_dtype:
             fully_shard(module, **settings | uncast)
     if inner is not None:
         for unit in inner.of_unit.values():
             own = settings | {"mesh": inner.mesh, "shard_placement_fn": inner.placement}
             fully_shard(unit, reshard_after_forward=_frees(inner.mesh, options), **own)
-    reshard = dict.fromkeys(units, _frees(mesh, options))
-    if last is not None:
-        reshard[last] = options.reshard_last and _frees(mesh, options)
+    reshard = dict.fromkeys(units.in_order, _frees(mesh, options))
+    if units.last is not None:
+        reshard[units.last] = options.reshard_last and _frees(mesh, options)
     for unit, after_forward in reshard.items():
         fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
@@ -117,7 +132,7 @@ def apply_data_parallel(
         # Each gathers the next one at least: a host that waits for the routing of tokens is not ahead of the device.
         ahead, behind = max(2 * options.forward_prefetch, 1), 2 * options.backward_prefetch
         options = replace(options, forward_prefetch=ahead, backward_prefetch=behind)
-    _prefetch(_order(reshard, inner), options, last_is_apart=last is not None)
+    _prefetch(_order(reshard, inner), options, last_is_apart=units.last is not None)
     _set_reductions(model, mesh, reduce_group, inner, options)
 
 

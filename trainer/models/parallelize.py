@@ -20,7 +20,13 @@ from torch.distributed.tensor.parallel import (
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, apply_data_parallel, keep_on_host
+from trainer.distributed.data_parallel import (
+    REDUCE_SCATTER,
+    DataParallelOptions,
+    Units,
+    apply_data_parallel,
+    keep_on_host,
+)
 from trainer.distributed.expert_parallel import ExpertParallel, expert_units
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import (
@@ -83,11 +89,11 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     apply_offload(before_norm, config.activation_checkpoint, job.device_type)
     # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
-    units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
-    options, last = DataParallelOptions.of(job), None if tied else model.output
-    inner, group = expert_units(experts, dims), dims.own_group("dp_shard_cp", REDUCE_SCATTER)
+    in_order = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
     exact = [module for module in model.modules() if isinstance(module, Decay)]
-    apply_data_parallel(model, units, last, dims.parameter_mesh, options, inner, group, exact)
+    units = Units(in_order, None if tied else model.output, expert_units(experts, dims), exact)
+    group = dims.own_group("dp_shard_cp", REDUCE_SCATTER)
+    apply_data_parallel(model, units, dims.parameter_mesh, DataParallelOptions.of(job), group)
     keep_on_host(model, "attention_plan")
 
 
