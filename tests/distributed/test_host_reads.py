@@ -79,7 +79,7 @@ def reads_case(arguments: list[str], planted: bool = False) -> tuple[dict[str, i
     return dict(reads.counts), listed
 
 
-TOTALS, HANDLE = (9,), (2,)  # loss, norm and seven votes; the plan of two sequences, which is in host memory
+TOTALS, HANDLE = (10,), (2,)  # loss, norm and eight votes; the plan of two sequences, which is in host memory
 UPDATE, BACKWARD = ("update",), ("backward",)
 FUSED = ["--optimizer.implementation=fused"]
 DOCUMENTS = ["--training.attention_mask=document"]

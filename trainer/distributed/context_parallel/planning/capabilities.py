@@ -79,8 +79,8 @@ INDEX_LIMIT = 1 << 31
 """Kernels of GPUs address elements with 32-bit integers. A call of this size, or a row at this offset, wraps around.
 
 Seen on an H100 with PyTorch 2.11: at 540,000 rows of 32 heads of 128, FlashAttention-2's ragged backward wrote dq into
-other tensors, and cuDNN 9.19 returned a dq with a relative error of up to 7 %. Both were right at 500,000 rows. No release
-is known in which both are mended (flash-attention pull request 2260 for the former), so the limit holds for all.
+other tensors, and cuDNN 9.19 returned a dq with a relative error of up to 7 %. Both were right at 500,000 rows. No
+release is known in which both are mended (flash-attention pull request 2260 for the former), so the limit always holds.
 """
 
 LARGE_TILE = 8192
