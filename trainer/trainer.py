@@ -23,7 +23,7 @@ from trainer.components.step_outcome import StepGuard, StepTotals
 from trainer.data.loader import BatchesAhead, data_identity
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.pipeline_parallel import LossFunction, Pipeline
+from trainer.distributed.pipeline_parallel import HiddenStates, LossFunction, Pipeline
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.distributed.sharding.tensors import to_device
 from trainer.families.args import mtp_layers_of
@@ -163,10 +163,10 @@ class Trainer:
 
     def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline:
         """Return the pipeline, which runs these stages of this rank by its schedule."""
-        settings = {"device": self.device, "dtype": self.compute_dtype, "dim": self.job.model.dim}
-        settings |= {"tp": self.dims.size("tp"), "rows": 1 + mtp_layers_of(self.job.model)}
-        pp = self.dims["pp"]
-        pipeline = raise_on_all_ranks(lambda: Pipeline(plan, model_parts, pp, **settings), self.dims["world"])
+        model = self.job.model
+        hidden = HiddenStates(model.dim, self.compute_dtype, self.dims.size("tp"), rows=1 + mtp_layers_of(model))
+        build = partial(Pipeline, plan, model_parts, self.dims["pp"], self.device, hidden)
+        pipeline = raise_on_all_ranks(build, self.dims["world"])
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
         return pipeline
 

@@ -6,6 +6,7 @@ runs no extra forward to find it. Gradients are sums; they are not divided by th
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -24,12 +25,31 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has the first and the last s
 LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class HiddenStates:
+    """The hidden states that one stage of a pipeline sends to the next: (sequences * rows, length / tp, dim)."""
+
+    dim: int
+    dtype: torch.dtype
+    tp: int = 1
+    """Tensor-parallel ranks, which shard them along the sequence."""
+    rows: int = 1
+    """Rows for each sequence of a step: one, and one for each further token."""
+
+    def shape(self, sequences: int, length: int) -> tuple[int, int, int]:
+        """Return the shape on one rank, without rows of further tokens."""
+        return sequences, length // self.tp, self.dim
+
+
 class Pipeline:
     """Runs batches through all stages, forward and backward, cut into micro-batches.
 
-    model_parts: the stages of this rank, in the order of `plan.stages_of(rank)`; mesh: the 1-D pipeline mesh; dim,
-    dtype: of the hidden states; tp: ranks that shard them along the sequence; rows: of hidden states for each sequence
-    of a step, those of further tokens included.
+    Args:
+        plan: The stages of all ranks, and their schedule.
+        model_parts: The stages of this rank, in the order of `plan.stages_of(rank)`.
+        mesh: The 1-D pipeline mesh.
+        device: The device of this rank.
+        hidden: What a stage sends to the next one.
 
     Raises:
         ConfigError: the schedule of the plan's CSV file cannot run, or this PyTorch cannot run the schedule.
@@ -40,16 +60,14 @@ class Pipeline:
         plan: PipelinePlan,
         model_parts: Sequence[nn.Module],
         mesh: DeviceMesh,
-        *,
         device: torch.device,
-        dim: int,
-        dtype: torch.dtype,
-        tp: int,
-        rows: int = 1,
+        hidden: HiddenStates,
     ) -> None:
         self.plan = plan
         self.model_parts = model_parts
-        self._mesh, self._device, self._dim, self._dtype, self._tp, self._rows = mesh, device, dim, dtype, tp, rows
+        self._mesh = mesh
+        self._device = device
+        self._hidden = hidden
         self._numbers = plan.stages_of(mesh.get_local_rank())
         self.has_first, self.has_last = 0 in self._numbers, len(plan.stages) - 1 in self._numbers
         self._shape: tuple[int, int] | None = None
@@ -58,7 +76,7 @@ class Pipeline:
         self._loss: LossFunction | None = None
         # At an error PyTorch would print the whole schedule on every rank.
         logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
-        self._prepare((plan.micro_batches, tp))  # any shape shows whether the schedule can run
+        self._prepare((plan.micro_batches, hidden.tp))  # any shape shows whether the schedule can run
 
     def step(
         self, tokens: torch.Tensor, labels: torch.Tensor, loss: LossFunction, **per_sequence: torch.Tensor | None
@@ -92,7 +110,7 @@ class Pipeline:
         """
         rank, stages = self._mesh.get_local_rank(), len(self.plan.stages)
         owners = {number: r for r in range(self._mesh.size()) for number in self.plan.stages_of(r)}
-        shape = tokens.shape[0], tokens.shape[1] // self._tp, self._dim
+        shape = self._hidden.shape(*tokens.shape)
         sent, hidden = [], None
         for number, part in zip(self._numbers, self.model_parts, strict=True):
             if number == 0:
@@ -100,7 +118,7 @@ class Pipeline:
             elif owners[number - 1] == rank:
                 x = hidden
             else:
-                x = torch.empty(shape, dtype=self._dtype, device=self._device)
+                x = torch.empty(shape, dtype=self._hidden.dtype, device=self._device)
                 arriving = Transfer(x, owners[number - 1], is_send=False)
                 send_receive([arriving], self._group, kind="pipeline").wait()
             hidden = part(x, **arguments)
@@ -129,7 +147,8 @@ class Pipeline:
     def _prepare(self, shape: tuple[int, int]) -> None:
         sequences, length = shape[0] // self.plan.micro_batches, shape[1]
         tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(sequences * self._rows, length // self._tp, self._dim, dtype=self._dtype, device="meta")
+        hidden_shape = self._hidden.shape(sequences * self._hidden.rows, length)
+        hidden = torch.empty(hidden_shape, dtype=self._hidden.dtype, device="meta")
         hidden.requires_grad_()
         self._stages = [
             PipelineStage(
