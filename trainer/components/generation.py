@@ -298,8 +298,8 @@ def generate(
         SharedConfigError: on every rank, if logits are not numbers.
     """
     if len(prompts) > 1 and rotated_until(model, 1) < math.inf:  # the frequencies depend on the length of each text
-        how = {"tokens": tokens, "sampling": sampling, "ends": ends}
-        return _one_by_one(model, job, dims, prompts, seed=seed, on_token=on_token, on_prompt=on_prompt, **how)
+        one = partial(generate, model, job, dims, tokens=tokens, sampling=sampling, ends=ends, on_prompt=on_prompt)
+        return _one_by_one(one, prompts, seed, on_token)
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     texts, open_texts = [list(prompt) for prompt in prompts], list(range(len(prompts)))
     written: list[list[int]] = [[] for _ in prompts]
@@ -333,24 +333,22 @@ def _check_numbers(logits: torch.Tensor) -> None:
 
 
 def _one_by_one(
-    model: nn.Module,
-    job: ResolvedJob,
-    dims: ParallelDims,
+    generate_one: Callable[..., list[list[int]]],
     prompts: Sequence[Sequence[int]],
-    *,
     seed: int,
     on_token: Callable[[int, int, torch.Tensor], bool | None] | None,
-    on_prompt: Callable[[int, torch.Tensor], None] | None,
-    **how: Any,
 ) -> list[list[int]]:
-    """Continue each prompt alone, see `generate`; `on_prompt` gets the logits (1, N, V) of one prompt after another."""
+    """Continue each prompt alone, as `generate` does; its `on_prompt` gets the logits (1, N, V) of each in turn.
+
+    generate_one: `generate`, which still takes prompts, seed and `on_token`.
+    """
     found = []
     for number, prompt in enumerate(prompts):
 
         def tell(_: int, token: int, logits: torch.Tensor, number: int = number) -> bool | None:
             return None if on_token is None else on_token(number, token, logits)
 
-        found += generate(model, job, dims, [prompt], seed=seed + number, on_token=tell, on_prompt=on_prompt, **how)
+        found += generate_one([prompt], seed=seed + number, on_token=tell)
     return found
 
 
