@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from trainer.config.keys import keys_of
 from trainer.config.schema import JobConfig
 
@@ -192,3 +194,12 @@ class A:
     assert (source.lines, source.code_lines, source.wide_lines) == (13, 6, 0)
     assert source.functions == [("a.py:9 f", 5)]
     assert source.parameter_lists == [("a.py:9 f", 4)]
+
+
+def test_a_number_follows_its_count_in_both_directions() -> None:
+    check("MOST", 991, 1000, [])
+    check("MOST", 0, 0, [])
+    with pytest.raises(AssertionError, match=r"has 1,001, and MOST allows 1,000(.|\n)*trainer/a\.py:1 f: 60"):
+        check("MOST", 1001, 1000, [("trainer/a.py:1 f", 60)])
+    with pytest.raises(AssertionError, match="has 989 only: lower MOST from 1,000"):
+        check("MOST", 989, 1000, [])
