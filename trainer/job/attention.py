@@ -30,9 +30,12 @@ def resolve_attention(
 ) -> tuple[ContextParallelOptions | None, str]:
     """Return the options of planned attention, and why `auto` chose its method (empty if the configuration names one).
 
-    None: plain causal attention on one rank. device_type: `auto` weighs bytes, which depend on its data type. node:
-    ranks on one node, None for all; `auto` weighs bytes to other nodes more. With
-    packed documents `auto` chooses for each batch (`batch_chooser`), and these options are for the rest of the run.
+    None: plain causal attention on one rank. With packed documents `auto` chooses for each batch (`batch_chooser`), and
+    these options are for the rest of the run.
+
+    Args:
+        device_type: `auto` weighs bytes, which depend on its data type.
+        node: ranks on one node, None for all; `auto` weighs bytes to other nodes more.
 
     Raises:
         ConfigError: a kernel that lacks a feature, a method that cannot divide the heads, or degrees that do not fit.
@@ -70,18 +73,24 @@ def resolve_attention(
         check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
     passes, queries = _checked_heads(parallelism, options, model)
     keep = parallelism.context_parallel_keep_exchanged
-    if keep and latent_of(model) is not None:
+    if keep:
+        _check_keeping(model, passes, queries)
+    return replace(options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries), reason
+
+
+def _check_keeping(model: ModelArgs, passes: int, queries: int) -> None:
+    """Raise a ConfigError if what was exchanged is latents, or is exchanged by a few heads at a time."""
+    if latent_of(model) is not None:
         raise ConfigError(
             "parallelism.context_parallel_keep_exchanged = true keeps keys and values, and latent attention sends "
             "latents, which are small; leave it out"
         )
-    if (passes or queries) and keep:
+    if passes or queries:
         which = f"heads_per_pass = {passes}" if passes else f"query_heads_per_pass = {queries}"
         raise ConfigError(
             f"parallelism.context_parallel_keep_exchanged = true keeps all heads; context_parallel_{which} takes less "
             "memory; use one of them"
         )
-    return replace(options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries), reason
 
 
 def is_too_large_without_plan(config: JobConfig, model: ModelArgs) -> bool:

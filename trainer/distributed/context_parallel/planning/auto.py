@@ -81,27 +81,28 @@ def choose(
                 layout = replace(way, load_balancer=balancer).layout(masks[0].q_len, degree, batch)
                 candidates.append(Candidate(way, *_busiest(way, layout, masks, shape, node or degree)))
     candidates.sort(key=lambda c: c.weight)
-    near = [c for c in candidates if c.weight <= 1.1 * candidates[0].weight]
-    rows = masks[0].q_len // degree
-    hidden = next((c for c in near if c.options.spread.overlaps), None)
-    crosses = any(c.bytes_outside for c in candidates)
-    least = "within a tenth of the least that a busiest rank sends"
-    least += f", a byte off node counted {NETWORK} times" if crosses else ""
-    if hidden is None:
-        best = min(near, key=lambda c: (c.kernels, c.weight))
-        reason = f"{least}, with the fewest kernels"
-    elif rows >= shortest_ring(hidden.stages):
-        best = hidden
-        reason = f"{least}, hidden behind {rows:,} tokens a rank"
-    else:
-        best = next(c for c in candidates if c.options.method == hidden.options.spread.when_short)
-        reason = (
-            f"a {hidden.options.method} would send {hidden.bytes_sent / 2**20:,.2f} MiB, in messages and launches that "
-            f"{rows:,} tokens a rank cannot hide"
-        )
+    best, reason = _best(candidates, masks[0].q_len // degree)
     return best.options, (
         f"{best} ({reason}; a layer, forward and backward: {', '.join(map(str, candidates))}; "
         f"{shape.heads}/{shape.kv_heads} heads over {degree} ranks)"
+    )
+
+
+def _best(candidates: list[Candidate], rows: int) -> tuple[Candidate, str]:
+    """Return the method that is taken, and why. candidates: by their weight; rows: tokens of a rank."""
+    near = [c for c in candidates if c.weight <= 1.1 * candidates[0].weight]
+    hidden = next((c for c in near if c.options.spread.overlaps), None)
+    if hidden is None or rows >= shortest_ring(hidden.stages):
+        crosses = any(c.bytes_outside for c in candidates)
+        least = "within a tenth of the least that a busiest rank sends"
+        least += f", a byte off node counted {NETWORK} times" if crosses else ""
+        if hidden is None:
+            return min(near, key=lambda c: (c.kernels, c.weight)), f"{least}, with the fewest kernels"
+        return hidden, f"{least}, hidden behind {rows:,} tokens a rank"
+    best = next(c for c in candidates if c.options.method == hidden.options.spread.when_short)
+    sent = f"{hidden.bytes_sent / 2**20:,.2f} MiB"
+    return best, (
+        f"a {hidden.options.method} would send {sent}, in messages and launches that {rows:,} tokens a rank cannot hide"
     )
 
 
