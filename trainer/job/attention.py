@@ -65,10 +65,10 @@ def resolve_attention(
     )
     reason = ""
     if method == "auto":
-        documents = config.masks_documents
         local = _local_shape(config, model, device_type)
         masks = _layer_masks(model, config.training.seq_len)
-        options, reason = choose(options, masks, degree, local, hybrids=not documents, node=_sharing(node, tp))
+        ways = {"hybrids": not config.masks_documents, "node": _sharing(node, tp)}
+        options, reason = choose(options, masks, degree, local, **ways)
     with options_as_keys():
         check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
     passes, queries = _checked_heads(parallelism, options, model)
