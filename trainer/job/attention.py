@@ -48,23 +48,11 @@ def resolve_attention(
     if not (has_plan or (device_type == "cuda" and is_too_large_without_plan(config, model))):
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
     if degree == 1:
         return ContextParallelOptions(kernel=parallelism.context_parallel_kernel, multiple_of=tp), ""
-    named = ContextParallelOptions().method if method == "auto" else method
-    two_level = METHODS[named].two_level
-    if two_level:
-        _check_hybrid(hybrid, degree)
-    options = ContextParallelOptions(
-        method=named,
-        load_balancer=parallelism.context_parallel_load_balancer,
-        kernel=parallelism.context_parallel_kernel,
-        hybrid_degrees=hybrid if two_level else None,
-        multiple_of=tp,
-        gradient_dtype=_checked_gradients(config, device_type),
-    )
+    options = _options_before_auto(config, device_type)
     reason = ""
-    if method == "auto":
+    if parallelism.context_parallel_method == "auto":
         local = _local_shape(config, model, device_type)
         masks = _layer_masks(model, config.training.seq_len)
         ways = {"hybrids": not config.masks_documents, "node": _sharing(node, tp)}
@@ -76,6 +64,24 @@ def resolve_attention(
     if keep:
         _check_keeping(model, passes, queries)
     return replace(options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries), reason
+
+
+def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallelOptions:
+    """Return the options that the configuration names; for the method `auto` with the default method."""
+    parallelism = config.parallelism
+    method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
+    named = ContextParallelOptions().method if method == "auto" else method
+    two_level = METHODS[named].two_level
+    if two_level:
+        _check_hybrid(hybrid, parallelism.context_parallel_degree)
+    return ContextParallelOptions(
+        method=named,
+        load_balancer=parallelism.context_parallel_load_balancer,
+        kernel=parallelism.context_parallel_kernel,
+        hybrid_degrees=hybrid if two_level else None,
+        multiple_of=parallelism.tensor_parallel_degree,
+        gradient_dtype=_checked_gradients(config, device_type),
+    )
 
 
 def _check_keeping(model: ModelArgs, passes: int, queries: int) -> None:
