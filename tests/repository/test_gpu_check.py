@@ -29,6 +29,7 @@ from trainer.distributed.context_parallel import attention
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import Math
 from trainer.distributed.context_parallel.planning.mask import Relation
+from trainer.families.decoder_args import LLAMA3
 from trainer.job import resolve
 
 _FAULTS = "tests.repository.gpu_check_faults"
@@ -384,3 +385,4 @@ def test_rows_that_fail_are_problems_of_float8(tmp_path: Path, monkeypatch: pyte
     steps.float8(checked)
     assert len(checked.problems) == 2
     assert "RuntimeError: no kernel" in checked.problems[0]
+    assert not [name for name in LLAMA3 if ":" in name], "flavors of the check stay in the process"
