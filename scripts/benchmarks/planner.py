@@ -138,7 +138,7 @@ def seconds(run: dict[str, str], found: dict[str, Any], on: Device, efficiency: 
     """Return the predicted time of a step."""
     profile = Profile(**found["profile"])
     work = {part: dict(amounts) for part, amounts in profile.work.items()}
-    for amounts in work.values():  # kernels of attention are those of the other program, which is not known
+    for amounts in work.values():  # the other program's kernels of attention are not known
         for name in [x for x in amounts if x.startswith(("attention_", "tails_"))]:
             amount, direction = amounts.pop(name), name.partition(" ")[0]
             if direction.startswith("attention_"):

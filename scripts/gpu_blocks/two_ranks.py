@@ -1,7 +1,7 @@
 """NCCL between ranks that share one GPU: attention, the program with its checkpoints, and a time-out.
 
-NCCL refuses two ranks on one GPU of one machine. Each rank names a host of its own, so that NCCL takes them for two
-machines and sends through sockets: the order and the bytes of messages are real, and their speed says nothing.
+NCCL refuses two ranks of one machine on one GPU. Each rank names another host, so NCCL assumes two machines and sends
+through sockets. The order and the bytes of messages are real. Their speed is not.
 """
 
 import json

@@ -236,7 +236,7 @@ OPS = torch.ops.attention_stand_in
 
 
 def cudnn_for_tiles(large: int) -> CudnnVarlen:
-    """`cudnn_varlen` with another idea of what is large."""
+    """Return `cudnn_varlen` with another smallest large tile."""
     kernel = CudnnVarlen(OPS)
     kernel.capabilities = replace(kernel.capabilities, large=large)
     return kernel

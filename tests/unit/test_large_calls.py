@@ -25,7 +25,7 @@ heads_of_a_call = pytest.mark.parametrize("heads", [(4, 2, 2), (4, 4, 3), (6, 2,
 
 
 def limited(kernel: Kernel, heads: int, rows: int, calls: int = 1, head_dim: int = 16) -> HeadGroups:
-    """Return the kernel with so low a limit that a call has no more than so many heads."""
+    """Return the kernel with a limit that allows `heads` heads in a call, and no more."""
     grouped = HeadGroups(kernel)
     limit = heads * call_elements(2, rows, calls, head_dim) + 1
     grouped.capabilities = replace(kernel.capabilities, elements=limit)

@@ -77,7 +77,7 @@ def test_the_prediction_is_a_limit_before_and_after_the_first_step(clock: Clock)
     run = Run(clock, predicted=313.0)
     assert run.set == [939]
     for _ in range(3):
-        run.step(20.0)  # short documents: those of a later step may be as long as its sequences
+        run.step(20.0)  # short documents; a later step may have documents as long as its sequences
     assert run.set == [939]
 
 

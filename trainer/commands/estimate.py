@@ -61,9 +61,8 @@ def main(argv: list[str]) -> int:
             return 0
         record, note = device(options.gpu), ""
         record = replace(record, node=start.ranks or record.node)
-        resolve(
-            config, ranks, record.type, node=record.node, missing=[]
-        )  # what is wrong is told before a process imports torch
+        # Errors of the configuration are reported here, before a process imports torch.
+        resolve(config, ranks, record.type, node=record.node, missing=[])
         if record.type == "cuda" and (why := shim.why_not()):
             note = f"{why}: traced with the kernels of CPUs, which keep more of norms and attention than those of a GPU"
             record, arguments = replace(record, type="cpu"), [*arguments, *_AS_ON_GPUS]

@@ -59,7 +59,7 @@ class Server:
     """The server of rank 0: it queues requests, and sends the parts of their answers."""
 
     def __init__(self, args: argparse.Namespace, longest: int, tokenizer: Tokenizer, talk: Talk | ConfigError) -> None:
-        """longest: limit of tokens for prompt and answer; talk: the chat template, or the error why there is none."""
+        """longest: most tokens of prompt and answer; talk: the chat template, or the error if the model has none."""
         self._args, self._longest, self._tokenizer, self._talk = args, longest, tokenizer, talk
         self._most_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * longest
         self._name = args.folder.resolve().name

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -98,7 +99,7 @@ def _train(job: ResolvedJob, device: "torch.device") -> None:
 def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]") -> int:
     """Do the work of this rank in the job's process group, report how it ended, and return the exit code."""
     with imports_uncollected():
-        import trainer.trainer  # noqa: F401 (what `work` imports, here without collections)
+        import_module("trainer.trainer")  # `work` imports it later, with garbage collection
         from trainer.checkpoint.checkpointer import CheckpointError
         from trainer.components.out_of_memory import out_of_memory_explained
         from trainer.components.step_outcome import TrainingError
@@ -200,10 +201,10 @@ def set_allocator(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def set_connections(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Give each CUDA stream of a rank a queue of its own, unless the user set the number of queues.
+    """Set the number of hardware queues for CUDA streams to 32, unless the user set it.
 
-    CUDA makes 8, and computation, FSDP, keys and values, their gradients and copies run on about ten streams: two that
-    share a queue wait for each other. CUDA reads the variable when it starts.
+    CUDA makes 8 queues by default. Computation, FSDP, keys and values, their gradients and copies run on about ten
+    streams, and two streams in one queue wait for each other. CUDA reads the variable when it starts.
     """
     environ.setdefault(CUDA_CONNECTIONS, "32")  # CUDA has no more
 

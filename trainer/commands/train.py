@@ -84,18 +84,8 @@ def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] 
         return None
     folder.mkdir(parents=True, exist_ok=True)
     ranks = str(start.world_size(config, machine))
-    command = [
-        sys.executable,
-        "-m",
-        "trainer",
-        "estimate",
-        *start.arguments,
-        "--world-size",
-        ranks,
-        "--ngpu",
-        ranks,
-        "--json",
-    ]
+    command = [sys.executable, "-m", "trainer", "estimate", *start.arguments]
+    command += ["--world-size", ranks, "--ngpu", ranks, "--json"]
     with (folder / ESTIMATE).open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL)
 

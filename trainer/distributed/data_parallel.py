@@ -80,7 +80,7 @@ class Units:
     last: nn.Module | None = None
     """One more unit, whose parameters the backward needs first; it stays gathered unless `reshard_last`."""
     inner: InnerUnits | None = None
-    """Units within those of `in_order`."""
+    """Units inside units of `in_order`."""
     exact: Sequence[nn.Module] = ()
     """Small modules within units, whose parameters are not cast."""
 

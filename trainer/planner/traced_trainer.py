@@ -106,7 +106,7 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
 
 
 def installed_flash(gpu: Gpu | None) -> FlashPackage | None:
-    """Return the package that the flash operators of a run on such GPUs would have, by what is installed here."""
+    """Return the flash package that a run on such GPUs would use, judged by the packages installed here."""
     if gpu is None:
         return None
     return next(iter(usable(gpu.capability, deterministic=torch.are_deterministic_algorithms_enabled())), None)

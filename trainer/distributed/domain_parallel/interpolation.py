@@ -93,7 +93,7 @@ def _plan(layout: AxisLayout, sources: Sources) -> WindowPlan:
 
 @lru_cache(maxsize=1024)
 def _is_whole(tile: Tile, sources: Sources) -> bool:
-    """Return whether the nearest rows are those of an axis that has just the rows of the tile."""
+    """Return whether the tile alone has the same nearest rows as the whole axis."""
     (start, stop), (first, last) = tile
     rows = tuple(row - first for row, *_ in sources[start:stop])
     return rows == tuple(row for row, *_ in _sources(last - first, stop - start, None, "nearest", False))

@@ -36,7 +36,7 @@ from trainer.distributed.context_parallel.execution.stages import (
     with_sinks,
 )
 from trainer.distributed.context_parallel.planning.heads import passes_of
-from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, adds_up, fresh_rows
+from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, fresh_rows
 from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
 from trainer.distributed.sharding.exchange import (
     Pending,
@@ -94,7 +94,7 @@ class StagedExecution:
         q, k, v = (fold_batch(x, self.plan) for x in qkv)
         expansion = None if up is None else Expansion(up, q.shape[3])
         out_dim = v.shape[3] if up is None else value_dim(q, k, up)
-        total = Merged(q, out_dim, merges=adds_up(chain.from_iterable(self.lowered.forward)))
+        total = Merged(q, out_dim, merges=self.lowered.merges_outputs)
         own = held = Held(k, v)
         for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
             incoming, pending = self._fetch(following, own, held)
@@ -136,7 +136,7 @@ class StagedExecution:
         launches = self.lowered.backward
         kv_heads = k.shape[1]
         written = fresh_rows(run for launch in chain.from_iterable(launches) for run in launch.q_runs)
-        dq_dtype = lse.dtype if adds_up(chain.from_iterable(launches)) else q.dtype
+        dq_dtype = lse.dtype if self.lowered.adds_gradients else q.dtype
         dq = (torch.empty_like if written == q.shape[2] else torch.zeros_like)(q, dtype=dq_dtype)
         own = held = Held(k, v)
         own_gradient = _sums(own, k.shape[2], launches[0], lse.dtype)

@@ -64,12 +64,16 @@ def choose(
 ) -> tuple[ContextParallelOptions, str]:
     """Return options with the method that sends least, and the reason in words; cached.
 
-    masks: the different masks of the model's layers. shape: with local heads. batch: the documents of one batch.
-    hybrids: whether the mesh may be 2-D. node: ranks of the group on one node, None for all; what goes to other nodes
-    counts `NETWORK` times. Methods that send up to a tenth more than the least count as equal. Among them
-    the ring is first if shards are long, because its messages are sent while tiles are computed; if shards are short,
-    all-gather replaces it, with fewer messages. Without a ring, the method with the fewest calls of `options.kernel` is
-    first.
+    Methods that send up to a tenth more than the least count as equal. Among them the ring is first if shards are long,
+    because its messages are sent while tiles are computed; if shards are short, all-gather replaces it, with fewer
+    messages. Without a ring, the method with the fewest calls of `options.kernel` is first.
+
+    Args:
+        masks: the different masks of the model's layers.
+        shape: with local heads.
+        batch: the documents of one batch.
+        hybrids: whether the mesh may be 2-D.
+        node: ranks of the group on one node, None for all. A byte to another node counts `NETWORK` times.
     """
     # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
     balancer = "auto" if options.load_balancer == "balanced" and batch is None else options.load_balancer

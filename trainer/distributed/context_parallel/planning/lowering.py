@@ -12,6 +12,7 @@ helps.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from trainer.distributed.context_parallel.planning.capabilities import Capabilities
@@ -64,6 +65,11 @@ class Launch:
         return tuple(call.kv for call in self.calls)
 
     @cached_property
+    def rows(self) -> tuple[int, int]:
+        """The queries and the keys of all calls."""
+        return size(self.q), size(self.kv)
+
+    @cached_property
     def longest(self) -> tuple[int, int]:
         """The most queries and the most keys of a call."""
         most_q, most_kv = (max(stop - start for start, stop in spans) for spans in (self.q, self.kv))
@@ -83,12 +89,23 @@ class Launch:
         return all(len(found) == 1 and found[0].rows == slice(0, count) for found, count in runs)
 
 
-class LoweredPlan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LoweredPlan:
     """A plan with the launches of each stage."""
 
     plan: RankPlan
     forward: tuple[tuple[Launch, ...], ...]
     backward: tuple[tuple[Launch, ...], ...]
+
+    @cached_property
+    def merges_outputs(self) -> bool:
+        """Whether some query gets the outputs of several calls."""
+        return adds_up(chain.from_iterable(self.forward))
+
+    @cached_property
+    def adds_gradients(self) -> bool:
+        """Whether some query gets the gradients of several calls."""
+        return adds_up(chain.from_iterable(self.backward))
 
 
 @lru_cache(maxsize=16)
@@ -121,7 +138,7 @@ def _groups(parts: list[Tile], capabilities: Capabilities) -> list[tuple[Tile, .
 
 
 def is_large(tile: Tile, capabilities: Capabilities) -> bool:
-    """Return whether a tile is a launch of its own: a large square with a diagonal, or a large rectangle without."""
+    """Return whether a tile is a launch of its own: a large FULL tile, or a large CAUSAL tile that is square."""
     has_form = tile.relation is Relation.FULL or (tile.relation is Relation.CAUSAL and not _extra_keys(tile))
     return 0 < capabilities.large <= shortest_side(tile) and has_form
 

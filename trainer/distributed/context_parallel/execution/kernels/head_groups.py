@@ -7,7 +7,6 @@ import torch
 from trainer.distributed.context_parallel.execution.kernels.base import QKV, BackwardInputs, Kernel
 from trainer.distributed.context_parallel.planning.capabilities import call_elements, head_groups
 from trainer.distributed.context_parallel.planning.lowering import Launch
-from trainer.distributed.sharding.ranges import size
 
 
 class HeadGroups:
@@ -42,7 +41,7 @@ class HeadGroups:
         def call(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return self._kernel.forward_many(*inputs, launch, scale=scale)
 
-        rows, keys = size(launch.q), size(launch.kv)
+        rows, keys = launch.rows
         return _forward(call, self._groups(q, k, len(launch.calls), rows, keys), q, k, v, rows)
 
     def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
@@ -51,7 +50,7 @@ class HeadGroups:
         def call(inputs: BackwardInputs) -> QKV:
             return self._kernel.backward_many(inputs, launch, scale=scale)
 
-        rows, keys = size(launch.q), size(launch.kv)
+        rows, keys = launch.rows
         groups = self._groups(given.q, given.k, len(launch.calls), rows, keys)
         return _backward(call, groups, given, rows, keys)
 
