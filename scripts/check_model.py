@@ -32,14 +32,14 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone
 
+from longshard.context.planning.options import ContextParallelError
+from longshard.context.regions import context_parallel
+from longshard.integrations.calls import register_transformers_attention
+from longshard.integrations.inspection import is_model, window_of
+from longshard.integrations.interception import intercept_sdpa
+from longshard.sharding.exchange import all_gather, all_reduce
 from trainer.commands.options import Parser, number
 from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.distributed.sharding.exchange import all_gather, all_reduce
-from trainer.integrations.calls import register_transformers_attention
-from trainer.integrations.inspection import is_model, window_of
-from trainer.integrations.interception import intercept_sdpa
 
 _WORST = 8  # parameters that differ and are named
 _SMALL = {"num_hidden_layers": 2, "vocab_size": 512}

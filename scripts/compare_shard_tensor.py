@@ -31,8 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longshard.domain import Domain, DomainTensor, gather, sized
 from scripts.provenance import made_with
-from trainer.distributed.domain_parallel import Domain, DomainTensor, gather, sized
 
 EXACT = 1e-12
 ROWS = 18  # of the sharded axis, which most cases have as dimension 2

@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from trainer.integrations.calls import register_transformers_attention  # noqa: E402
-from trainer.integrations.inspection import Allowed, refusal_of_model  # noqa: E402
-from trainer.integrations.scans import bind  # noqa: E402
+from longshard.integrations.calls import register_transformers_attention  # noqa: E402
+from longshard.integrations.inspection import Allowed, refusal_of_model  # noqa: E402
+from longshard.integrations.scans import bind  # noqa: E402
 
 PAGE = ROOT / "docs" / "transformers.md"
 _BEGIN, _END = "<!-- classes: made by scripts/transformers_docs.py -->", "<!-- end of classes -->"

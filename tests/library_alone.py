@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-PROGRAM = ("job", "config", "runtime", "models", "commands", "data", "tasks", "transforms", "components", "checkpoint")
 RANKS = 2
 
 
@@ -23,8 +22,7 @@ class NoProgram:
     """A finder of modules that refuses those of the program."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        package, _, rest = name.partition(".")
-        if package == "trainer" and rest.split(".")[0] in (*PROGRAM, "trainer"):
+        if name.partition(".")[0] == "trainer":
             raise ImportError(f"the library imports {name}, a part of the program")
         return None
 
@@ -45,9 +43,7 @@ def train(rank: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trainer.distributed import domain_parallel
-    from trainer.distributed.context_parallel import context_parallel
-    from trainer.integrations import intercept_sdpa
+    from longshard import context_parallel, domain, intercept_sdpa
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=RANKS)
@@ -71,7 +67,7 @@ def train(rank: int, folder: str) -> None:
         dist.all_reduce(p.grad)
     for got, weight in zip(stepped(model), wanted, strict=True):
         torch.testing.assert_close(got, weight, rtol=0, atol=1e-9)
-    assert [getattr(domain_parallel, name) for name in domain_parallel.__all__]
+    assert [getattr(domain, name) for name in domain.__all__]
     dist.destroy_process_group()
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainer.distributed.context_parallel.planning.mask import Mask
+from longshard.context.planning.mask import Mask
 
 
 def dense(mask: Mask) -> np.ndarray:

@@ -11,18 +11,18 @@ from unittest import mock
 
 import torch
 
+from longshard.context.attention import context_parallel_attention
+from longshard.context.execution import build
+from longshard.context.execution.kernels.cuda import CudnnVarlen
+from longshard.context.execution.kernels.head_groups import HeadGroups
+from longshard.context.live import LivePlan, flat_mesh, opened
+from longshard.context.planning.balance import LOAD_BALANCERS
+from longshard.context.planning.capabilities import CAPABILITIES
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.sharding.layout import AxisLayout
 from tests.covering import Row
 from tests.distributed.attention_cases import BATCH, Case, oracle, relative
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.distributed.context_parallel.attention import context_parallel_attention
-from trainer.distributed.context_parallel.execution import build
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudnnVarlen
-from trainer.distributed.context_parallel.execution.kernels.head_groups import HeadGroups
-from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
-from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.sharding.layout import AxisLayout
 
 SCALE = 0.3
 LIMIT = 500.0  # seconds for a case

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from longshard.context.planning.methods import METHODS, Method
 from trainer.config.errors import ConfigError
 from trainer.config.optimizer import OPTIMIZERS_HERE
 from trainer.config.places import check_place
@@ -26,7 +27,6 @@ from trainer.config.registry import CHOICES, OPTIMIZERS, TABLES, TASK_OF_DATASET
 from trainer.config.schema import JobConfig
 from trainer.data.sources.registry import DATASETS, DataSettings, Source
 from trainer.data.tokenizers.chat_template import TEMPLATES
-from trainer.distributed.context_parallel.planning.methods import METHODS, Method
 from trainer.families.args import ModelArgs
 from trainer.families.registry import MODELS, Family
 from trainer.hugging_face.files import HFConfig

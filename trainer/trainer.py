@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.profiler import record_function as region
 
+from longshard.sharding.exchange import all_reduce
+from longshard.sharding.tensors import to_device
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.early_update import EarlyUpdates
 from trainer.components.lr_scheduler import build_lr_scheduler, check_restart, scheduled_rate
@@ -21,11 +23,6 @@ from trainer.components.profiling import profiling
 from trainer.components.qk_clip import QKClip
 from trainer.components.step_outcome import StepGuard, StepTotals
 from trainer.data.loader import BatchesAhead, data_identity
-from trainer.distributed.data_parallel import reduce_across_replicas
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.pipeline_parallel import HiddenStates, LossFunction, Pipeline
-from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.tensors import to_device
 from trainer.families.args import mtp_layers_of
 from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.record import ResolvedJob
@@ -34,6 +31,9 @@ from trainer.models.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.model_parts import build_model_parts
 from trainer.models.model_spec import model_spec
 from trainer.observer import Observer, registered_observers
+from trainer.parallel.data_parallel import reduce_across_replicas
+from trainer.parallel.parallel_dims import ParallelDims
+from trainer.parallel.pipeline_parallel import HiddenStates, LossFunction, Pipeline
 from trainer.runtime.agreement import check_same, of_all_ranks, raise_on_all_ranks
 from trainer.runtime.console import logger, program, say_waiting
 from trainer.runtime.garbage import manual_garbage_collection

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from examples.fields import netcdf
+from longshard.sharding.ranges import Range, Ranges, size
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.data.sources.files import number_of
-from trainer.distributed.sharding.ranges import Range, Ranges, size
 
 Part = tuple[Range | Ranges, Range | Ranges]
 """Rows and columns of a rank's part of the grid: each one half-open range, or several in ascending order, or ()."""

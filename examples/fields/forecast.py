@@ -29,8 +29,8 @@ from trainer.runtime.devices import this_machine
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.distributed.domain_parallel.tensor import DomainTensor
-    from trainer.distributed.parallel_dims import ParallelDims
+    from longshard.domain.tensor import DomainTensor
+    from trainer.parallel.parallel_dims import ParallelDims
     from trainer.runtime.process_group import Process
 
 
@@ -52,7 +52,7 @@ class Forecast:
 
     def pictured(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the first trajectory of truth and prediction, whole: (steps + 1, channels, ...); a collective."""
-        from trainer.distributed.domain_parallel.transfer import gather
+        from longshard.domain.transfer import gather
 
         true, predicted = (gather(x[0]).local.cpu().numpy() for x in (self.true, self.predicted))
         return true, predicted
@@ -83,7 +83,7 @@ def forecast(job: ResolvedJob, model: "nn.Module", dims: "ParallelDims", steps: 
     import torch
 
     from examples.fields.parallelize import field_domain
-    from trainer.distributed.domain_parallel.tensor import DomainTensor
+    from longshard.domain.tensor import DomainTensor
     from trainer.runtime.agreement import raise_on_all_ranks
 
     fields, source, domain = job.config.fields, fields_of(job.config), field_domain(job, dims)
@@ -107,7 +107,7 @@ def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path,
 
     All ranks write a zarr group at once, and a NetCDF file in turn.
     """
-    from trainer.distributed.domain_parallel.transfer import reshard
+    from longshard.domain.transfer import reshard
     from trainer.runtime.agreement import raise_on_all_ranks
 
     x = result.predicted

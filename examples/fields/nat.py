@@ -8,7 +8,7 @@ from torch import nn
 from examples.fields.layers import FeedForward, draw_parameter
 from examples.fields.nat_args import NATArgs
 from examples.fields.parallelize import parallelize_fields
-from trainer.distributed.domain_parallel.modules import NeighborhoodAttention
+from longshard.domain.modules import NeighborhoodAttention
 from trainer.models.model_spec import ModelSpec
 
 

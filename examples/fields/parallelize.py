@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, Units, apply_data_parallel
-from trainer.distributed.domain_parallel.domain import Axis, Domain
-from trainer.distributed.domain_parallel.modules import dry_run, parallelize
-from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.parallel_dims import ParallelDims
+from longshard.domain.domain import Axis, Domain
+from longshard.domain.modules import dry_run, parallelize
+from longshard.domain.tensor import DomainTensor
 from trainer.job.record import ResolvedJob
+from trainer.parallel.data_parallel import REDUCE_SCATTER, DataParallelOptions, Units, apply_data_parallel
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.compile import apply_compile
 

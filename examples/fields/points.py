@@ -13,9 +13,9 @@ from torch import nn
 from examples.fields.layers import FeedForward, draw_parameter
 from examples.fields.parallelize import parallelize_fields
 from examples.fields.points_args import PLACES, PointsArgs
-from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.points import nearest
-from trainer.distributed.domain_parallel.tensor import DomainTensor
+from longshard.domain.domain import Domain
+from longshard.domain.points import nearest
+from longshard.domain.tensor import DomainTensor
 from trainer.models.model_spec import ModelSpec
 
 

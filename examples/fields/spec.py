@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from examples.fields.file import FieldSource, check_fields
+from longshard.sharding.layout import AxisLayout, contiguous, sized
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.sources.registry import check_streams
-from trainer.distributed.sharding.layout import AxisLayout, contiguous, sized
 from trainer.families.args import ModelArgs
 from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, TaskDecisions, TaskSpec
 

@@ -8,12 +8,12 @@ import torch
 from examples.fields.loader import FieldLoader
 from examples.fields.parallelize import field_domain
 from examples.fields.spec import fields_of
+from longshard.domain.tensor import DomainTensor
 from trainer.data.loader import batch_hash
-from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Model
 from trainer.observer import Observer
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.tasks.task import Batch, RankInputs
 from trainer.transforms.compile import compiled_loss

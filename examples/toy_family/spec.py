@@ -6,12 +6,12 @@ import torch
 
 from examples.toy_family.args import ToyArgs
 from examples.toy_family.model import ToyDecoder
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
+from longshard.sharding.exchange import all_reduce
 from trainer.hugging_face.files import HFTensor
 from trainer.models.model_spec import ModelSpec
 from trainer.models.parallelize import keep_stage, parallelize_decoder
 from trainer.observer import Observer
+from trainer.parallel.parallel_dims import ParallelDims
 
 
 class ChannelBalance(Observer):

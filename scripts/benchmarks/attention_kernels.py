@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
-from trainer.distributed.context_parallel.execution.kernels.base import Kernel
-from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
-from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.execution.merging import Merge, fused_merge, merge_eagerly
-from trainer.distributed.context_parallel.planning.mask import Relation
-from trainer.distributed.sharding.errors import OptionError
+from longshard.context.execution.kernels.base import Kernel
+from longshard.context.execution.kernels.choose import CUDA_KERNELS, choose_kernel
+from longshard.context.execution.kernels.cpu import CpuFlash, Math
+from longshard.context.execution.merging import Merge, fused_merge, merge_eagerly
+from longshard.context.planning.mask import Relation
+from longshard.sharding.errors import OptionError
 
 RELATIONS = {"full": Relation.FULL, "causal": Relation.CAUSAL}
 KERNELS = [kernel.name for kernel in (CpuFlash(), *CUDA_KERNELS, Math())]

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.distributed.context_parallel import attention, live
-from trainer.distributed.context_parallel.execution import build, stages
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from longshard.context import attention, live
+from longshard.context.execution import build, stages
+from longshard.context.execution.kernels.cuda import CudaFlash, Cudnn
+from longshard.context.planning.options import ContextParallelOptions
 
 _TOKENS, _HEADS, _HEAD_DIM = 64, 8, 16  # of a rank
 

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import numpy as np
 
+from longshard.context.planning.mask import documents_of
+from longshard.context.planning.options import ContextParallelOptions
 from scripts.provenance import made_with
-from trainer.distributed.context_parallel.planning.mask import documents_of
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.job.training import BALANCE_GROWTH
 from trainer.tasks.balanced_batches import assign, document_costs

@@ -83,7 +83,7 @@ def _stack() -> list[tuple[str, str, int]]:
     frame, found = sys._getframe(1), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if "trainer" in path.parts[-5:] and "planner" not in path.parts:
+        if {"longshard", "trainer"} & {*path.parts[-5:]} and "planner" not in path.parts:
             found.append((path.name, frame.f_code.co_name, frame.f_lineno))
         frame = frame.f_back
     return found

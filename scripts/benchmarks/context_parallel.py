@@ -31,16 +31,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
+from longshard.context.execution.kernels.choose import CUDA_KERNELS, choose_kernel
+from longshard.context.execution.kernels.cpu import CpuFlash
+from longshard.context.planning.heads import check_heads
+from longshard.sharding.errors import OptionError
+from longshard.sharding.layout import LAYOUTS
 from scripts.benchmarks.context_parallel_ranks import PEER, Share, Whole
 from scripts.benchmarks.context_parallel_tiles import DIRECTIONS, Problem, Row, problems, tile_rows
 from scripts.benchmarks.teams import Team, Times, compared, span
 from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
-from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash
-from trainer.distributed.context_parallel.planning.heads import check_heads
-from trainer.distributed.sharding.errors import OptionError
-from trainer.distributed.sharding.layout import LAYOUTS
 
 METHODS = ("ring", "all_gather", "all_to_all")
 KERNELS = [kernel.name for kernel in (CpuFlash(), *CUDA_KERNELS)]

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import experimental
 from torch.nn import functional as F
 
+from longshard.context.attention import context_parallel_attention
+from longshard.context.execution.kernels.base import BackwardInputs, Terms
+from longshard.context.live import LivePlan, opened
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.sharding import exchange
 from scripts.benchmarks.context_parallel_tiles import Problem
 from scripts.benchmarks.teams import PeakBytes, Times
-from trainer.distributed.context_parallel.attention import context_parallel_attention
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
-from trainer.distributed.context_parallel.live import LivePlan, opened
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.sharding import exchange
 
 
 def timed(attention: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Times:

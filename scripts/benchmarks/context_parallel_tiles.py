@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
-from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash
-from trainer.distributed.context_parallel.execution.stages import Merged, add_parts, attend, gradients, pack, unpack
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
-from trainer.distributed.context_parallel.planning.heads import HeadShare
-from trainer.distributed.context_parallel.planning.lowering import Launch, lower
-from trainer.distributed.context_parallel.planning.mask import Relation, causal
-from trainer.distributed.context_parallel.planning.methods import make_plan
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
-from trainer.distributed.sharding.layout import AxisLayout
+from longshard.context.execution.kernels.base import BackwardInputs, Kernel
+from longshard.context.execution.kernels.choose import choose_kernel
+from longshard.context.execution.kernels.cpu import CpuFlash
+from longshard.context.execution.kernels.cuda import CudaFlash
+from longshard.context.execution.stages import Merged, add_parts, attend, gradients, pack, unpack
+from longshard.context.planning.cost import AttentionShape, Cost, attention_cost
+from longshard.context.planning.heads import HeadShare
+from longshard.context.planning.lowering import Launch, lower
+from longshard.context.planning.mask import Relation, causal
+from longshard.context.planning.methods import make_plan
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.context.planning.plan import RankPlan, Stage
+from longshard.sharding.layout import AxisLayout
 
 DIRECTIONS = ("forward", "backward")
 

@@ -13,11 +13,11 @@ from examples.fields.nat import NAT
 from examples.fields.nat_args import FLAVORS as NAT_FLAVORS
 from examples.fields.unet import UNet
 from examples.fields.unet_args import FLAVORS as UNET_FLAVORS
+from longshard.domain.domain import Domain, balanced
+from longshard.domain.modules import parallelize
+from longshard.domain.tensor import DomainTensor
+from longshard.sharding import exchange
 from scripts.benchmarks.teams import PeakBytes, Times
-from trainer.distributed.domain_parallel.domain import Domain, balanced
-from trainer.distributed.domain_parallel.modules import parallelize
-from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.sharding import exchange
 
 FLAVORS = {"unet": UNET_FLAVORS, "nat": NAT_FLAVORS}
 _MODELS = {"unet": UNet, "nat": NAT}

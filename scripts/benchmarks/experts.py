@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from longshard.sharding import exchange
 from scripts.benchmarks.teams import Row, Team, Times, span
-from trainer.distributed.expert_parallel import dispatched_sums, plan_dispatch
-from trainer.distributed.sharding import exchange
 from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
@@ -32,6 +31,7 @@ from trainer.models.decoder import Transformer
 from trainer.models.experts import ExpertWeights, expert_sums
 from trainer.models.feed_forward import FeedForward
 from trainer.models.moe import MoE
+from trainer.parallel.expert_parallel import dispatched_sums, plan_dispatch
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from longshard import region
+from longshard.context.linear_attention import linear_attention
+from longshard.context.planning.cost import AttentionShape, attention_cost
+from longshard.context.planning.mask import causal
+from longshard.context.planning.methods import make_plan
+from longshard.sharding import exchange
+from longshard.sharding.layout import LAYOUTS, AxisLayout
 from scripts.benchmarks.teams import Row, Team, Times, compared
 from scripts.provenance import made_with
-from trainer.distributed.context_parallel import region
-from trainer.distributed.context_parallel.linear_attention import linear_attention
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
-from trainer.distributed.context_parallel.planning.mask import causal
-from trainer.distributed.context_parallel.planning.methods import make_plan
-from trainer.distributed.sharding import exchange
-from trainer.distributed.sharding.layout import LAYOUTS, AxisLayout
 
 KINDS = ("gated_delta", "kimi_delta", "mamba2")
 

@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
+from longshard.context.execution.kernels.choose import choose_kernel
+from longshard.context.planning.capabilities import CAPABILITIES
 from scripts.benchmarks.train_loops import WARMUP, Bare, Block, Rounds, Row, Work, free, memory_of, train, with_layers
 from scripts.provenance import made_with
 from trainer.components.metrics import peak_flops
@@ -38,8 +40,6 @@ from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
-from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.job import resolve
 from trainer.job.attention import options_as_keys
 from trainer.transforms.compile import check_compiler

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from longshard.context.execution.kernels.base import BackwardInputs, Terms
+from longshard.context.execution.kernels.choose import KERNELS
+from longshard.context.execution.ring import StagedExecution
+from longshard.context.planning import mask
+from longshard.context.planning.lowering import lower
+from longshard.context.planning.methods import make_plan
+from longshard.sharding.layout import contiguous
 from scripts.gpu_blocks.block import Check
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
-from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
-from trainer.distributed.context_parallel.execution.ring import StagedExecution
-from trainer.distributed.context_parallel.planning import mask
-from trainer.distributed.context_parallel.planning.lowering import lower
-from trainer.distributed.context_parallel.planning.methods import make_plan
-from trainer.distributed.sharding.layout import contiguous
 
 _SHAPE = (32, 8, 128)  # heads, key/value heads, head size of a layer of 8B
 _BATCHES = 6  # of other lengths, for which cuDNN builds plans

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from longshard.context.execution.kernels.base import BackwardInputs, Kernel, hidden_pairs
+from longshard.context.execution.kernels.choose import KERNELS
+from longshard.context.execution.kernels.flash import is_installed
+from longshard.context.execution.stages import Merged, add_parts, attend, gradients, pack, unpack
+from longshard.context.planning.capabilities import FLASH_PACKAGES
+from longshard.context.planning.lowering import Call, Launch, batch_calls, split
+from longshard.context.planning.mask import Relation
+from longshard.context.planning.tiles import Tile
 from scripts.gpu_blocks.block import Check, largest
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel, hidden_pairs
-from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
-from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
-from trainer.distributed.context_parallel.execution.stages import Merged, add_parts, attend, gradients, pack, unpack
-from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES
-from trainer.distributed.context_parallel.planning.lowering import Call, Launch, batch_calls, split
-from trainer.distributed.context_parallel.planning.mask import Relation
-from trainer.distributed.context_parallel.planning.tiles import Tile
 
 _FULL, _CAUSAL, _BI, _INV = Relation.FULL, Relation.CAUSAL, Relation.BI_CAUSAL, Relation.INV_CAUSAL
 _TILES = [(_FULL, 200, 333), (_FULL, 1, 77), (_CAUSAL, 333, 333), (_CAUSAL, 70, 333), (_BI, 100, 333), (_INV, 200, 300)]

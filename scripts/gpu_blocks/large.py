@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from longshard.context.execution import merging
+from longshard.context.execution.kernels.base import BackwardInputs
+from longshard.context.execution.kernels.choose import KERNELS
+from longshard.context.execution.kernels.cuda import Cudnn, Varlen
+from longshard.context.planning.lowering import Call, Launch
+from longshard.context.planning.mask import Relation
 from scripts.gpu_blocks.block import Check, largest
-from trainer.distributed.context_parallel.execution import merging
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
-from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
-from trainer.distributed.context_parallel.execution.kernels.cuda import Cudnn, Varlen
-from trainer.distributed.context_parallel.planning.lowering import Call, Launch
-from trainer.distributed.context_parallel.planning.mask import Relation
 
 _BOUND = 1e-3  # relative error against calls of a few heads; they differ by the order of sums
 _SCALE = 0.09

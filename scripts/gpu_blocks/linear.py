@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from longshard.context.execution import linear_chunks
+from longshard.context.execution.kernels.flash import is_installed
+from longshard.context.linear_attention import linear_attention
 from scripts.benchmarks import attention_kernels
 from scripts.benchmarks.linear_attention import KINDS
 from scripts.gpu_blocks.block import Check, largest
 from scripts.gpu_blocks.layer import memory_found, reset_memory
-from trainer.distributed.context_parallel.execution import linear_chunks
-from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
-from trainer.distributed.context_parallel.linear_attention import linear_attention
 
 _BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative errors of outputs and gradients
 _GROWTH = 5.0  # of the time for four times the tokens; attention's is 16, and it is fast
@@ -57,7 +57,7 @@ def _ways(check: Check) -> tuple[str, ...]:
 
 def _by(way: str) -> AbstractContextManager[object]:
     """Enter a context in which plain chunks compute it, or whatever the operator chooses."""
-    operator = importlib.import_module("trainer.distributed.context_parallel.linear_attention")
+    operator = importlib.import_module("longshard.context.linear_attention")
     return mock.patch.object(operator, "runs_kernels", return_value=False) if way == "chunks" else nullcontext()
 
 

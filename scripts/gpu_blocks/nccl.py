@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from longshard.context.execution import build
 from scripts.gpu_blocks.block import Check
 from trainer.config.schema import Comm
-from trainer.distributed.context_parallel.execution import build
 from trainer.runtime import process_group as groups
 
 

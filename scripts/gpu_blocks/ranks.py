@@ -70,9 +70,9 @@ def several(check: Check) -> None:
 
 
 def _parity(check: Check, gpus: int) -> None:
+    from longshard.context.planning.options import ContextParallelOptions
     from tests.distributed.attention_cases import MASKS, METHODS, Case, assert_exact
     from tests.distributed.pool import WorkerPool
-    from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
     degree = 4 if gpus >= 4 else 2  # of which all_to_all can divide the heads
     with WorkerPool("cuda") as pool:

@@ -10,14 +10,14 @@ from unittest import mock
 
 import torch
 
+from longshard.context.execution import stages, ulysses
+from longshard.context.execution.kernels.base import Terms
+from longshard.context.planning.mask import causal
+from longshard.context.planning.methods import make_plan
+from longshard.sharding.layout import head_tail
 from scripts.benchmarks import attention_kernels
 from scripts.benchmarks.context_parallel_tiles import tile_rows
 from scripts.gpu_blocks.block import Check, largest
-from trainer.distributed.context_parallel.execution import stages, ulysses
-from trainer.distributed.context_parallel.execution.kernels.base import Terms
-from trainer.distributed.context_parallel.planning.mask import causal
-from trainer.distributed.context_parallel.planning.methods import make_plan
-from trainer.distributed.sharding.layout import head_tail
 from trainer.models.chunked_loss import Chunks, chunked_token_losses
 from trainer.transforms.offload import page_locked_like
 

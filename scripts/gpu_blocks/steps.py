@@ -7,13 +7,13 @@ from unittest import mock
 
 import torch
 
+from longshard.context.execution.kernels.flash import is_installed
 from scripts.benchmarks import train as benchmark
 from scripts.benchmarks.train_loops import Block, Work, free, train, with_layers
 from scripts.gpu_blocks.block import Check, Skipped, largest
 from scripts.gpu_blocks.layer import memory_found, reset_memory
 from scripts.gpu_blocks.mfu import DRY_VOCABULARY, VOCABULARY
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.job import language
 

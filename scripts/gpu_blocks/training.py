@@ -85,11 +85,11 @@ def documents_on_ranks(
     Return where the first call waits, which computes and copies what depends on the documents, and the second one.
     watch: fills such a counter while it is open.
     """
+    from longshard.context.attention import context_parallel_attention
+    from longshard.context.live import LivePlan, opened
+    from longshard.context.planning.options import ContextParallelOptions
     from tests.distributed.attention_cases import BATCH, Case
     from tests.thread_ranks import ThreadMesh, run_ranks
-    from trainer.distributed.context_parallel.attention import context_parallel_attention
-    from trainer.distributed.context_parallel.live import LivePlan, opened
-    from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     case = Case(512, (8, 4), 64, dtype, ContextParallelOptions(method), mask="documents")
@@ -139,7 +139,8 @@ def _waits(places: Counter[str]) -> Iterator[None]:
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:
-    ours = [frame for frame in stack if Path(frame.filename).is_relative_to(ROOT / "trainer")]
+    packages = (ROOT / "longshard", ROOT / "trainer")
+    ours = [frame for frame in stack if any(Path(frame.filename).is_relative_to(p) for p in packages)]
     text = (f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno} {frame.name}" for frame in ours[-2:])
     return " -> ".join(text) or "outside of the project"
 

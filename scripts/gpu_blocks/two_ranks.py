@@ -108,7 +108,7 @@ def gate() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from trainer.distributed.context_parallel.execution import build
+    from longshard.context.execution import build
 
     process = groups.Process.from_environment()
     started = time.monotonic()
@@ -131,8 +131,8 @@ def _attention(check: Check, method: str) -> None:
     """Every mask by one method: lengths that 2 does not divide, and one shorter than the ranks."""
     import torch
 
+    from longshard.context.planning.options import ContextParallelOptions
     from tests.distributed.attention_cases import MASKS, Case
-    from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
     options = ContextParallelOptions(method)
     cases = [
@@ -149,8 +149,8 @@ def _hybrid(check: Check) -> None:
     """Two groups of two ranks, in float32 and bfloat16, causal and with documents."""
     import torch
 
+    from longshard.context.planning.options import ContextParallelOptions
     from tests.distributed.attention_cases import Case
-    from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
     options = ContextParallelOptions("hybrid", hybrid_degrees=(2, 2))
     masks: list[dict[str, Any]] = [{}, {"mask": "documents"}, {"window": 7}]

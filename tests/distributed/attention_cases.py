@@ -9,15 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.distributed.pool import WorkerPool
-from tests.masks import dense
-from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.attention import (
+from longshard.context.attention import (
     context_parallel_attention,
 )
-from trainer.distributed.context_parallel.live import LivePlan, opened
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, LatentShape, attention_cost
-from trainer.distributed.context_parallel.planning.mask import (
+from longshard.context.live import LivePlan, opened
+from longshard.context.planning.cost import AttentionShape, LatentShape, attention_cost
+from longshard.context.planning.mask import (
     Mask,
     by_sequence,
     causal,
@@ -25,8 +22,11 @@ from trainer.distributed.context_parallel.planning.mask import (
     full,
     sliding_window,
 )
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.sharding import exchange
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.sharding import exchange
+from tests.distributed.pool import WorkerPool
+from tests.masks import dense
+from trainer.config.loader import parse_command_line
 from trainer.runtime.process_group import Process, process_group
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longshard.domain.domain import Axis, Domain, balanced, sized
+from longshard.domain.tensor import DomainTensor
+from longshard.sharding.layout import AxisLayout, head_tail
+from longshard.sharding.ranges import union
 from trainer.config.loader import parse_command_line
-from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced, sized
-from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.sharding.layout import AxisLayout, head_tail
-from trainer.distributed.sharding.ranges import union
 from trainer.runtime.process_group import Process, process_group
 
 Operator = Callable[..., tuple[torch.Tensor, Domain]]

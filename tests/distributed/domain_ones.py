@@ -3,8 +3,8 @@
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
-from trainer.distributed.domain_parallel.tensor import DomainTensor
+from longshard.domain.domain import Axis, Domain, sized
+from longshard.domain.tensor import DomainTensor
 
 X = (2, 4, 6, 5)  # rows of dimension 2 are 4 + 2, or 2 + 4 in `other`
 

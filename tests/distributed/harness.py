@@ -21,23 +21,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from longshard.context.attention import ContextParallelAttention
+from longshard.context.convolution import ContextParallelConvolution
+from longshard.context.live import own_positions
+from longshard.context.planning.options import BatchPlan
 from tests.hf_families import MODELS
 from trainer.config.data import CONVERSATIONS
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION
-from trainer.distributed import data_parallel
-from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
-from trainer.distributed.context_parallel.live import own_positions
-from trainer.distributed.context_parallel.planning.options import BatchPlan
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.job import ResolvedJob, resolve
 from trainer.models import decoder
 from trainer.models.decoder import Transformer
+from trainer.parallel import data_parallel
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import Batch, Task

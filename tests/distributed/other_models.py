@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
+from longshard.context.planning.mask import documents
+from longshard.context.planning.options import ContextParallelError
+from longshard.context.regions import context_parallel
+from longshard.integrations.calls import register_transformers_attention
+from longshard.integrations.interception import intercept_sdpa
 from tests.distributed.pool import WorkerPool
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.planning.mask import documents
-from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.integrations.calls import register_transformers_attention
-from trainer.integrations.interception import intercept_sdpa
 from trainer.runtime.process_group import Process, process_group
 
 RANKS = 2

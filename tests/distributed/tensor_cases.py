@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from longshard.domain.domain import Axis, Domain
+from longshard.domain.tensor import DomainTensor
 from tests.distributed.domain_cases import DomainCase, layout_of, local, on_shards
-from trainer.distributed.domain_parallel.domain import Axis, Domain
-from trainer.distributed.domain_parallel.tensor import DomainTensor
 
 Function = Callable[..., object]
 SHAPE = (3, 4, 8, 7)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longshard.sharding import exchange
 from scripts.benchmarks.activation_checkpointing import Meter, measure
 from tests.distributed import harness
 from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from trainer.config.schema import ActivationCheckpoint
-from trainer.distributed.sharding import exchange
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint

@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longshard.context.attention import ContextParallelAttention
+from longshard.context.planning.balance import LOAD_BALANCERS
+from longshard.context.planning.mask import Mask, causal, documents, documents_of, full
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.context.regions import context_parallel
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.placement import rows_on
 from scripts.gpu_blocks.block import largest
 from tests.distributed.attention_cases import Case, mesh_of_all, oracle, relative
 from tests.distributed.harness import TINY
 from tests.distributed.pool import WorkerPool
 from tests.masks import dense
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
-from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, documents_of, full
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.placement import rows_on
 from trainer.models.attention import InnerAttention
 from trainer.models.decoder import Transformer
 from trainer.runtime.process_group import Process, process_group

@@ -23,8 +23,8 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.data.token_files.format import open_pair
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.degrees import resolve_degrees
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks import balanced_batches
 from trainer.tasks.balanced_batches import BalancedBatches, Step, documents_of_batch

@@ -5,13 +5,13 @@ from unittest import mock
 import pytest
 import torch
 
+from longshard.sharding import exchange
 from scripts.gpu_blocks.block import largest
 from tests.distributed import harness
 from tests.distributed.harness import STEPS, Record, make_row, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
-from trainer.distributed.sharding import exchange
 
 BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 MODELS = {

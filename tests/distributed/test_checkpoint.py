@@ -8,6 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
+from longshard.sharding import exchange
+from longshard.sharding.tensors import local_part
 from tests.distributed.checkpoint_cases import SETTINGS, load_step_save, merged, same, trainer_in, whole_state
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
@@ -15,8 +17,6 @@ from tests.slow import slow
 from trainer.checkpoint import weights
 from trainer.checkpoint.checkpointer import tensors_of
 from trainer.config.loader import parse_command_line
-from trainer.distributed.sharding import exchange
-from trainer.distributed.sharding.tensors import local_part
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
 from trainer.stores.store import LocalStore

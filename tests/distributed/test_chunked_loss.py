@@ -9,13 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longshard.sharding import exchange
 from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_compile import compiled_case
 from tests.distributed.test_parity import LAYOUTS, TOLERANCE, reference
 from tests.slow import slow
 from trainer.components.norms import settle_gradients
-from trainer.distributed.sharding import exchange
 from trainer.models import chunked_loss
 
 CHUNKED = "--training.loss_chunk_tokens=5"  # 32 tokens, or 16 with two ranks of cp: chunks of different lengths

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longshard.sharding import exchange
 from tests.distributed.harness import Record, RecordingTrainer
 from tests.distributed.loop_trainer import build
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.distributed import data_parallel
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding import exchange
+from trainer.parallel import data_parallel
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import process_group
 
 

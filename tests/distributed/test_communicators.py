@@ -13,11 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.distributed.pool import WorkerPool
-from trainer.config import parse_command_line
-from trainer.distributed.context_parallel.execution.build import same_ranks
-from trainer.distributed.parallel_dims import ParallelDims, new_group
-from trainer.distributed.sharding.exchange import (
+from longshard.context.execution.build import same_ranks
+from longshard.sharding.exchange import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -25,7 +22,10 @@ from trainer.distributed.sharding.exchange import (
     group_timeout,
     reduce_shards,
 )
+from tests.distributed.pool import WorkerPool
+from trainer.config import parse_command_line
 from trainer.job.degrees import Degrees, resolve_degrees
+from trainer.parallel.parallel_dims import ParallelDims, new_group
 from trainer.runtime.process_group import Process, process_group, set_timeout
 
 ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}

@@ -13,12 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import train
+from longshard.sharding import exchange
 from tests.distributed import harness
 from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from trainer.config.loader import parse_command_line
-from trainer.distributed.sharding import exchange
 from trainer.job.transforms import resolve_compilation
 from trainer.runtime.console import logger
 from trainer.transforms import compile as compiling

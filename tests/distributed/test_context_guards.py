@@ -12,12 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.distributed.attention_cases import mesh_of_all
-from tests.distributed.pool import WorkerPool
-from tests.masks import dense
-from trainer.config import parse_command_line
-from trainer.distributed import head_tail
-from trainer.distributed.context_parallel import (
+from longshard import (
     ContextParallelAttention,
     ContextParallelError,
     ContextParallelOptions,
@@ -27,11 +22,16 @@ from trainer.distributed.context_parallel import (
     context_parallel,
     documents,
     full,
+    head_tail,
 )
-from trainer.distributed.context_parallel.live import parallelised_modules
-from trainer.distributed.context_parallel.planning.lowering import lower
-from trainer.distributed.context_parallel.planning.methods import _plan
-from trainer.distributed.sharding.errors import OptionError
+from longshard.context.live import parallelised_modules
+from longshard.context.planning.lowering import lower
+from longshard.context.planning.methods import _plan
+from longshard.sharding.errors import OptionError
+from tests.distributed.attention_cases import mesh_of_all
+from tests.distributed.pool import WorkerPool
+from tests.masks import dense
+from trainer.config import parse_command_line
 from trainer.models.attention import InnerAttention
 from trainer.runtime.process_group import Process, process_group
 

@@ -12,6 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from longshard.context.attention import (
+    context_parallel_attention,
+)
+from longshard.context.execution import build
+from longshard.context.live import LivePlan, opened
+from longshard.context.planning.balance import LOAD_BALANCERS
+from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
+from longshard.sharding.layout import head_tail
 from scripts.gpu_blocks.block import largest
 from tests.distributed.attention_cases import (
     BATCH,
@@ -26,14 +34,6 @@ from tests.distributed.attention_cases import (
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.attention import (
-    context_parallel_attention,
-)
-from trainer.distributed.context_parallel.execution import build
-from trainer.distributed.context_parallel.live import LivePlan, opened
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
-from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.sharding.layout import head_tail
 from trainer.runtime.process_group import Process, process_group
 
 

@@ -4,13 +4,13 @@ from unittest import mock
 
 import pytest
 
+from longshard.context.planning.methods import METHODS, Method
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.context.planning.plan import Message, Stage
+from longshard.context.planning.schedules import Schedule
+from longshard.context.planning.tiles import Needs
 from tests.distributed.attention_cases import MASKS, Case, assert_exact, attention_case
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.context_parallel.planning.methods import METHODS, Method
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.context_parallel.planning.plan import Message, Stage
-from trainer.distributed.context_parallel.planning.schedules import Schedule
-from trainer.distributed.context_parallel.planning.tiles import Needs
 
 
 def direct(needs: Needs, rank: int) -> Schedule:

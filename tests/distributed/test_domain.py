@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
+from longshard.domain import transfer, windows
+from longshard.domain.domain import Axis, Domain, balanced, gathered, sized
+from longshard.domain.tensor import DomainTensor
+from longshard.sharding import exchange as door
 from tests.distributed.domain_cases import DomainCase, check, compare, layout_of, local, meshes, worst
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.domain_parallel import transfer, windows
-from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced, gathered, sized
-from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.sharding import exchange as door
 
 SHAPE = (2, 9, 7)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longshard.domain.windows import conv
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, on_shards, seeds, worst
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel.windows import conv
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

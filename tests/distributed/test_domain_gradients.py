@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from longshard.domain import Axis, Domain, DomainTensor, average_gradients, parallelize, sized
 from tests.distributed.domain_cases import error, local, meshes
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel import Axis, Domain, DomainTensor, average_gradients, parallelize, sized
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 

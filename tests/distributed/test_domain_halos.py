@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from longshard.domain import Axis, Domain, DomainTensor, parallelize, sized
+from longshard.sharding import exchange as door
 from tests.distributed.domain_cases import NUMBERS, TOLERANCE, error, layout_of, local, meshes, seeds
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel import Axis, Domain, DomainTensor, parallelize, sized
-from trainer.distributed.sharding import exchange as door
 
 BETWEEN: tuple[Callable[[], nn.Module], ...] = (
     nn.Identity,

@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from longshard.domain.domain import Axis, Domain, sized
+from longshard.domain.modules import NeighborhoodAttention, parallelize
+from longshard.domain.tensor import DomainOperatorError, DomainTensor
+from longshard.sharding import exchange as door
+from longshard.sharding.layout import AxisLayout
 from scripts.gpu_blocks.block import largest
 from tests.distributed.domain_cases import error, local, meshes
 from tests.distributed.domain_models import MODELS, SHAPE, Circular
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
-from trainer.distributed.domain_parallel.modules import NeighborhoodAttention, parallelize
-from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
-from trainer.distributed.sharding import exchange as door
-from trainer.distributed.sharding.layout import AxisLayout
 
 TOLERANCE = 1e-11
 

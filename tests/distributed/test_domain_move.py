@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import checkpoint
 
+from longshard.domain.domain import Axis, Domain, balanced, sized
+from longshard.domain.tensor import DomainTensor
+from longshard.domain.transfer import from_dtensor, move, to_dtensor
+from longshard.sharding import exchange as door
 from scripts.gpu_blocks.block import largest
 from tests.distributed.domain_cases import (
     NUMBERS,
@@ -24,10 +28,6 @@ from tests.distributed.domain_cases import (
 )
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced, sized
-from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.domain_parallel.transfer import from_dtensor, move, to_dtensor
-from trainer.distributed.sharding import exchange as door
 
 
 def draw_move(rng: random.Random) -> DomainCase:

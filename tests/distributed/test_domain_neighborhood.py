@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from longshard.domain import neighborhood
+from longshard.domain.domain import Axis, Domain, sized
+from longshard.domain.neighborhood import Neighborhood, neighborhood_attention, segments
+from longshard.domain.tensor import DomainTensor
+from longshard.sharding import exchange
 from tests.distributed.domain_cases import TOLERANCE, error, layout_of, local, meshes
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel import neighborhood
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
-from trainer.distributed.domain_parallel.neighborhood import Neighborhood, neighborhood_attention, segments
-from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.sharding import exchange
 
 # ---- the oracle: a boolean mask of every query and key, from the words of NATTEN's definition
 

@@ -11,15 +11,15 @@ from diffusers import DDIMScheduler, DDPMScheduler, EulerAncestralDiscreteSchedu
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from longshard.domain.domain import Axis, Domain, sized
+from longshard.domain.gradients import average_gradients
+from longshard.domain.tensor import DomainTensor
+from longshard.domain.transfer import gather
 from scripts.gpu_blocks.block import largest
 from tests.distributed.domain_cases import error, layout_of, local, meshes
 from tests.distributed.domain_models import MODELS
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
-from trainer.distributed.domain_parallel.gradients import average_gradients
-from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.domain_parallel.transfer import gather
 
 SHAPE = (3, 4, 8, 6)
 

@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from longshard.domain.domain import Axis, Domain, balanced
+from longshard.domain.gradients import average_gradients
+from longshard.domain.modules import parallelize
+from longshard.domain.points import nearest, within
+from longshard.domain.tensor import DomainTensor
+from longshard.domain.transfer import gather
+from longshard.sharding import exchange as door
 from scripts.gpu_blocks.block import largest
 from tests.distributed.domain_cases import error, layout_of, local, meshes
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced
-from trainer.distributed.domain_parallel.gradients import average_gradients
-from trainer.distributed.domain_parallel.modules import parallelize
-from trainer.distributed.domain_parallel.points import nearest, within
-from trainer.distributed.domain_parallel.tensor import DomainTensor
-from trainer.distributed.domain_parallel.transfer import gather
-from trainer.distributed.sharding import exchange as door
 
 RADIUS = 0.4
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longshard.domain.domain import Axis, Domain, sized
+from longshard.domain.tensor import DomainTensor
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, error, local, meshes, seeds, worst
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
-from trainer.distributed.domain_parallel.tensor import DomainTensor
 
 REDUCTIONS = {
     "sum": torch.sum,

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longshard.domain.domain import Domain
+from longshard.domain.tensor import DomainOperatorError, DomainTensor
+from longshard.sharding import exchange as door
 from tests.distributed.domain_cases import meshes
 from tests.distributed.domain_ones import X, made
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
-from trainer.distributed.sharding import exchange as door
 
 USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "unhandled function": (lambda x, _: torch.fft.hfft(x), "fft_hfft of a tensor of shape (2, 4, 6, 5), sharded in d"),

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from longshard.domain.domain import Axis, Domain, balanced, sized
+from longshard.domain.tensor import DomainOperatorError, DomainTensor
+from longshard.domain.transfer import gather
+from longshard.sharding import exchange as door
+from longshard.sharding.layout import AxisLayout
 from scripts.gpu_blocks.block import largest
 from tests.distributed.domain_cases import local, meshes
 from tests.distributed.domain_ones import made
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced, sized
-from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
-from trainer.distributed.domain_parallel.transfer import gather
-from trainer.distributed.sharding import exchange as door
-from trainer.distributed.sharding.layout import AxisLayout
 
 
 def added_over_the_same_ranks(x: Any, _: Any) -> Any:

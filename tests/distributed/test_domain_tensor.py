@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from longshard.domain.domain import Axis, Domain, sized
+from longshard.domain.tensor import DomainTensor
 from tests.distributed.domain_cases import DomainCase, check, error, layout_of, local, meshes, worst
 from tests.distributed.domain_ones import X, made
 from tests.distributed.pool import WorkerPool
 from tests.distributed.tensor_cases import FAMILIES
 from tests.slow import slow
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
-from trainer.distributed.domain_parallel.tensor import DomainTensor
 
 TIMES = (1, pytest.param(12, marks=pytest.mark.slow))
 

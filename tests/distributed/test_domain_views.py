@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longshard.domain.domain import Axis, Domain, sized
+from longshard.domain.tensor import DomainOperatorError, DomainTensor
 from tests.distributed.domain_cases import error, local, meshes
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
-from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
 
-pytestmark = pytest.mark.about("trainer/distributed/domain_parallel/whole.py")
+pytestmark = pytest.mark.about("longshard/domain/whole.py")
 
 ALIASES: dict[str, Callable[[Any], Any]] = {
     "contiguous": lambda x: x.contiguous(),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from longshard.sharding.tensors import fsdp_groups, local_part
 from tests.distributed.checkpoint_cases import merged, same, trainer_in, whole_state
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_late_read import lines_of
@@ -19,7 +20,6 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.components.early_update import EarlyUpdates
 from trainer.components.step_outcome import TrainingError
-from trainer.distributed.sharding.tensors import fsdp_groups, local_part
 from trainer.stores.store import LocalStore
 
 HOST = ["--training.enable_cpu_offload", "--training.max_norm=inf", "--training.steps=4"]

@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from longshard.context.planning.mask import documents
+from longshard.context.planning.options import ContextParallelError
+from longshard.context.regions import context_parallel
+from longshard.integrations.interception import intercept_sdpa
 from scripts.gpu_blocks.block import largest
 from tests.distributed.other_models import RANKS, Attention, data, ranks, relative
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.planning.mask import documents
-from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.integrations.interception import intercept_sdpa
 
 
 class Shift(nn.Module):

@@ -27,9 +27,9 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import documents_in_order
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.decoder_args import TransformerArgs
 from trainer.job import resolve
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks.evaluation import Evaluation, Retrieved
 from trainer.tasks.language import LanguageTask

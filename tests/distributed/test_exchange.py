@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longshard.sharding import exchange as door
+from longshard.sharding.exchange import exchange
+from longshard.sharding.layout import AxisLayout, contiguous, head_tail
 from tests.distributed.attention_cases import mesh_of_all, random
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
-from trainer.distributed.sharding import exchange as door
-from trainer.distributed.sharding.exchange import exchange
-from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
 from trainer.runtime.process_group import Process, process_group
 
 LAYOUTS = {

@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
+from longshard.context.planning.options import BatchPlan
 from tests.distributed.harness import MadeRows, Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_experts import COMPILED, DOCUMENTS, EXPERTS, FAMILY, ac, ep
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION
-from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.models import moe
 from trainer.models.moe import Router
 from trainer.tasks.task import Batch

@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
+from longshard.sharding.exchange import Pending
 from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_experts import COMPILED, ac, ep
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
-from trainer.distributed import expert_parallel
-from trainer.distributed.sharding.exchange import Pending
 from trainer.models.moe import MoE
+from trainer.parallel import expert_parallel
 
 SHARED = ["--model.name=qwen2_moe", "--training.dtype=float64"]
 FORWARD = ["start dispatch", "shared", "wait dispatch"]

@@ -22,13 +22,13 @@ from tests.distributed.test_host_reads import TOTALS
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
-from trainer.distributed import expert_parallel
-from trainer.distributed.expert_parallel import ExpertParallel
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import ExpertArgs
 from trainer.models import moe
 from trainer.models.experts import Experts
 from trainer.models.initialization import initialize
+from trainer.parallel import expert_parallel
+from trainer.parallel.expert_parallel import ExpertParallel
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import Process, process_group
 from trainer.transforms.compile import compiled_graphs
 

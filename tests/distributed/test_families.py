@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longshard import ContextParallelOptions, context_parallel
 from tests.distributed.harness import assert_parity, run_layout, whole
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_expert_hugging_face import beside_case, through_case
@@ -21,7 +22,6 @@ from tests.unit.test_expert_hugging_face import relative, whole_folder
 from trainer.checkpoint.weights import load_weights
 from trainer.components import generation
 from trainer.config.schema import Model
-from trainer.distributed.context_parallel import ContextParallelOptions, context_parallel
 from trainer.hugging_face.reader import HFReader
 from trainer.models.linear_attention import Decay
 from trainer.models.model_spec import hf_model, model_spec

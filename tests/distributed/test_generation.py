@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from longshard.context.regions import context_parallel
 from tests.distributed.pool import WorkerPool
 from tests.hf_decoders import hf_model
 from tests.hf_tensors import to_hf
@@ -31,13 +32,12 @@ from trainer.components.generation import Sampling, generate
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model, Parallelism, Training
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import RopeScaling
 from trainer.job import ResolvedJob, resolve
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import Process, process_group
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from tests.distributed.harness import trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import degrees
 from tests.slow import slow
-from trainer.distributed.data_parallel import keep_on_host
+from trainer.parallel.data_parallel import keep_on_host
 from trainer.trainer import Trainer
 
 _READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from longshard.context.planning.options import ContextParallelError
+from longshard.context.regions import Region, context_parallel
+from longshard.integrations.interception import intercept_sdpa
 from scripts.gpu_blocks.block import largest
 from tests.distributed.other_models import RANKS, Attention, data, ranks, relative
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.context_parallel.context import Region, context_parallel
-from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.integrations.interception import intercept_sdpa
 
 
 @contextmanager

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from longshard.sharding import exchange
 from tests.distributed.harness import whole
 from tests.distributed.pool import WorkerPool, free_port
 from tests.keys import EFFECTS, Observed, Seen
 from tests.wide import WIDE
 from trainer.config.keys import keys_of
 from trainer.config.schema import JobConfig
-from trainer.distributed import data_parallel
-from trainer.distributed.sharding import exchange
+from trainer.parallel import data_parallel
 from trainer.runtime import garbage
 from trainer.runtime.console import logger
 from trainer.trainer import Trainer

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
+from longshard.context.execution import latent
+from longshard.context.planning.balance import LOAD_BALANCERS
+from longshard.context.planning.options import ContextParallelOptions
 from tests.distributed.attention_cases import BATCH, MASKS, METHODS, Case, assert_exact, attention_case
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.context_parallel.execution import latent
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
 pytestmark = pytest.mark.about("trainer/models/latent_attention.py")
 

@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from longshard import region
+from longshard.context import linear_scan
+from longshard.context.execution import linear_chunks
+from longshard.context.linear_attention import linear_attention
+from longshard.context.linear_scan import fragments_of
+from longshard.sharding import exchange
+from longshard.sharding.layout import AxisLayout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_short_convolution import any_layout, mesh_of_all
 from tests.slow import slow
-from trainer.distributed.context_parallel import linear_scan, region
-from trainer.distributed.context_parallel.execution import linear_chunks
-from trainer.distributed.context_parallel.linear_attention import linear_attention
-from trainer.distributed.context_parallel.linear_scan import fragments_of
-from trainer.distributed.sharding import exchange
-from trainer.distributed.sharding.layout import AxisLayout
 
 TOLERANCE = 1e-12
 CASES = 12
@@ -89,7 +90,7 @@ def test_chunks_are_the_recurrence(
     kind: str, length: int, packed: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if runs:  # of two chunks or three
-        monkeypatch.setattr("trainer.distributed.context_parallel.linear_pass.CHUNK", 16)
+        monkeypatch.setattr("longshard.context.linear_pass.CHUNK", 16)
         monkeypatch.setitem(linear_chunks.LONGEST_RUN, "cpu", 1)
     inputs, starts = drawn(kind, 2, length, seed=length), starts_of(2, length, 0.1 * packed, length)
     positions = positions_of(starts) if packed else None
@@ -130,7 +131,7 @@ def random_cases(seed: int, in_turn: bool) -> list[str]:
             length, batch = rng.choice((rng.randint(1, 24), rng.randint(100, 300))), rng.randint(1, 2)
             layout, kind = any_layout(rng, length, mesh.size()), rng.choice(KINDS)
             packed, run, chunk = rng.choice((0.0, 0.02, 0.3)), rng.choice((1, 10**9)), rng.choice((8, 64))
-            chunks = mock.patch("trainer.distributed.context_parallel.linear_pass.CHUNK", chunk)
+            chunks = mock.patch("longshard.context.linear_pass.CHUNK", chunk)
             with chunks, mock.patch.dict(linear_chunks.LONGEST_RUN, cpu=run):
                 found = one_case(mesh, layout, kind, batch, packed)
             problems += [f"case {number}, {kind}, {layout.ranges}, chunks {chunk}, {run}: {x}" for x in found]
@@ -224,5 +225,5 @@ def test_the_operator_keeps_the_rules_of_operators(kind: str) -> None:
 def test_a_chunk_has_the_size_of_its_definition() -> None:
     """Kernels of others use 64, and blocks divide it by a power of two."""
     assert linear_chunks.CHUNK == 64
-    size = importlib.import_module("trainer.distributed.context_parallel.linear_pass")._size
+    size = importlib.import_module("longshard.context.linear_pass")._size
     assert [size(tokens) for tokens in (1, 4, 5, 9, 33, 64, 10**6)] == [4, 4, 8, 16, 64, 64, 64]

@@ -10,11 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import flex_attention
 
+from longshard import context_parallel, head_tail, intercept_sdpa, region
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_context_guards import Refusals, on_all_ranks, parallel_attention
-from trainer.distributed import head_tail
-from trainer.distributed.context_parallel import context_parallel, region
-from trainer.integrations import intercept_sdpa
 
 QKV = (2, 2, 16, 4)  # (B, H, S, D)
 

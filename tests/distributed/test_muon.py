@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from longshard.sharding import exchange
 from scripts.gpu_blocks.block import largest
 from tests.distributed import test_late_read, test_skipped_steps
 from tests.distributed.checkpoint_cases import load_step_save, merged, same, trainer_in
@@ -21,9 +22,8 @@ from tests.distributed.test_stored_types import ONE_ROW, drawn, rounding_case
 from tests.distributed.test_verify import verified
 from tests.slow import slow
 from trainer.components import muon
-from trainer.distributed import ownership
-from trainer.distributed.sharding import exchange
 from trainer.models.matrices import matrices_of
+from trainer.parallel import ownership
 
 MUON, FLOAT64 = "--optimizer.name=Muon", "--training.dtype=float64"
 MOE, EP = "--model.name=qwen3_moe", "--parallelism.expert_parallel_degree="

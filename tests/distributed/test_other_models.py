@@ -9,6 +9,10 @@ from unittest import mock
 import pytest
 from torch.distributed.fsdp import fully_shard
 
+from longshard.context.planning.options import ContextParallelError
+from longshard.context.regions import context_parallel
+from longshard.integrations import interception
+from longshard.integrations.interception import intercept_sdpa
 from tests.distributed.other_models import (
     LAYERS,
     RANKS,
@@ -30,10 +34,6 @@ from tests.distributed.other_models import (
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.integrations import interception
-from trainer.integrations.interception import intercept_sdpa
 
 
 @pytest.mark.parametrize("model", ["Llama", "GPT2", *slow("Qwen3")])

@@ -15,7 +15,7 @@ from tests.distributed.harness import assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_balance import same_rows
 from tests.distributed.test_parity import degrees, reference
-from trainer.distributed.pipeline_parallel import V_SHAPED
+from trainer.parallel.pipeline_parallel import V_SHAPED
 
 _STAGES = "--parallelism.pipeline_parallel_module_fqns"
 _FOUR_STAGES = [_STAGES, "tok_embeddings", "layers.0", "layers.1", "norm,output"]

@@ -2,8 +2,8 @@
 
 from tests.distributed.pool import WorkerPool
 from trainer.config import parse_command_line
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.degrees import Degrees
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import Process, process_group
 
 

@@ -15,9 +15,9 @@ from tests.slow import slow
 from trainer.components.norms import settle_gradients, squared_norm
 from trainer.components.step_outcome import StepTotals
 from trainer.config.errors import ConfigError
-from trainer.distributed import pipeline_parallel
 from trainer.models.attention import InnerAttention
 from trainer.models.decoder import Transformer
+from trainer.parallel import pipeline_parallel
 
 PRECISION = "--training.dtype=float64"
 PP2 = LAYOUTS["pp2"][1]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
+from longshard.sharding.placement import summed
 from tests.chat_files import CHATML, WORDS, chat_folder, write_lines
 from tests.distributed import harness
 from tests.distributed.harness import Record, assert_parity, run_layout
@@ -24,7 +25,6 @@ from tests.hf_experts import hf_experts
 from tests.slow import slow
 from tests.unit.test_expert_hugging_face import QWEN
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.sharding.placement import summed
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.tasks import preferences
 

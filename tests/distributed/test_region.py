@@ -13,18 +13,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
+from longshard.context.attention import ContextParallelAttention
+from longshard.context.planning.mask import documents_of, full
+from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
+from longshard.context.regions import Region, region, replicate, shard, unshard
+from longshard.sharding import exchange as door
+from longshard.sharding.exchange import exchange
+from longshard.sharding.layout import AxisLayout, head_tail
 from scripts.gpu_blocks.block import largest
 from tests.distributed.attention_cases import mesh_of_all, random, relative
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.context import Region, region, replicate, shard, unshard
-from trainer.distributed.context_parallel.planning.mask import documents_of, full
-from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.sharding import exchange as door
-from trainer.distributed.sharding.exchange import exchange
-from trainer.distributed.sharding.layout import AxisLayout, head_tail
 from trainer.models.attention import InnerAttention
 from trainer.runtime.process_group import Process, process_group
 

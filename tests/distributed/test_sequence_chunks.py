@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
+from longshard.context import regions
+from longshard.context.execution.chunks import ChunkRows, OnDevice
+from longshard.sharding.ranges import Ranges
 from scripts.benchmarks.activation_checkpointing import Meter
 from tests.distributed.harness import TINY, Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_offload import COMPILE, FP64, FULL
 from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
-from trainer.distributed.context_parallel import context
-from trainer.distributed.context_parallel.execution.chunks import ChunkRows, OnDevice
-from trainer.distributed.sharding.ranges import Ranges
 from trainer.transforms.offload import CopyStream
 
 CHUNKS, OFFLOAD = "--training.sequence_chunks=3", "--training.sequence_chunks_offload"
@@ -208,7 +208,7 @@ def waiting_case() -> tuple[Counter[str], int]:
     """How often what waits is taken ahead or late, and how much waits in the end."""
     noted: Counter[str] = Counter()
     rows = ChunkRows(partial(Noted, noted=noted))
-    with trainer_of([CHUNKS]) as trainer, mock.patch.object(context, "ChunkRows", return_value=rows):
+    with trainer_of([CHUNKS]) as trainer, mock.patch.object(regions, "ChunkRows", return_value=rows):
         trainer.forward_backward(trainer.take_batches(1)[0], torch.tensor(1), last=True)
     return noted, len(rows.rows) + len(rows.gradients)
 

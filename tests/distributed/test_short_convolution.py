@@ -11,13 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.distributed.domain_cases import layout_of
-from tests.distributed.harness import assert_parity, run_layout
-from tests.distributed.pool import WorkerPool
-from tests.distributed.test_parity import PLANNED, degrees, reference
-from tests.slow import slow
-from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel import (
+from longshard import (
     ContextParallelAttention,
     ContextParallelConvolution,
     ContextParallelError,
@@ -26,10 +20,16 @@ from trainer.distributed.context_parallel import (
     documents,
     region,
 )
-from trainer.distributed.context_parallel.planning.balance import build_layout
-from trainer.distributed.sharding import exchange
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import union
+from longshard.context.planning.balance import build_layout
+from longshard.sharding import exchange
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.ranges import union
+from tests.distributed.domain_cases import layout_of
+from tests.distributed.harness import assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_parity import PLANNED, degrees, reference
+from tests.slow import slow
+from trainer.config.loader import parse_command_line
 from trainer.families.decoder_args import TransformerArgs
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
@@ -242,7 +242,7 @@ def refusals() -> None:
                 module(torch.randn(1, 16, 2), weight, plan=opened.attention_plan)
             positions = torch.arange(8)[None]
             torch.library.opcheck(
-                torch.ops.trainer.context_parallel_convolution.default,
+                torch.ops.longshard.context_parallel_convolution.default,
                 (x.requires_grad_(), weight.requires_grad_(), opened.attention_plan, positions),
                 test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
             )

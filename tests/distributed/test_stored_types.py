@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from longshard.sharding.tensors import local_part
 from tests.distributed import test_late_read, test_skipped_steps
 from tests.distributed.checkpoint_cases import load_step_save, merged, same, whole_state
 from tests.distributed.harness import assert_parity, run_layout, trainer_of
@@ -15,7 +16,6 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, degrees, reference
 from tests.slow import slow
 from trainer.components.optimizer import ensure_state
-from trainer.distributed.sharding.tensors import local_part
 
 MOMENTS, WEIGHTS = "--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"
 EXPERTS = ["--model.name=qwen3_moe"]

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from longshard.context.execution import build as execution
+from longshard.sharding import exchange
+from longshard.sharding.exchange import group_timeout
 from tests.distributed.harness import Record, RecordingTrainer
 from tests.distributed.loop_trainer import build
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.execution import build as execution
-from trainer.distributed.sharding import exchange
-from trainer.distributed.sharding.exchange import group_timeout
 from trainer.runtime.process_group import Process, process_group, set_timeout
 
 

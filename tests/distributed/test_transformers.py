@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from longshard.context.attention import ContextParallelAttention
+from longshard.context.planning.options import ContextParallelError
+from longshard.context.regions import context_parallel
+from longshard.integrations import watch
+from longshard.integrations.interception import intercept_sdpa
 from tests.distributed.other_models import (
     RANKS,
     SEQ_LEN,
@@ -34,11 +39,6 @@ from tests.distributed.other_models import (
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.integrations import watch
-from trainer.integrations.interception import intercept_sdpa
 
 IN_FLOAT32 = 1e-6  # where a model adds up in float32 whatever its weights are
 LENGTHS = (8, 3, 10)

@@ -11,6 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longshard.context.planning.mask import Band, Mask
+from longshard.context.planning.options import ContextParallelError
+from longshard.context.regions import context_parallel
+from longshard.integrations import scans
+from longshard.integrations.interception import intercept_sdpa
 from tests.distributed.other_models import (
     RANKS,
     SEQ_LEN,
@@ -28,11 +33,6 @@ from tests.distributed.other_models import (
 from tests.distributed.pool import WorkerPool
 from tests.hf_families import in_double
 from tests.slow import slow
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.planning.mask import Band, Mask
-from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.integrations import scans
-from trainer.integrations.interception import intercept_sdpa
 
 LENGTHS = (8, 3, 10)
 LAYERS = {"layer_types": ["linear_attention", "full_attention"]}

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from longshard.context.planning.cost import Cost
 from tests.fake_cuda.operators import CHECKS
-from trainer.distributed.context_parallel.planning.cost import Cost
 from trainer.planner.events import Event
 from trainer.planner.stand_ins import ATTENTION
 from trainer.planner.tracing import Recorder

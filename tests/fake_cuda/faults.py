@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch._library.custom_ops import OPDEFS
 
+from longshard.context.execution.kernels import cuda
 from tests.fake_cuda.table import Call
-from trainer.distributed.context_parallel.execution.kernels import cuda
 
 OF = Call(4, 1, "ring", "causal", "cuda_flash", "head_tail")
-_NAME = "trainer::context_parallel_attention"
+_NAME = "longshard::context_parallel_attention"
 Results = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from longshard.context import attention
+from longshard.context.live import LivePlan, flat_mesh, opened
+from longshard.context.planning.mask import documents_of
+from longshard.context.planning.options import ContextParallelOptions
 from tests.fake_cuda import table
 from tests.fake_cuda.counts import CheckedRecorder, counted
 from tests.fake_cuda.faults import OF, Fault, faults
 from tests.fake_cuda.operators import CHECKS, flash_bodies, flash_package
-from trainer.distributed.context_parallel import attention
-from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
-from trainer.distributed.context_parallel.planning.mask import documents_of
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.planner.device import FakeDevice, Gpu, machine
 from trainer.planner.stand_ins import stand_ins
 from trainer.planner.traced_trainer import patches

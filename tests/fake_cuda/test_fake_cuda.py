@@ -69,8 +69,8 @@ def test_the_machine_sees_faults(tmp_path: Path) -> None:
 
 _FAULTS = {
     "a host read of a device value": "DataDependentOutputException",
-    "strides that are not those promised": "AssertionError: trainer::context_parallel_attention result 0",
-    "a data type that is not promised": "AssertionError: trainer::context_parallel_attention result 1",
+    "strides that are not those promised": "AssertionError: longshard::context_parallel_attention result 0",
+    "a data type that is not promised": "AssertionError: longshard::context_parallel_attention result 1",
     "more bytes than the plan has": "AssertionError: context_parallel_attention sent",
     "a tensor on the host": "FakeTensorDeviceMismatchError",
     "a kernel that reads unaligned rows": "AssertionError",

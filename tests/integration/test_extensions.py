@@ -14,8 +14,8 @@ PACKAGE = {
     "__init__": """
 from dataclasses import dataclass
 from trainer.config.keys import NOT_NEGATIVE, key, needs_value
-from trainer.distributed.context_parallel.planning.methods import Method
-from trainer.distributed.context_parallel.planning.schedules import all_gather
+from longshard.context.planning.methods import Method
+from longshard.context.planning.schedules import all_gather
 from trainer.extensions import (
     register_iterable, register_method, register_observer, register_optimizer, register_table
 )
@@ -36,7 +36,7 @@ register_iterable("numbers", "mine.parts:numbers")
 import torch
 from torch.utils.data import IterableDataset
 from trainer.components.optimizer import parameter_groups
-from trainer.distributed.sharding.exchange import all_reduce
+from longshard.sharding.exchange import all_reduce
 from trainer.observer import Observer
 
 def sgd(model_parts, config):

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from longshard.context import linear_scan
+from longshard.context.execution import linear_kernels
+from longshard.context.execution.linear_chunks import Tokens
+from longshard.context.linear_pass import ChunkedPass, Place
+from longshard.sharding.layout import AxisLayout, head_tail
 from tests.distributed.test_linear_attention import differences, drawn, positions_of, starts_of, token_by_token
 from tests.interpreted.interpreter import prepare
 from tests.slow import slow
 from tests.thread_ranks import run_ranks
 from tests.unit.test_thread_linear import scanned, whole_of
-from trainer.distributed.context_parallel import linear_scan
-from trainer.distributed.context_parallel.execution import linear_kernels
-from trainer.distributed.context_parallel.execution.linear_chunks import Tokens
-from trainer.distributed.context_parallel.linear_pass import ChunkedPass, Place
-from trainer.distributed.sharding.layout import AxisLayout, head_tail
 
-OPERATOR = importlib.import_module("trainer.distributed.context_parallel.linear_attention")
+OPERATOR = importlib.import_module("longshard.context.linear_attention")
 KINDS = ("delta", "delta of channels", "decay")
 EXACT, PACKED = 5e-6, 1e-4  # of float32: without documents, and with, behind which sums of logarithms are rounded
 LENGTH = 70  # more than a chunk of the kernels

@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-_CP = "trainer/distributed/context_parallel"
+_CP = "longshard/context"
 _PAIRS = "tests/distributed/test_pairs.py"
 _ATTENTION = "tests/distributed/test_context_parallel.py"
 _THREADS = "tests/unit/test_thread_attention.py"
@@ -11,7 +11,7 @@ _GUARDS = "tests/distributed/test_context_guards.py"
 PLANS = (
     Mutant(
         "head_tail gives a rank two pieces from anywhere",
-        "trainer/distributed/sharding/layout.py",
+        "longshard/sharding/layout.py",
         "union([pieces[rank], pieces[-1 - rank]])",
         "union([pieces[rank], pieces[degree + rank]])",
         "tests/unit/test_layout.py",
@@ -109,7 +109,7 @@ PLANS = (
     ),
     Mutant(
         "a forward that was replaced before is dropped",
-        "trainer/distributed/sharding/forward.py",
+        "longshard/sharding/forward.py",
         "if late:",
         "if late and not late:",
         "tests/unit/test_forward.py",
@@ -147,21 +147,21 @@ PLANS = (
 EXECUTION = (
     Mutant(
         "keys are sent with every part of their queries",
-        "trainer/distributed/context_parallel/planning/heads.py",
+        "longshard/context/planning/heads.py",
         "return self.part[0] == 0",
         "return True",
         "tests/unit/test_cost.py::test_keys_are_sent_once_however_many_queries_a_pass_has",
     ),
     Mutant(
         "gradients of keys are those of the last part of their queries",
-        "trainer/distributed/context_parallel/execution/ulysses.py",
+        "longshard/context/execution/ulysses.py",
         "            total.add_(more)",
         "            total.copy_(more)",
         "tests/distributed/test_context_parallel.py::test_a_few_heads_at_a_time",
     ),
     Mutant(
         "parts of the queries of a key are not sent apart",
-        "trainer/distributed/context_parallel/execution/build.py",
+        "longshard/context/execution/build.py",
         "options.heads_per_pass, options.query_heads_per_pass)",
         "options.heads_per_pass, 0)",
         "tests/unit/test_block_memory.py::test_passes_of_query_heads_take_less_memory",
@@ -224,14 +224,14 @@ EXECUTION = (
     ),
     Mutant(
         "a byte to another node counts as one inside a node",
-        "trainer/distributed/context_parallel/planning/auto.py",
+        "longshard/context/planning/auto.py",
         "return self.bytes_sent + (NETWORK - 1) * self.bytes_outside",
         "return self.bytes_sent",
         "tests/unit/test_auto.py::test_heads_are_exchanged_inside_a_node_where_links_are_fast",
     ),
     Mutant(
         "what is gathered crosses the network once a rank",
-        "trainer/distributed/context_parallel/planning/auto.py",
+        "longshard/context/planning/auto.py",
         "(plan.degree - inside) / inside /",
         "(plan.degree - inside) /",
         "tests/unit/test_auto.py::test_what_leaves_a_node_of_four_of_eight_ranks",
@@ -252,7 +252,7 @@ EXECUTION = (
     ),
     Mutant(
         "FlashAttention-2 computes heads that it pads too far",
-        "trainer/distributed/context_parallel/planning/capabilities.py",
+        "longshard/context/planning/capabilities.py",
         "range(129, 161)",
         "range(129, 160)",
         "tests/unit/test_kernel_choice.py",
@@ -385,7 +385,7 @@ EXECUTION = (
     ),
     Mutant(
         "rows of other ranks are read before they have arrived",
-        "trainer/distributed/sharding/exchange.py",
+        "longshard/sharding/exchange.py",
         "    pending.wait()\n    for rank, (piece, places)",
         "    for rank, (piece, places)",
         _THREADS,
@@ -421,7 +421,7 @@ EXECUTION = (
     Mutant(
         "the library imports the program",
         f"{_CP}/planning/capabilities.py",
-        "from trainer.distributed.sharding.errors import OptionError",
+        "from longshard.sharding.errors import OptionError",
         "from trainer.config.errors import ConfigError as OptionError",
         "tests/unit/test_imports.py",
     ),
@@ -434,28 +434,28 @@ EXECUTION = (
     ),
     Mutant(
         "the adjoint of an exchange does not add",
-        "trainer/distributed/sharding/exchange.py",
+        "longshard/sharding/exchange.py",
         "piece.view(size(places), *shape), add=add)",
         "piece.view(size(places), *shape), add=False)",
         "tests/distributed/test_exchange.py",
     ),
     Mutant(
         "bytes of a message are not counted",
-        "trainer/distributed/sharding/exchange.py",
+        "longshard/sharding/exchange.py",
         "_count(kind, sum(t.tensor.nbytes for t in transfers if t.is_send))",
         "_count(kind, 0)",
         _ATTENTION,
     ),
     Mutant(
         "replicate leaves the gradients apart",
-        "trainer/distributed/sharding/placement.py",
+        "longshard/sharding/placement.py",
         "lambda gradient: summed(gradient, group))",
         "lambda gradient: gradient)",
         "tests/distributed/test_region.py",
     ),
     Mutant(
         "buffers stay cut",
-        f"{_CP}/context.py",
+        f"{_CP}/regions.py",
         "x.set_(original)",
         "x.set_(x)",
         _GUARDS,
@@ -606,7 +606,7 @@ EMPTY_GROUPS = (
     ),
     Mutant(
         "gradients of a head's copies are rounded before they are added up",
-        "trainer/distributed/context_parallel/execution/ulysses.py",
+        "longshard/context/execution/ulysses.py",
         "gradient_dtype = sum_dtype if copies > 1 else dout.dtype",
         "gradient_dtype = dout.dtype",
         "tests/unit/test_thread_attention.py::test_gradients_of_a_heads_copies_are_added_up_in_float32",

@@ -339,7 +339,7 @@ CHAT = (
     ),
     Mutant(
         "tensors of numbers count the columns of the last one",
-        "trainer/distributed/domain_parallel/indexing.py",
+        "longshard/domain/indexing.py",
         "places_of = places_of * size + torch.where(numbers < 0, numbers + size, numbers)",
         "places_of = places_of + torch.where(numbers < 0, numbers + size, numbers)",
         "tests/distributed/test_domain_tensor.py::test_functions_equal_those_of_a_whole_tensor",

@@ -2,8 +2,8 @@
 
 from tests.mutants.mutant import Mutant
 
-_DOMAIN = "trainer/distributed/domain_parallel"
-_SHARDING = "trainer/distributed/sharding"
+_DOMAIN = "longshard/domain"
+_SHARDING = "longshard/sharding"
 _CONVOLUTION = "tests/distributed/test_domain_convolution.py"
 _NEIGHBORHOOD = "tests/distributed/test_domain_neighborhood.py"
 _REDUCTIONS = "tests/distributed/test_domain_reductions.py"
@@ -54,14 +54,14 @@ DOMAIN = (
     ),
     Mutant(
         "gradients of rows that went to other ranks are dropped",
-        "trainer/distributed/sharding/exchange.py",
+        "longshard/sharding/exchange.py",
         "if rank != own:",
         "if rank != own and not add:",
         _CONVOLUTION,
     ),
     Mutant(
         "the gradient of a row is that of its last copy",
-        "trainer/distributed/sharding/exchange.py",
+        "longshard/sharding/exchange.py",
         "rows[start:stop].add_(part)",
         "rows[start:stop] = part",
         _CONVOLUTION,
@@ -456,7 +456,7 @@ DOMAIN = (
         "rows for a mask come in the order of the ranks",
         f"{_DOMAIN}/masking.py",
         "domain, shape = shown.domain, torch.Size(shown.shape)",
-        "from trainer.distributed.domain_parallel.domain import balanced; "
+        "from longshard.domain.domain import balanced; "
         "domain, shape = Domain({0: Axis(balanced(shown.shape[0], 3), shown.domain.axes[0].group)}), shown.shape",
         _ROWS,
     ),
@@ -525,7 +525,7 @@ DOMAIN = (
     ),
     Mutant(
         "ranks write parts of the same chunks",
-        "trainer/distributed/sharding/layout.py",
+        "longshard/sharding/layout.py",
         "min(round(row / unit) * unit, self.length)",
         "row",
         "tests/unit/test_layout.py::test_ends_are_rounded_to_whole_units",

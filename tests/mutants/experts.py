@@ -8,21 +8,21 @@ _ONE = "tests/unit/test_experts.py"
 EXPERTS = (
     Mutant(
         "a token's gradients from several ranks overwrite each other",
-        "trainer/distributed/sharding/tensors.py",
+        "longshard/sharding/tensors.py",
         "total.index_add_(0, where, part.to(total.dtype))",
         "total.index_copy_(0, where, part.to(total.dtype))",
         f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
     ),
     Mutant(
         "the shared expert waits for the tokens",
-        "trainer/distributed/expert_parallel.py",
+        "trainer/parallel/expert_parallel.py",
         "    other = beside()\n    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)",
         "    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)\n    other = beside()",
         "tests/distributed/test_expert_overlap.py::test_the_shared_expert_runs_while_tokens_and_gradients_are_sent",
     ),
     Mutant(
         "gradients of tokens are read before they have come back",
-        "trainer/distributed/expert_parallel.py",
+        "trainer/parallel/expert_parallel.py",
         "        arrived, pending = ctx.flight.pop()\n        pending.wait()",
         "        arrived, pending = ctx.flight.pop()",
         f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
@@ -78,7 +78,7 @@ EXPERTS = (
     ),
     Mutant(
         "a token is sent once for each of its experts",
-        "trainer/distributed/expert_parallel.py",
+        "trainer/parallel/expert_parallel.py",
         'goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)',
         'goes.scatter_add_(1, chosen.div(experts, rounding_mode="floor"), torch.ones_like(chosen))',
         f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
@@ -99,7 +99,7 @@ EXPERTS = (
     ),
     Mutant(
         "loads are of the ranks of one sequence",
-        "trainer/distributed/parallel_dims.py",
+        "trainer/parallel/parallel_dims.py",
         '{"dp_cp_tp": _EXPERT_DIMS[1:]}',
         '{"dp_cp_tp": _EXPERT_DIMS[3:]}',
         f"{_LAYOUTS}::test_a_layout_equals_one_process[fsdp4+ep2]",
@@ -148,7 +148,7 @@ EXPERTS = (
     ),
     Mutant(
         "each tensor-parallel rank looks at the padding of the first one",
-        "trainer/distributed/tensor_parallel.py",
+        "trainer/parallel/tensor_parallel.py",
         "positions[:, rank * rows : (rank + 1) * rows]",
         "positions[:, :rows]",
         "tests/distributed/test_experts.py::test_a_layout_equals_one_process[cp2+tp2+ep4]",

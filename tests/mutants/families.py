@@ -24,7 +24,7 @@ FAMILIES = (
     ),
     Mutant(
         "the backward of a soft-cap has the slope of the scores without it",
-        "trainer/distributed/context_parallel/execution/kernels/cpu.py",
+        "longshard/context/execution/kernels/cpu.py",
         "ds = ds * (1 - (scores.clamp(min=-self._softcap) / self._softcap).square())",
         "ds = ds * 1.0",
         "tests/unit/test_kernels.py::test_a_soft_cap_is_that_of_autograd",

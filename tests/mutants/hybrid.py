@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-_CP = "trainer/distributed/context_parallel"
+_CP = "longshard/context"
 _LINEAR, _LATENT = "tests/distributed/test_linear_attention.py", "tests/distributed/test_latent_attention.py"
 _FAMILIES = "tests/distributed/test_families.py"
 _RANDOM = f"{_LINEAR}::test_random_layouts_and_documents"
@@ -176,14 +176,14 @@ HYBRID = (
     ),
     Mutant(
         "gathered latents have the gradient of one rank's heads",
-        "trainer/distributed/tensor_parallel.py",
+        "trainer/parallel/tensor_parallel.py",
         "return _gathered(part, inputs, device_mesh).to_local(grad_placements=[Partial()])",
         "return _gathered(part, inputs, device_mesh).to_local()",
         f"{_FAMILIES}::test_a_layout_equals_one_process[deepseek_v3-tp2]",
     ),
     Mutant(
         "B and C have the gradient of one rank's heads",
-        "trainer/distributed/tensor_parallel.py",
+        "trainer/parallel/tensor_parallel.py",
         "return x.to_local(grad_placements=[Partial()])",
         "return x.to_local()",
         f"{_FAMILIES}::test_a_layout_equals_one_process[granitemoehybrid-tp2]",
@@ -211,28 +211,28 @@ HYBRID = (
     ),
     Mutant(
         "a scan of transformers knows no documents",
-        "trainer/integrations/scans.py",
+        "longshard/integrations/scans.py",
         "if all(len(found) <= 1 for found in starts):",
         "if starts:",
         f"{_SCANS}::test_scans_equal_one_process[Qwen3Next]",
     ),
     Mutant(
         "a bound layer may call its convolution itself",
-        "trainer/integrations/inspection.py",
+        "longshard/integrations/inspection.py",
         "(module in bound and isinstance(module, conv._ConvNd))",
         "False",
         f"{_SCANS}::test_what_a_scan_cannot_follow_is_refused",
     ),
     Mutant(
         "a scan of transformers takes a cache",
-        "trainer/integrations/scans.py",
+        "longshard/integrations/scans.py",
         "or any(map(given.get, _ASKED)):",
         "or False:",
         f"{_SCANS}::test_what_a_scan_cannot_follow_is_refused",
     ),
     Mutant(
         "functions stay bound outside of a context",
-        "trainer/integrations/scans.py",
+        "longshard/integrations/scans.py",
         "if not is_intercepted(x):",
         "if False:",
         f"{_SCANS}::test_outside_of_a_context_nothing_changes",

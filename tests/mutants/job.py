@@ -53,7 +53,7 @@ DATA = (
     ),
     Mutant(
         "QK-clip looks at padding",
-        "trainer/distributed/context_parallel/live.py",
+        "longshard/context/live.py",
         "self.padding[list(sequences)][:, rows].to(device)",
         "self.padding[list(sequences)][:, rows].to(device) & False",
         f"{_BALANCE}::test_what_a_step_counts_is_that_of_one_process",
@@ -350,28 +350,28 @@ DATA = (
 SETTINGS = (
     Mutant(
         "FSDP always reshards",
-        "trainer/distributed/data_parallel.py",
+        "trainer/parallel/data_parallel.py",
         'reshard_after_forward=how == "always" or (how == "default" and not pipelined)',
         "reshard_after_forward=True",
         "tests/distributed/test_keys.py",
     ),
     Mutant(
         "parameters stay on the device",
-        "trainer/distributed/data_parallel.py",
+        "trainer/parallel/data_parallel.py",
         "cpu_offload=config.training.enable_cpu_offload",
         "cpu_offload=False",
         "tests/distributed/test_keys.py",
     ),
     Mutant(
         "gradients are always reduced in float32",
-        "trainer/distributed/data_parallel.py",
+        "trainer/parallel/data_parallel.py",
         "getattr(torch, config.training.mixed_precision_reduce)",
         "torch.float32",
         "tests/distributed/test_keys.py",
     ),
     Mutant(
         "logits are never gathered",
-        "trainer/distributed/tensor_parallel.py",
+        "trainer/parallel/tensor_parallel.py",
         "return Replicate() if disable_loss_parallel else Shard(-1)",
         "return Shard(-1)",
         "tests/distributed/test_keys.py " + _PAIRS,
@@ -728,7 +728,7 @@ PROCESSES = (
     ),
     Mutant(
         "a message is waited for as long as when its group was made",
-        "trainer/distributed/sharding/exchange.py",
+        "longshard/sharding/exchange.py",
         'if dist.get_backend(group) == "gloo":  # its',
         'if dist.get_backend(group) != "gloo":  # its',
         "tests/distributed/test_timeouts.py",
@@ -763,7 +763,7 @@ PROCESSES = (
     ),
     Mutant(
         "a group that is made late has PyTorch's time-out",
-        "trainer/distributed/context_parallel/execution/build.py",
+        "longshard/context/execution/build.py",
         '"pg_options": _high_priority(timeout), "timeout": timeout}',
         '"pg_options": _high_priority(timeout)}',
         "tests/distributed/test_timeouts.py::test_a_group_that_is_made_late_has_the_time_out_that_its_ranks_have_then",
@@ -889,7 +889,7 @@ PROCESSES = (
     ),
     Mutant(
         "a replicated tensor adds up in its neighbour's gradient",
-        "trainer/distributed/sharding/placement.py",
+        "longshard/sharding/placement.py",
         "x.to(dtype, copy=True, memory_format=torch.contiguous_format)",
         "x.to(dtype).contiguous()",
         "tests/unit/test_thread_attention.py::test_a_replicated_tensor_sums_its_own_gradient_alone",

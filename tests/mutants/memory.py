@@ -155,7 +155,7 @@ _BLOCK = "tests/unit/test_block_memory.py"
 BLOCKS = (
     Mutant(
         "a gradient is compared with a tensor as large as itself",
-        "trainer/distributed/context_parallel/execution/stages.py",
+        "longshard/context/execution/stages.py",
         'torch.empty_like(like, dtype=dtype, device="meta")',
         "torch.empty_like(like, dtype=dtype)",
         f"{_BLOCK}::test_a_gradient_in_the_memory_order_of_its_input_is_returned_itself",
@@ -176,14 +176,14 @@ BLOCKS = (
     ),
     Mutant(
         "what was exchanged for the backward is alive until the gradients are back",
-        "trainer/distributed/context_parallel/execution/ulysses.py",
+        "longshard/context/execution/ulysses.py",
         "self.inner.backward(inside.pop(), ",
         "self.inner.backward(inside[0], ",
         f"{_BLOCK}::test_exchanged_tensors_are_freed_after_their_use",
     ),
     Mutant(
         "the results of attention are alive beside the message that has them",
-        "trainer/distributed/context_parallel/execution/ulysses.py",
+        "longshard/context/execution/ulysses.py",
         "            results.clear()\n",
         "",
         f"{_BLOCK}::test_exchanged_tensors_are_freed_after_their_use",
@@ -197,7 +197,7 @@ BLOCKS = (
     ),
     Mutant(
         "rows of experts are copied to float32 at once",
-        "trainer/distributed/sharding/tensors.py",
+        "longshard/sharding/tensors.py",
         "step = max(_PART // max(rows[0].shape[1], 1), 1)",
         "step = len(rows[0])",
         _BLOCK,
@@ -312,7 +312,7 @@ TILES = (
 )
 
 _CHUNKS = "tests/distributed/test_sequence_chunks.py"
-_ROWS = "trainer/distributed/context_parallel/execution/chunks.py"
+_ROWS = "longshard/context/execution/chunks.py"
 _PARITY = f"{_CHUNKS}::test_losses_gradients_and_weights_do_not_change"
 SEQUENCE_CHUNKS = (
     Mutant(
@@ -352,21 +352,21 @@ SEQUENCE_CHUNKS = (
     ),
     Mutant(
         "layers share their keys and values",
-        "trainer/distributed/context_parallel/live.py",
+        "longshard/context/live.py",
         "replace(self._executions[key], layer=layer)",
         "replace(self._executions[key], layer=0)",
         _PARITY,
     ),
     Mutant(
         "a handle of the first layer is taken for one without a layer",
-        "trainer/distributed/context_parallel/live.py",
+        "longshard/context/live.py",
         "handle + (layer + 1) * _LAYER",
         "handle + layer * _LAYER",
         _PARITY,
     ),
     Mutant(
         "a chunk reads the chunk before it alone",
-        "trainer/distributed/context_parallel/planning/schedules.py",
+        "longshard/context/planning/schedules.py",
         "for owner in reversed(range(chunk)) if",
         "for owner in reversed(range(max(chunk - 1, 0), chunk)) if",
         _PARITY,

@@ -168,7 +168,7 @@ GRADIENTS = (
     ),
     Mutant(
         "replicas are not summed beside TP",
-        "trainer/distributed/parallel_dims.py",
+        "trainer/parallel/parallel_dims.py",
         'if self.size("dp_replicate") == 1:',
         'if self.size("dp_replicate") == 1 or self.size("tp") > 1:',
         f"{_LAYOUT}[ddp2+tp2-float32]",
@@ -182,7 +182,7 @@ GRADIENTS = (
     ),
     Mutant(
         "gradients are averaged",
-        "trainer/distributed/data_parallel.py",
+        "trainer/parallel/data_parallel.py",
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(2.0)",
         f"{_LAYOUT}[fsdp2+tp2-float32]",
@@ -267,35 +267,35 @@ GRADIENTS = (
     ),
     Mutant(
         "gradients are reduced over the communicator of the gathers",
-        "trainer/distributed/data_parallel.py",
+        "trainer/parallel/data_parallel.py",
         "group=self._group, **settings)",
         "group=group, **settings)",
         "tests/distributed/test_collectives.py::test_gradients_are_reduced_over_a_communicator_of_their_own",
     ),
     Mutant(
         "one rank casts its weights twice",
-        "trainer/distributed/data_parallel.py",
+        "trainer/parallel/data_parallel.py",
         "options.reshard_after_forward and (options.cpu_offload or mesh.size(mesh.ndim - 1) > 1)",
         "options.reshard_after_forward",
         "tests/distributed/test_collectives.py::test_one_rank_casts_each_weight_once_in_a_micro_batch",
     ),
     Mutant(
         "weights of the host stay on the device of one rank",
-        "trainer/distributed/data_parallel.py",
+        "trainer/parallel/data_parallel.py",
         "(options.cpu_offload or mesh.size",
         "(mesh.size",
         "tests/distributed/test_collectives.py::test_one_rank_casts_each_weight_once_in_a_micro_batch",
     ),
     Mutant(
         "a group of one rank has a communicator",
-        "trainer/distributed/parallel_dims.py",
+        "trainer/parallel/parallel_dims.py",
         "    if len(mine) == 1:\n",
         "    if not mine:\n",
         "tests/distributed/test_communicators.py",
     ),
     Mutant(
         "meshes of the same ranks have groups of their own",
-        "trainer/distributed/parallel_dims.py",
+        "trainer/parallel/parallel_dims.py",
         "if of_parts not in self._of_rows:",
         "if True:",
         "tests/distributed/test_communicators.py",
@@ -316,7 +316,7 @@ GRADIENTS = (
     ),
     Mutant(
         "the output projection is gathered when all layers are done",
-        "trainer/distributed/data_parallel.py",
+        "trainer/parallel/data_parallel.py",
         "last_is_apart=units.last is not None",
         "last_is_apart=False",
         "tests/distributed/test_collectives.py::test_the_output_projection_is_gathered_while_the_last_layer_computes",
@@ -379,7 +379,7 @@ GRADIENTS = (
     ),
     Mutant(
         "all parameters start alike",
-        "trainer/distributed/sharding/random_bits.py",
+        "longshard/sharding/random_bits.py",
         'f"{seed}/{name}"',
         'f"{seed}"',
         "tests/unit/test_model.py",
@@ -479,7 +479,7 @@ FAMILIES = (
 LAYOUTS = (
     Mutant(
         "tied weights come apart under TP",
-        "trainer/distributed/tensor_parallel.py",
+        "trainer/parallel/tensor_parallel.py",
         "    with preserve_ties(module):\n",
         "    with nullcontext():\n",
         "tests/distributed/test_parity.py::test_tied_weights_stay_one_parameter",
@@ -493,7 +493,7 @@ LAYOUTS = (
     ),
     Mutant(
         "a pipeline averages its micro-batches",
-        "trainer/distributed/pipeline_parallel.py",
+        "trainer/parallel/pipeline_parallel.py",
         'settings["scale_grads"] = False',
         'settings["scale_grads"] = True',
         f"{_LAYOUT}[pp2-float32]",
@@ -507,7 +507,7 @@ LAYOUTS = (
     ),
     Mutant(
         "FSDP leaves out the ranks of one sequence",
-        "trainer/distributed/parallel_dims.py",
+        "trainer/parallel/parallel_dims.py",
         '"dp_shard_cp": ("dp_shard", *shared)',
         '"dp_shard_cp": ("dp_shard",)',
         f"{_LAYOUT}[cp2-float32]",
@@ -730,7 +730,7 @@ ROUNDING = (
     ),
     Mutant(
         "random bits repeat the sign",
-        "trainer/distributed/sharding/random_bits.py",
+        "longshard/sharding/random_bits.py",
         "(bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)",
         "bits >> shift",
         f"{_ROUNDING}::test_bits_are_those_of_the_published_generator_and_independent",
@@ -807,7 +807,7 @@ ROUNDING = (
     ),
     Mutant(
         "gradients are reduced in float32 whatever is asked for",
-        "trainer/distributed/data_parallel.py",
+        "trainer/parallel/data_parallel.py",
         "getattr(torch, config.training.mixed_precision_reduce)",
         "torch.float32",
         "tests/distributed/test_bfloat16.py::test_gradients_that_are_reduced_in_bfloat16",

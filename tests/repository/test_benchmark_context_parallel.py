@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import experimental
 
+from longshard.context.execution.kernels.cpu import Math
+from longshard.context.planning.mask import causal
 from scripts.benchmarks import context_parallel as benchmark
 from scripts.benchmarks.context_parallel import main, measure
 from scripts.benchmarks.context_parallel_ranks import PEER, Share, Whole
 from scripts.benchmarks.context_parallel_tiles import OneCall, Problem, Tiles, compared_tiles
 from scripts.benchmarks.teams import PeakBytes, Times, compared
-from trainer.distributed.context_parallel.execution.kernels.cpu import Math
-from trainer.distributed.context_parallel.planning.mask import causal
 
 SMALL = Problem(64, 2, heads=4, kv_heads=2, head_dim=8)
 

@@ -18,6 +18,10 @@ from unittest import mock
 import pytest
 import torch
 
+from longshard.context import attention
+from longshard.context.execution.kernels.base import Kernel
+from longshard.context.execution.kernels.cpu import Math
+from longshard.context.planning.mask import Relation
 from scripts import gpu_check
 from scripts.gpu_blocks import kernels, large, steps, training
 from scripts.gpu_blocks.block import Check, largest
@@ -25,10 +29,6 @@ from scripts.gpu_blocks.mfu import busy_share
 from scripts.gpu_check import BLOCKS, CALLS, ROOT, Block, check, main, run_block
 from tests.unit.kernel_stand_ins import KERNELS as STAND_INS
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel import attention
-from trainer.distributed.context_parallel.execution.kernels.base import Kernel
-from trainer.distributed.context_parallel.execution.kernels.cpu import Math
-from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.families.decoder_args import LLAMA3
 from trainer.job import resolve
 

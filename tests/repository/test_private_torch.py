@@ -19,7 +19,7 @@ from trainer.checkpoint.weights import _ALLOWED
 from trainer.transforms.activation_checkpoint import KEPT_OPERATORS, MATRIX_PRODUCTS
 
 ROOT = Path(__file__).resolve().parents[2]
-CP = "trainer/distributed/context_parallel"
+CP = "longshard/context"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def fsdp_groups() -> object:
     )
 
 
-_DOMAIN = "trainer/distributed/domain_parallel"
+_DOMAIN = "longshard/domain"
 _QKV = ("query", "key", "value")
 _GRAD = ("grad_out", *_QKV, "out", "logsumexp")
 _VARLEN = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
@@ -77,9 +77,9 @@ _EFFICIENT = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _CPU, _CUDA = (f"{CP}/execution/kernels/{name}.py" for name in ("cpu", "cuda"))
 _GROUPS, _LOCAL_ATTENTION = (
     "trainer/runtime/process_group.py",
-    "trainer/distributed/context_parallel/local_attention.py",
+    "longshard/context/local_attention.py",
 )
-_INSPECTION, _COMPILE = "trainer/integrations/inspection.py", "trainer/transforms/compile.py"
+_INSPECTION, _COMPILE = "longshard/integrations/inspection.py", "trainer/transforms/compile.py"
 _CPU_FLASH, _CUDNN = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"
 
 PRIVATE = {
@@ -126,14 +126,14 @@ PRIVATE = {
         lambda: isinstance(torch.autograd.forward_ad._current_level, int),
     ),
     # meshes and groups
-    "_flatten": Private("trainer/distributed/sharding/tensors.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
+    "_flatten": Private("longshard/sharding/tensors.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
     "fake_pg": Private(
-        "trainer/distributed/parallel_dims.py",
+        "trainer/parallel/parallel_dims.py",
         "groups of one rank, without a communicator",
         lambda: __import__("torch.testing._internal.distributed.fake_pg") and dist.Backend.FAKE == "fake",
     ),
     "_concatenate": Private(
-        "trainer/distributed/parallel_dims.py", "the 2-D mesh of HSDP", lambda: dist.DeviceMesh._concatenate
+        "trainer/parallel/parallel_dims.py", "the 2-D mesh of HSDP", lambda: dist.DeviceMesh._concatenate
     ),
     "_world": Private(
         _GROUPS, "time-outs of all groups", lambda: isinstance(dist.distributed_c10d._world.pg_map, dict)
@@ -157,23 +157,23 @@ PRIVATE = {
         lambda: torch.version.cuda is None or torch._C._distributed_c10d._dump_nccl_trace,
     ),
     "_timeout": Private(
-        "trainer/distributed/sharding/exchange.py",
+        "longshard/sharding/exchange.py",
         "the time-out of waiting for a message on CPUs",
         timeout,
         also=f"{CP}/execution/build.py",
     ),
     "_get_backend": Private(
-        "trainer/distributed/sharding/exchange.py",
+        "longshard/sharding/exchange.py",
         "the time-out of waiting for a message on CPUs",
         lambda: dist.ProcessGroup._get_backend,
     ),
     "_PipelineScheduleRuntime": Private(
-        "trainer/distributed/pipeline_parallel.py",
+        "trainer/parallel/pipeline_parallel.py",
         "pipeline_parallel_schedule_csv",
         imports("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime"),
     ),
     "_load_csv": Private(
-        "trainer/distributed/pipeline_parallel.py",
+        "trainer/parallel/pipeline_parallel.py",
         "pipeline_parallel_schedule_csv",
         lambda: [*inspect.signature(torch_schedules()._PipelineScheduleRuntime._load_csv).parameters][1] == "filename",
     ),
@@ -235,7 +235,7 @@ PRIVATE = {
         for name in names.split()
     },
     "_pytree": Private(
-        "trainer/distributed/domain_parallel/dispatch.py",
+        "longshard/domain/dispatch.py",
         "domain tensors among the arguments of modules that FSDP wraps",
         imports("torch.utils._pytree", "register_pytree_node"),
     ),
@@ -253,7 +253,7 @@ PRIVATE = {
     ),
     "_is_alias_of": Private(f"{_DOMAIN}/whole.py", "which results are views", lambda: torch._C._is_alias_of),
     "_version": Private(
-        "trainer/distributed/sharding/tensors.py",
+        "longshard/sharding/tensors.py",
         "the refusal of stale copies, positions that are watched",
         lambda: hasattr(torch.Tensor, "_version"),
     ),
@@ -270,7 +270,7 @@ PRIVATE = {
         }.items()
     },
     **{
-        name: Private("trainer/distributed/sharding/tensors.py", "updates during the backward", fsdp_groups)
+        name: Private("longshard/sharding/tensors.py", "updates during the backward", fsdp_groups)
         for name in ("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups")
     },
     # memory
@@ -326,7 +326,7 @@ _TRACER = ROOT / "trainer" / "planner"
 def uses(of_tracer: bool = False) -> dict[str, set[str]]:
     """Private name -> the modules that use it."""
     found: dict[str, set[str]] = {}
-    paths = [*(ROOT / "trainer").rglob("*.py"), ROOT / "train.py"]
+    paths = [*(ROOT / "longshard").rglob("*.py"), *(ROOT / "trainer").rglob("*.py"), ROOT / "train.py"]
     for path in (path for path in paths if (_TRACER in path.parents) == of_tracer):
         for name in private_names(ast.parse(path.read_text())):
             found.setdefault(name, set()).add(str(path.relative_to(ROOT)))

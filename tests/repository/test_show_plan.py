@@ -9,6 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longshard.context.planning.auto import choose
+from longshard.context.planning.cost import attention_cost
+from longshard.context.planning.mask import causal
+from longshard.context.planning.methods import METHODS, make_plan
+from longshard.context.planning.options import ContextParallelOptions
 from trainer.commands.main import main as lct
 from trainer.commands.plan import (
     DIRECTIONS,
@@ -22,11 +27,6 @@ from trainer.commands.plan import (
     parser,
     summary,
 )
-from trainer.distributed.context_parallel.planning.auto import choose
-from trainer.distributed.context_parallel.planning.cost import attention_cost
-from trainer.distributed.context_parallel.planning.mask import causal
-from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
 SMALL = ["--seq-len", "48", "--degree", "4"]
 

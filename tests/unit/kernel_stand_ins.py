@@ -13,15 +13,15 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
-from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL
-from trainer.distributed.context_parallel.execution.kernels.cuda import (
+from longshard.context.execution.kernels.cuda import (
     CudaFlash,
     Cudnn,
     CudnnVarlen,
     Efficient,
     Varlen,
 )
-from trainer.distributed.context_parallel.planning.lowering import Call, Launch, batch_calls
+from longshard.context.planning.lowering import Call, Launch, batch_calls
+from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL
 
 # ---- plain attention of one sequence: q (S, H, D), k and v (T, H or fewer, D), lse (H, S)
 

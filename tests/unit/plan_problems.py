@@ -7,9 +7,8 @@ from functools import cached_property
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.masks import dense
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
-from trainer.distributed.context_parallel.planning.mask import (
+from longshard.context.planning.balance import LOAD_BALANCERS, build_layout
+from longshard.context.planning.mask import (
     Mask,
     Relation,
     by_sequence,
@@ -18,11 +17,12 @@ from trainer.distributed.context_parallel.planning.mask import (
     full,
     sliding_window,
 )
-from trainer.distributed.context_parallel.planning.methods import make_plan
-from trainer.distributed.context_parallel.planning.plan import RankPlan
-from trainer.distributed.context_parallel.planning.tiles import Tile
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import Ranges, union
+from longshard.context.planning.methods import make_plan
+from longshard.context.planning.plan import RankPlan
+from longshard.context.planning.tiles import Tile
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.ranges import Ranges, union
+from tests.masks import dense
 
 DIRECTIONS = ("forward", "backward")
 staged = st.sampled_from(["ring", "all_gather"])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.about import ROOT, files_of, guards_of, subjects
 
-PROGRAM = [file for file in files_of("trainer") if Path(file).name != "__init__.py"]
+PROGRAM = [file for file in [*files_of("longshard"), *files_of("trainer")] if Path(file).name != "__init__.py"]
 NOT_QUICK = ("tests/repository/", "tests/fake_cuda/")
 
 
@@ -18,15 +18,15 @@ def test_a_quick_test_guards_each_file(file: str) -> None:
 def test_tests_of_a_file_are_those_that_import_it_name_it_or_see_its_mistakes() -> None:
     of_chat = ["tests/unit/test_chat_command.py", "tests/unit/test_conversation.py"]
     assert guards_of(["trainer/commands/chat.py"]) == of_chat  # one is named by its marker
-    assert "tests/unit/test_merging.py" in guards_of(["trainer/distributed/context_parallel/execution/merging.py"])
-    of_windows = guards_of(["trainer/distributed/domain_parallel/windows.py"])
+    assert "tests/unit/test_merging.py" in guards_of(["longshard/context/execution/merging.py"])
+    of_windows = guards_of(["longshard/domain/windows.py"])
     assert of_windows == [test for test in of_windows if test.startswith("tests/distributed/test_domain")]
     family = "tests/distributed/test_domain_tensor.py::test_functions_equal_those_of_a_whole_tensor[space-3-1]"
     assert family in of_windows  # a mutant names it
 
 
 def test_unit_tests_are_first_and_a_module_is_not_named_twice() -> None:
-    tests = guards_of(["trainer/models/moe.py", "trainer/distributed"])
+    tests = guards_of(["trainer/models/moe.py", "trainer/parallel"])
     kinds = [test.split("/")[1] for test in tests if test.startswith("tests/")]
     changes = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
     assert changes[:2] == ["unit", "distributed"]

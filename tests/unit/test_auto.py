@@ -6,17 +6,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.planning.auto import _outside, choose
-from trainer.distributed.context_parallel.planning.cost import (
+from longshard.context.planning.auto import _outside, choose
+from longshard.context.planning.cost import (
     SHORT_SHARD,
     AttentionShape,
     attention_cost,
     shortest_ring,
 )
-from trainer.distributed.context_parallel.planning.mask import Mask, causal, full, sliding_window
-from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
-from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
+from longshard.context.planning.mask import Mask, causal, full, sliding_window
+from longshard.context.planning.methods import METHODS, make_plan
+from longshard.context.planning.options import BatchPlan, ContextParallelOptions
+from trainer.config.loader import parse_command_line
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.job import attention, resolve
 from trainer.job.attention import resolve_attention

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.distributed.context_parallel.planning.balance import Work, balanced, build_layout
-from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, documents, sliding_window
-from trainer.distributed.context_parallel.planning.tiles import Needs
-from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
-from trainer.distributed.sharding.ranges import difference, size, union
+from longshard.context.planning.balance import Work, balanced, build_layout
+from longshard.context.planning.mask import Mask, by_sequence, causal, documents, sliding_window
+from longshard.context.planning.tiles import Needs
+from longshard.sharding.layout import AxisLayout, contiguous, head_tail
+from longshard.sharding.ranges import difference, size, union
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "context_parallelism.md"
 TILE = 128

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from longshard.context.attention import context_parallel_attention
+from longshard.context.execution import ulysses
+from longshard.context.execution.stages import restore_shape
+from longshard.context.execution.ulysses import HeadExchange
+from longshard.context.live import LivePlan, flat_mesh, opened
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.sharding import tensors
+from longshard.sharding.exchange import Pending
 from scripts.benchmarks.activation_checkpointing import Meter
 from tests.distributed.attention_cases import random
 from tests.thread_attention import SCALE
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.distributed.context_parallel.attention import context_parallel_attention
-from trainer.distributed.context_parallel.execution import ulysses
-from trainer.distributed.context_parallel.execution.stages import restore_shape
-from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
-from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.sharding import tensors
-from trainer.distributed.sharding.exchange import Pending
 from trainer.models import experts, rotary
 from trainer.models.feed_forward import ACTIVATIONS, gated
 from trainer.models.norms import OffsetNorm

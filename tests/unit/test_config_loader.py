@@ -364,7 +364,7 @@ def test_parsing_and_validating_do_not_import_torch():
 
 def test_planning_does_not_import_torch():
     """The schedule of a thousand ranks can be looked at on any machine."""
-    folder = "trainer/distributed/context_parallel/planning"
+    folder = "longshard/context/planning"
     modules = [f"{folder}/{path.stem}".replace("/", ".") for path in (ROOT / folder).glob("[a-z]*.py")]
     assert len(modules) > 9
     imports = "".join(f"import {name}\n" for name in modules)

@@ -8,13 +8,13 @@ from typing import get_args, get_type_hints
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from longshard.context.planning.methods import METHODS
 from tests.unit.test_data_loader import read
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Parallelism
 from trainer.data import BatchLoader, DataSettings, open_text, open_tokenizer
 from trainer.data.sources.registry import DATASETS, Part, Source
-from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.job import resolve
 from trainer.job.pipeline_stages import SCHEDULES
 
@@ -129,5 +129,6 @@ def test_schedules_are_the_words_of_their_key_and_those_of_torch() -> None:
 
 def test_the_readme_counts_the_lines_of_the_package() -> None:
     given = re.search(r"about\s+([\d,]+)\s+lines", (ROOT / "README.md").read_text())[1]
-    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "trainer").rglob("*.py"))
+    paths = [*(ROOT / "longshard").rglob("*.py"), *(ROOT / "trainer").rglob("*.py")]
+    lines = sum(len(path.read_text().splitlines()) for path in paths)
     assert lines == pytest.approx(int(given.replace(",", "")), rel=0.03)

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.masks import dense
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
-from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
-from trainer.distributed.context_parallel.planning.mask import (
+from longshard.context.planning.balance import LOAD_BALANCERS, build_layout
+from longshard.context.planning.cost import AttentionShape, Cost, attention_cost
+from longshard.context.planning.heads import HeadShare, check_heads
+from longshard.context.planning.mask import (
     Mask,
     by_sequence,
     causal,
@@ -20,10 +19,11 @@ from trainer.distributed.context_parallel.planning.mask import (
     full,
     sliding_window,
 )
-from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
-from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
-from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
-from trainer.distributed.sharding.ranges import aligned, union
+from longshard.context.planning.methods import METHODS, make_plan
+from longshard.context.planning.plan import RankPlan, Stage
+from longshard.sharding.layout import AxisLayout, contiguous, head_tail
+from longshard.sharding.ranges import aligned, union
+from tests.masks import dense
 
 DIRECTIONS = ("forward", "backward")
 KINDS = {"forward": ("qkv", "out"), "backward": ("qkv_dout", "dqkv")}

@@ -11,6 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longshard.context.planning.balance import balanced
+from longshard.context.planning.mask import causal, documents_of
+from longshard.context.planning.options import BatchPlan, ContextParallelOptions
 from tests.numbered import Ids
 from tests.packing import pack
 from trainer.config.errors import ConfigError
@@ -18,9 +21,6 @@ from trainer.data import DataSettings, TextData, open_text
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.order.streams import shuffled
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.context_parallel.planning.balance import balanced
-from trainer.distributed.context_parallel.planning.mask import causal, documents_of
-from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 SEQ_LEN = 8

@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
+from longshard.sharding import exchange
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.distributed import expert_parallel
-from trainer.distributed.expert_parallel import dispatched_sums
-from trainer.distributed.sharding import exchange
 from trainer.families.args import ExpertArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.models.experts import ExpertWeights, expert_sums
+from trainer.parallel import expert_parallel
+from trainer.parallel.expert_parallel import dispatched_sums
 
 DIM, HIDDEN, EXPERTS, RANKS, ADAPTERS, SCALE = 6, 8, 8, 4, 3, 0.5
 # Tokens of each rank, and the choices of all of them.

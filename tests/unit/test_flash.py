@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, list_flash_attention_impls
 from torch.utils.checkpoint import checkpoint
 
+from longshard.context.execution.kernels import flash
+from longshard.context.execution.kernels.flash import activated, is_installed
+from longshard.context.planning.capabilities import FLASH_PACKAGES, FlashPackage
 from tests.unit.kernel_stand_ins import OPS, counts
-from trainer.distributed.context_parallel.execution.kernels import flash
-from trainer.distributed.context_parallel.execution.kernels.flash import activated, is_installed
-from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES, FlashPackage
 from trainer.models import attention
 from trainer.models.attention import InnerAttention
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from trainer.distributed.sharding.forward import ORDER, replace_forward
+from longshard.sharding.forward import ORDER, replace_forward
 
 
 def test_features_replace_a_forward_in_their_order() -> None:

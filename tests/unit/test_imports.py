@@ -5,16 +5,16 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_CP = "trainer.distributed.context_parallel"
+_CP = "longshard.context"
 # From the lowest floor to the highest. A folder imports itself and folders of lower floors.
 FLOORS = (
-    ("trainer", "trainer.lazy", "trainer.observer", "trainer.installed"),
-    ("trainer.config", "trainer.distributed.sharding"),
+    ("longshard", "trainer", "longshard.lazy", "trainer.observer", "trainer.installed"),
+    ("trainer.config", "longshard.sharding"),
     (_CP, "trainer.hugging_face", "trainer.runtime"),
-    ("trainer.distributed.domain_parallel", "trainer.integrations", "trainer.families", "trainer.data"),
+    ("longshard.domain", "longshard.integrations", "trainer.families", "trainer.data"),
     ("trainer.stores",),
     ("trainer.job",),
-    ("trainer.distributed", "trainer.extensions"),
+    ("trainer.parallel", "trainer.extensions"),
     ("trainer.transforms",),
     ("trainer.models",),
     ("trainer.components",),
@@ -26,18 +26,18 @@ FLOORS = (
 )
 
 
-# What a user of the library needs. A folder imports itself and folders below it; nothing of the program but `lazy`.
+# What a user of the library needs. A folder imports itself and folders below it, and nothing of the program.
 LIBRARY = (
-    ("trainer.distributed.sharding",),
-    ("trainer.distributed.context_parallel",),
-    ("trainer.distributed.domain_parallel", "trainer.integrations"),
+    ("longshard.sharding",),
+    ("longshard.context",),
+    ("longshard.domain", "longshard.integrations"),
 )
-_LAZY = ("trainer", "trainer.lazy")
+_LAZY = ("longshard", "longshard.lazy")
 
 
 def imports() -> dict[str, set[str]]:
     """Every module of the program -> the modules that it imports, anywhere in its text."""
-    paths = [ROOT / "train.py", *(ROOT / "trainer").rglob("*.py")]
+    paths = [ROOT / "train.py", *(ROOT / "longshard").rglob("*.py"), *(ROOT / "trainer").rglob("*.py")]
     modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
     arrows: dict[str, set[str]] = {}
     for name, path in modules.items():
@@ -65,7 +65,7 @@ def climbs(a: str, b: str) -> bool:
 
 
 def within(module: str, room: str) -> bool:
-    return module == room or (room != "trainer" and module.startswith(f"{room}."))
+    return module == room or (room not in ("longshard", "trainer") and module.startswith(f"{room}."))
 
 
 def circles(arrows: dict[str, set[str]]) -> list[tuple[str, str]]:
@@ -132,12 +132,10 @@ def test_the_test_sees_an_arrow_that_climbs_and_a_circle() -> None:
     assert not climbs(job, stores)
     assert not climbs(job, "trainer.job.degrees")
     assert climbs("trainer.checkpoint.weights", "trainer.tasks.task")
-    assert climbs(f"{_CP}.live", "trainer.distributed.parallel_dims")
-    sharding, domain, context = (
-        f"trainer.distributed.{x}" for x in ("sharding.a", "domain_parallel.b", "context_parallel.c")
-    )
+    assert climbs(f"{_CP}.live", "trainer.parallel.parallel_dims")
+    sharding, domain, context = (f"longshard.{x}" for x in ("sharding.a", "domain.b", "context.c"))
     arrows = {
-        sharding: {domain, "trainer.lazy"},
+        sharding: {domain, "longshard.lazy"},
         domain: {sharding, context},
         context: {"trainer.config.errors", sharding, domain},
     }

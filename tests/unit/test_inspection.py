@@ -11,7 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers
 
-from trainer.integrations.inspection import Allowed, refusal_of_model
+from longshard.integrations.inspection import Allowed, refusal_of_model
 
 SEQ_LEN = 32
 

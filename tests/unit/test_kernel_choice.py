@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from trainer.distributed.context_parallel.execution.kernels import choose
-from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
-from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.planning.capabilities import (
+from longshard.context.execution.kernels import choose
+from longshard.context.execution.kernels.choose import CUDA_KERNELS, choose_kernel
+from longshard.context.execution.kernels.cpu import CpuFlash, Math
+from longshard.context.planning.capabilities import (
     CAPABILITIES,
     FLASH_PACKAGES,
     INDEX_LIMIT,
@@ -18,7 +18,7 @@ from trainer.distributed.context_parallel.planning.capabilities import (
     head_groups,
     kernel_words,
 )
-from trainer.distributed.sharding.errors import OptionError
+from longshard.sharding.errors import OptionError
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_choice_on_a_gpu_in_words(name: str, capability, package, deterministi
 def test_a_choice_on_a_gpu_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(choose, "gpu_capability", lambda: (9, 0))
     choose._log_once.cache_clear()
-    with caplog.at_level("INFO", "trainer"):
+    with caplog.at_level("INFO", "longshard"):
         for calls in (5, 6, 7):
             choose_kernel("cuda", torch.bfloat16, 64, calls=calls)
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["attention's kernel is varlen"]

@@ -6,16 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.distributed.context_parallel.execution.kernels.base import Kernel, repeated, summed
-from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
-from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.planning.capabilities import (
+from longshard.context.execution.kernels.base import Kernel, repeated, summed
+from longshard.context.execution.kernels.choose import CUDA_KERNELS, choose_kernel
+from longshard.context.execution.kernels.cpu import CpuFlash, Math
+from longshard.context.planning.capabilities import (
     Capabilities,
 )
-from trainer.distributed.context_parallel.planning.lowering import split
-from trainer.distributed.context_parallel.planning.mask import Relation
-from trainer.distributed.context_parallel.planning.tiles import Tile
-from trainer.distributed.sharding.errors import OptionError
+from longshard.context.planning.lowering import split
+from longshard.context.planning.mask import Relation
+from longshard.context.planning.tiles import Tile
+from longshard.sharding.errors import OptionError
 
 FULL, CAUSAL, BI_CAUSAL, INV_CAUSAL = Relation.FULL, Relation.CAUSAL, Relation.BI_CAUSAL, Relation.INV_CAUSAL
 KERNELS = [CpuFlash(), Math()]

@@ -6,6 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from longshard.context.execution.kernels import cuda
+from longshard.context.execution.kernels.base import BackwardInputs, Kernel
+from longshard.context.execution.kernels.cuda import CudaFlash, Cudnn, Varlen
+from longshard.context.planning.lowering import Call, Launch, split
+from longshard.context.planning.mask import Relation
+from longshard.context.planning.tiles import Tile
 from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of, of_calls
 from tests.unit.test_kernels import (
     BI_CAUSAL,
@@ -21,12 +27,6 @@ from tests.unit.test_kernels import (
     parts_of_a_whole,
     run,
 )
-from trainer.distributed.context_parallel.execution.kernels import cuda
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Varlen
-from trainer.distributed.context_parallel.planning.lowering import Call, Launch, split
-from trainer.distributed.context_parallel.planning.mask import Relation
-from trainer.distributed.context_parallel.planning.tiles import Tile
 
 by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 

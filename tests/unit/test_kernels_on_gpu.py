@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from longshard.context.execution.kernels.base import BackwardInputs, Kernel
+from longshard.context.execution.kernels.choose import CUDA_KERNELS
+from longshard.context.execution.kernels.cuda import CudaFlash
+from longshard.context.planning.lowering import split
+from longshard.context.planning.mask import Relation
+from longshard.context.planning.tiles import Tile
 from tests.unit.kernel_stand_ins import CALLS, launches_of, of_calls
 from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL, definition, error
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash
-from trainer.distributed.context_parallel.planning.lowering import split
-from trainer.distributed.context_parallel.planning.mask import Relation
-from trainer.distributed.context_parallel.planning.tiles import Tile
 
 # ---- operators of this PyTorch, by their shapes
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from longshard.context.execution.kernels import cuda
+from longshard.context.execution.kernels.base import BackwardInputs, Kernel
+from longshard.context.execution.kernels.choose import CUDA_KERNELS
+from longshard.context.execution.kernels.cuda import Cudnn, Varlen
+from longshard.context.execution.kernels.head_groups import HeadGroups
+from longshard.context.planning.capabilities import call_elements
 from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of
 from tests.unit.test_kernels import CAUSAL, inputs
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.execution.kernels import cuda
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS
-from trainer.distributed.context_parallel.execution.kernels.cuda import Cudnn, Varlen
-from trainer.distributed.context_parallel.execution.kernels.head_groups import HeadGroups
-from trainer.distributed.context_parallel.planning.capabilities import call_elements
 from trainer.families.registry import model_args
 from trainer.job.attention import resolve_attention
 from trainer.models import attention

@@ -11,17 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.masks import dense
-from tests.unit.kernel_stand_ins import OPS
-from tests.unit.plan_problems import Problem, problems
-from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, error
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms, hidden_pairs
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Varlen
-from trainer.distributed.context_parallel.execution.ring import StagedExecution
-from trainer.distributed.context_parallel.execution.stages import Merged, add_parts, attend, gradients, lone_gradients
-from trainer.distributed.context_parallel.planning.balance import build_layout
-from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.lowering import (
+from longshard.context.execution.kernels.base import BackwardInputs, Terms, hidden_pairs
+from longshard.context.execution.kernels.cuda import CudaFlash, Varlen
+from longshard.context.execution.ring import StagedExecution
+from longshard.context.execution.stages import Merged, add_parts, attend, gradients, lone_gradients
+from longshard.context.planning.balance import build_layout
+from longshard.context.planning.capabilities import CAPABILITIES
+from longshard.context.planning.lowering import (
     Launch,
     LoweredPlan,
     adds_up,
@@ -31,10 +27,14 @@ from trainer.distributed.context_parallel.planning.lowering import (
     recurring_length,
     split,
 )
-from trainer.distributed.context_parallel.planning.mask import Mask, Relation, causal, documents
-from trainer.distributed.context_parallel.planning.methods import make_plan
-from trainer.distributed.context_parallel.planning.tiles import Tile
-from trainer.distributed.sharding.layout import contiguous
+from longshard.context.planning.mask import Mask, Relation, causal, documents
+from longshard.context.planning.methods import make_plan
+from longshard.context.planning.tiles import Tile
+from longshard.sharding.layout import contiguous
+from tests.masks import dense
+from tests.unit.kernel_stand_ins import OPS
+from tests.unit.plan_problems import Problem, problems
+from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, error
 
 HEADS, KV_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 LARGE = replace(CAPABILITIES["cudnn_varlen"], large=1024)

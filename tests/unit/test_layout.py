@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
-from trainer.distributed.context_parallel.planning.mask import causal
-from trainer.distributed.sharding.layout import LAYOUTS, AxisLayout, contiguous, head_tail, sized
-from trainer.distributed.sharding.placement import rows_on
+from longshard.context.planning.balance import LOAD_BALANCERS, build_layout
+from longshard.context.planning.mask import causal
+from longshard.sharding.layout import LAYOUTS, AxisLayout, contiguous, head_tail, sized
+from longshard.sharding.placement import rows_on
 
 names = st.sampled_from(LOAD_BALANCERS)
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from longshard.context.execution import linear_kernels
+from longshard.context.execution.linear_chunks import Tokens
+from longshard.context.planning.capabilities import runs_fla
 from tests.interpreted.process import assert_cases_pass, needs_triton
-from trainer.distributed.context_parallel.execution import linear_kernels
-from trainer.distributed.context_parallel.execution.linear_chunks import Tokens
-from trainer.distributed.context_parallel.planning.capabilities import runs_fla
 
 
 @needs_triton
@@ -50,7 +50,7 @@ def test_an_installed_package_is_called(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_missing_package_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_kernels, "is_installed", lambda _: False)
     linear_kernels._has_package.cache_clear()
-    with caplog.at_level("INFO", logger="trainer"):
+    with caplog.at_level("INFO", logger="longshard"):
         assert not linear_kernels._has_package()
         assert not linear_kernels._has_package()
     linear_kernels._has_package.cache_clear()

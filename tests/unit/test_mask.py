@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.masks import dense
-from trainer.distributed.context_parallel.planning.mask import (
+from longshard.context.planning.mask import (
     Band,
     Mask,
     Relation,
@@ -19,6 +18,7 @@ from trainer.distributed.context_parallel.planning.mask import (
     full,
     sliding_window,
 )
+from tests.masks import dense
 
 lengths = st.integers(0, 12)
 document_lengths = st.lists(st.integers(0, 5), max_size=5)

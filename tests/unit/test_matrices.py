@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from longshard.sharding.ranges import Ranges, size
 from tests.distributed.harness import FAMILY_FLAVORS, TEST_FLAVORS
 from trainer.config.errors import ConfigError
 from trainer.config.schema import LoRA
-from trainer.distributed.sharding.ranges import Ranges, size
 from trainer.job.memory import matrix_sizes
 from trainer.models.matrices import matrices_of
 from trainer.models.model_spec import model_spec

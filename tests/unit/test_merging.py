@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longshard.context.execution import merging
+from longshard.context.execution.stages import Merged
 from tests.interpreted.process import ENVIRONMENT, ROOT, needs_triton
-from trainer.distributed.context_parallel.execution import merging
-from trainer.distributed.context_parallel.execution.stages import Merged
 
-pytestmark = pytest.mark.about("trainer/distributed/context_parallel/execution/merge_kernel.py")
+pytestmark = pytest.mark.about("longshard/context/execution/merge_kernel.py")
 
 B, H, S, D = 2, 4, 6, 8
 HEADS, ALL = slice(0, H), slice(0, S)
@@ -137,7 +137,7 @@ def test_operators_and_bytes_of_a_merge() -> None:
 _INTERPRETED = """
 import torch
 from tests.unit.test_merging import ALL, HEADS, by_weights, case
-from trainer.distributed.context_parallel.execution.merging import fused_merge, merge_eagerly
+from longshard.context.execution.merging import fused_merge, merge_eagerly
 for dtype, bound in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)):
     for rows in (ALL, slice(1, 5)):
         for heads in (HEADS, slice(1, 3)):

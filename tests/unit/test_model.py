@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longshard.sharding.random_bits import parameter_seed
 from tests.unit.small_decoder import ARGS, build
 from trainer.config.schema import Model
-from trainer.distributed.sharding.random_bits import parameter_seed
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.layer_kinds import RopeScaling
 from trainer.families.registry import MODELS

@@ -18,7 +18,6 @@ from trainer.components.loss import token_losses
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.registry import MODELS as FAMILIES
 from trainer.families.registry import hf_config
@@ -28,6 +27,7 @@ from trainer.models.chunked_loss import Chunks, chunked_token_losses
 from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import hf_model, model_spec
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.tasks.language import FirstLosses, FurtherTokens
 
 ARGS = TransformerArgs(

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longshard.context.execution.kernels.base import BackwardInputs, Terms
+from longshard.context.live import LivePlan
+from longshard.context.planning.options import ContextParallelOptions
 from tests.distributed.attention_cases import Case
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Terms
-from trainer.distributed.context_parallel.live import LivePlan
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
 COPIES = ("copy_", "cat", "add_", "add", "index_put_", "index_select", "sum")
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longshard.context.planning.balance import LOAD_BALANCERS, build_layout
+from longshard.context.planning.mask import Mask, causal, documents
+from longshard.context.planning.methods import METHODS, make_plan
+from longshard.context.planning.plan import RankPlan
+from longshard.sharding.layout import AxisLayout, head_tail
+from longshard.sharding.ranges import union
 from tests.unit.plan_problems import DIRECTIONS, Problem, numbers, pairs_of, problems, rows_sent
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
-from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents
-from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
-from trainer.distributed.context_parallel.planning.plan import RankPlan
-from trainer.distributed.sharding.layout import AxisLayout, head_tail
-from trainer.distributed.sharding.ranges import union
 
 
 @given(problems(), st.sampled_from([*METHODS]), st.sampled_from(DIRECTIONS), st.integers(1, 6))

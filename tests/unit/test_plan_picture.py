@@ -10,13 +10,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from longshard.context.planning.balance import LOAD_BALANCERS
+from longshard.context.planning.methods import METHODS
 from tests.masks import dense
 from tests.repository.test_show_plan import SMALL, case_of, with_degree
 from tests.slow import slow
 from trainer.commands.plan import MOST_RANKS, main
 from trainer.commands.plan_picture import areas_of, draw, picture, rank_color
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
-from trainer.distributed.context_parallel.planning.methods import METHODS
 
 pytestmark = pytest.mark.about("trainer/commands/plan_case.py")
 

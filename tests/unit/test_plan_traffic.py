@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshard.context.planning.balance import build_layout
+from longshard.context.planning.mask import Mask, causal, documents, full, sliding_window
+from longshard.context.planning.methods import make_plan
+from longshard.context.planning.plan import Message, RankPlan, Stage
+from longshard.sharding.layout import AxisLayout, contiguous, head_tail
 from tests.unit.plan_problems import DIRECTIONS, Problem, numbers, pairs_of, problems, rows_sent, staged
-from trainer.distributed.context_parallel.planning.balance import build_layout
-from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, full, sliding_window
-from trainer.distributed.context_parallel.planning.methods import make_plan
-from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
-from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
 
 # ---- what is sent
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.unit.planner_profile import profile_of
 from trainer.config.loader import parse_command_line
-from trainer.distributed import ownership
 from trainer.families.layer_kinds import LayerKind
 from trainer.job import resolve
+from trainer.parallel import ownership
 from trainer.planner.device import _is_composite
 from trainer.planner.profile import Profile, deeper
 from trainer.planner.profiling import _Allocator, added_up

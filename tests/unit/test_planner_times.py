@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from longshard.context.execution.kernels import choose
+from longshard.context.planning.capabilities import FLASH_PACKAGES
 from tests.unit.planner_profile import profile_of
 from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.execution.kernels import choose
-from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES
 from trainer.planner import traced_trainer
 from trainer.planner.device import Gpu
 from trainer.planner.operators import parallel_rows

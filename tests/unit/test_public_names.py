@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.about("trainer/lazy.py")
+pytestmark = pytest.mark.about("longshard/lazy.py")
 
 PACKAGES = (
     "trainer.config",
     "trainer.data",
-    "trainer.distributed",
-    "trainer.distributed.context_parallel",
-    "trainer.distributed.domain_parallel",
+    "trainer.parallel",
+    "longshard",
+    "longshard.domain",
     "trainer.models",
 )
 
@@ -37,11 +37,11 @@ def test_torch_free_names_do_not_import_torch() -> None:
     code = (
         "import sys\n"
         "from trainer.config import JobConfig, parse_command_line\n"
-        "from trainer.distributed import AxisLayout, head_tail\n"
-        "from trainer.distributed.context_parallel import ContextParallelOptions, Mask, causal, documents, make_plan\n"
+        "from longshard import AxisLayout, head_tail\n"
+        "from longshard import ContextParallelOptions, Mask, causal, documents, make_plan\n"
         "from trainer.families.registry import model_args\n"
         "assert 'torch' not in sys.modules\n"
-        "from trainer.distributed.context_parallel import context_parallel, region\n"
+        "from longshard import context_parallel, region\n"
         "assert callable(context_parallel) and callable(region)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

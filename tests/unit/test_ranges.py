@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, size, union
+from longshard.sharding.ranges import Offsets, Range, Ranges, difference, intersection, size, union
 
 any_ranges = st.lists(
     st.tuples(st.integers(-5, 40), st.integers(-3, 6)).map(lambda x: (x[0], x[0] + x[1])), max_size=20

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from longshard.sharding.random_bits import random_bits
 from trainer.components.optimizer import build_optimizer, ensure_state, mask_update
 from trainer.components.rounding import global_indices, round_stochastically
 from trainer.config.schema import JobConfig, Optimizer, Training
-from trainer.distributed.sharding.random_bits import random_bits
 
 SAMPLES = 2**18
 BFLOAT16 = JobConfig(optimizer=Optimizer(state_dtype="bfloat16"))

@@ -17,6 +17,18 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from longshard.context.attention import (
+    context_parallel_attention,
+)
+from longshard.context.execution import ring, ulysses
+from longshard.context.live import LivePlan, flat_mesh, opened
+from longshard.context.planning.mask import full
+from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
+from longshard.context.regions import context_parallel
+from longshard.sharding import exchange as door
+from longshard.sharding.exchange import Pending, exchange
+from longshard.sharding.layout import AxisLayout, sized
+from longshard.sharding.placement import replicate
 from scripts.gpu_blocks.block import largest
 from tests.covering import Row, covering_array
 from tests.distributed.attention_cases import BATCH, Case, random, relative
@@ -26,18 +38,6 @@ from tests.masks import dense
 from tests.thread_attention import EXACT, SCALE, allowed, attended, axes, case_of, errors, found_and_bounds, wanted
 from tests.thread_ranks import ThreadMesh, run_ranks
 from tests.unit.plan_problems import Problem, problems
-from trainer.distributed.context_parallel.attention import (
-    context_parallel_attention,
-)
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.execution import ring, ulysses
-from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
-from trainer.distributed.context_parallel.planning.mask import full
-from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.sharding import exchange as door
-from trainer.distributed.sharding.exchange import Pending, exchange
-from trainer.distributed.sharding.layout import AxisLayout, sized
-from trainer.distributed.sharding.placement import replicate
 
 BALANCER = {"balancer": "head_tail"}
 

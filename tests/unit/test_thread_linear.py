@@ -12,6 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longshard.context import linear_scan
+from longshard.context.execution.linear_chunks import LONGEST_RUN
+from longshard.context.linear_attention import linear_attention
+from longshard.context.live import LivePlan, opened
+from longshard.sharding.layout import AxisLayout, head_tail
 from tests.distributed.test_linear_attention import (
     KINDS,
     TOLERANCE,
@@ -23,11 +28,6 @@ from tests.distributed.test_linear_attention import (
 )
 from tests.thread_ranks import ThreadMesh, run_ranks
 from tests.unit.test_windows import layouts
-from trainer.distributed.context_parallel import linear_scan
-from trainer.distributed.context_parallel.execution.linear_chunks import LONGEST_RUN
-from trainer.distributed.context_parallel.linear_attention import linear_attention
-from trainer.distributed.context_parallel.live import LivePlan, opened
-from trainer.distributed.sharding.layout import AxisLayout, head_tail
 
 LENGTH, RANKS = 37, 3
 
@@ -101,7 +101,7 @@ def test_any_layout_is_the_recurrence(examples: int) -> None:
     def law(layout: AxisLayout, kind: str, share: float, strength: float, most: int, chunk: int, run: int) -> None:
         with (
             mock.patch.object(linear_scan, "GATHERED_BYTES", most),
-            mock.patch("trainer.distributed.context_parallel.linear_pass.CHUNK", chunk),
+            mock.patch("longshard.context.linear_pass.CHUNK", chunk),
             mock.patch.dict(LONGEST_RUN, cpu=run),
         ):
             parts = run_ranks(layout.degree, scanned, layout, kind, torch.float64, False, share, strength)

@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import ReduceScatterOptions, _world
 
-from tests import thread_group
-from tests.thread_group import LostRankError
-from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.distributed.sharding import placement
-from trainer.distributed.sharding.exchange import (
+from longshard.sharding import placement
+from longshard.sharding.exchange import (
     Transfer,
     all_gather,
     all_reduce,
@@ -22,7 +19,10 @@ from trainer.distributed.sharding.exchange import (
     reduce_shards,
     send_receive,
 )
-from trainer.distributed.sharding.layout import contiguous
+from longshard.sharding.layout import contiguous
+from tests import thread_group
+from tests.thread_group import LostRankError
+from tests.thread_ranks import ThreadMesh, run_ranks
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> torch.Tensor:

@@ -24,14 +24,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from longshard.context.planning.options import ContextParallelError
+from longshard.context.regions import context_parallel
+from longshard.integrations.calls import _is_window, _transformers_mask, register_transformers_attention
+from longshard.integrations.interception import intercept_sdpa
 from scripts import check_model as script
 from scripts.check_model import Verification, check_model
 from tests.distributed.attention_cases import relative
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.integrations.calls import _is_window, _transformers_mask, register_transformers_attention
-from trainer.integrations.interception import intercept_sdpa
 
 SEQ_LEN, RANKS, WINDOW = 24, 2, 16
 TOLERANCE = 1e-5  # some of them compute in float32; a lost window is 1e-2 or more

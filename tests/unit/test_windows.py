@@ -7,10 +7,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import intersection, size, union
-from trainer.distributed.sharding.rows import plan_pieces, plan_rows, put_together
-from trainer.distributed.sharding.windows import (
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.ranges import intersection, size, union
+from longshard.sharding.rows import plan_pieces, plan_rows, put_together
+from longshard.sharding.windows import (
     Window,
     WindowPlan,
     outputs_of,

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
+from longshard.sharding.exchange import all_reduce
 from trainer.checkpoint.export import write_hf
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.weights import (
@@ -39,11 +40,10 @@ from trainer.components.optimizer import ensure_state
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.writable import full_disk, nearest_existing
 from trainer.data.loader import BatchLoader
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
 from trainer.hugging_face.reader import HFReader
 from trainer.job.lora import adapter_sizes, whole_sizes
 from trainer.job.record import ITEMSIZE, ResolvedJob
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.dump_folder import configuration_text

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from trainer.distributed.sharding.tensors import local_part
+from longshard.sharding.tensors import local_part
 from trainer.transforms.offload import page_locked_like
 
 

@@ -19,8 +19,8 @@ from trainer.commands.openai_request import Request
 from trainer.commands.talk import Pieces
 from trainer.components.generation import Sampling, generate
 from trainer.data.tokenizers.tokenizer import Tokenizer
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import highest
 from trainer.runtime.process_group import is_peer_failure
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from trainer.distributed.parallel_dims import ParallelDims
+    from trainer.parallel.parallel_dims import ParallelDims
 
 # Settings of [training] with which commands read text and compute.
 _KEPT = (
@@ -229,9 +229,9 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     import torch
 
     from trainer.checkpoint.weights import load_weights, open_weights
-    from trainer.distributed.parallel_dims import ParallelDims
     from trainer.models.initialization import initialize, stored_as
     from trainer.models.model_spec import model_spec
+    from trainer.parallel.parallel_dims import ParallelDims
     from trainer.runtime.agreement import raise_on_all_ranks, read_once
 
     spec, dims = model_spec(job.config.model.name), ParallelDims(job.degrees, device.type)

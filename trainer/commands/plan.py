@@ -11,16 +11,16 @@ from statistics import fmean
 
 import numpy as np
 
+from longshard.context.planning.auto import choose
+from longshard.context.planning.balance import LOAD_BALANCERS
+from longshard.context.planning.cost import AttentionShape, Cost
+from longshard.context.planning.heads import check_heads
+from longshard.context.planning.mask import Mask, causal, documents, full, sliding_window
+from longshard.context.planning.methods import METHODS
+from longshard.context.planning.options import ContextParallelOptions
 from trainer.commands.options import Parser, number
 from trainer.commands.plan_case import DIRECTIONS, MOST_RANKS, Case
 from trainer.config.errors import ConfigError, did_you_mean
-from trainer.distributed.context_parallel.planning.auto import choose
-from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost
-from trainer.distributed.context_parallel.planning.heads import check_heads
-from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, full, sliding_window
-from trainer.distributed.context_parallel.planning.methods import METHODS
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.runtime.console import paragraphs
 
 MASKS = ("causal", "full", "window:4096", "document")

@@ -5,13 +5,13 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
-from trainer.distributed.context_parallel.planning.mask import Mask
-from trainer.distributed.context_parallel.planning.methods import make_plan
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import Ranges, union
+from longshard.context.planning.cost import AttentionShape, Cost, attention_cost
+from longshard.context.planning.mask import Mask
+from longshard.context.planning.methods import make_plan
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.context.planning.plan import RankPlan, Stage
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.ranges import Ranges, union
 
 DIRECTIONS = ("forward", "backward")
 MOST_RANKS = 64

@@ -10,9 +10,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from longshard.context.planning.plan import Stage
+from longshard.sharding.ranges import Ranges
 from trainer.commands.plan_case import Case
-from trainer.distributed.context_parallel.planning.plan import Stage
-from trainer.distributed.sharding.ranges import Ranges
 
 Color = tuple[float, ...]
 

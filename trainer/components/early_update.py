@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.distributed.sharding.tensors import fsdp_groups, local_part, version_of
+from longshard.sharding.tensors import fsdp_groups, local_part, version_of
 
 
 class EarlyUpdates:

@@ -22,21 +22,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longshard.context.convolution import convolved
+from longshard.context.execution.latent import absorbed
+from longshard.context.execution.linear_chunks import one_token
+from longshard.context.linear_attention import linear_attention
+from longshard.context.regions import context_parallel
+from longshard.sharding.exchange import all_gather, all_reduce
+from longshard.sharding.placement import rows_on
 from trainer.components.loss import whole_logits, whole_sequence
 from trainer.config.errors import SharedConfigError
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.convolution import convolved
-from trainer.distributed.context_parallel.execution.latent import absorbed
-from trainer.distributed.context_parallel.execution.linear_chunks import one_token
-from trainer.distributed.context_parallel.linear_attention import linear_attention
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_gather, all_reduce
-from trainer.distributed.sharding.placement import rows_on
 from trainer.job.record import ResolvedJob
 from trainer.models.attention import InnerAttention
 from trainer.models.decoder import rotated_until
 from trainer.models.linear_attention import InnerLinearAttention
 from trainer.models.short_convolution import InnerConvolution
+from trainer.parallel.parallel_dims import ParallelDims
 
 _PROMPT_PART = 256
 """Tokens of a prompt whose logits are in memory at once."""

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from longshard.sharding.exchange import all_gather
+from longshard.sharding.tensors import local_part
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.sharding.exchange import all_gather
-from trainer.distributed.sharding.tensors import local_part
 from trainer.models.model_spec import Decoder
 
 

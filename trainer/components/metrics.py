@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import torch
 
+from longshard.sharding.exchange import all_reduce
 from trainer.components.device_clock import DeviceClock, Mark
 from trainer.components.sinks import JsonLines, TensorBoard, WeightsAndBiases
 from trainer.config.schema import JobConfig
 from trainer.data.loader import BatchesAhead
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.lora import flops_beside
 from trainer.job.record import ResolvedJob
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import line_width, logger, show_progress
 from trainer.runtime.dump_folder import ESTIMATE

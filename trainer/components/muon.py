@@ -2,7 +2,7 @@
 
     m = lerp(m, g, 1 - momentum)                 on shards, as their gradients are
     u = lerp(g, m, momentum)                     with nesterov, else m
-    X = newton_schulz(u)                         of whole matrices, each once in the job: `distributed/ownership.py`
+    X = newton_schulz(u)                         of whole matrices, each once in the job: `parallel/ownership.py`
     w = (1 - lr * weight_decay) w - lr * f X     f: by the shape of the matrix, see `rate_factor`
 
 All that is no matrix is updated by AdamW. What is sent has the data type of the products.
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from longshard.sharding.ranges import Range
+from longshard.sharding.tensors import local_part, wide
 from trainer.components.rounding import Rounding, store
 from trainer.config.optimizer import Muon as Settings
-from trainer.distributed.ownership import Matrix, Owners
-from trainer.distributed.sharding.ranges import Range
-from trainer.distributed.sharding.tensors import local_part, wide
+from trainer.parallel.ownership import Matrix, Owners
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Of a quintic whose repetition brings singular values near one, whatever they are (Jordan et al.)."""

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.tensors import local_part, to_device
+from longshard.sharding.exchange import all_reduce
+from longshard.sharding.tensors import local_part, to_device
 from trainer.observer import Observer
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import of_all_ranks
 
 

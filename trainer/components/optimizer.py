@@ -16,10 +16,10 @@ from trainer.config.errors import SharedConfigError
 from trainer.config.optimizer import GroupRule, Optimizer
 from trainer.config.registry import OPTIMIZERS
 from trainer.config.schema import JobConfig
-from trainer.distributed.ownership import Owners
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.models.experts import Experts
 from trainer.models.matrices import matrices_of
+from trainer.parallel.ownership import Owners
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import of_all_ranks
 
 

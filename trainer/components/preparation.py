@@ -6,8 +6,8 @@ import torch
 
 from trainer.components.profiling import check_memory_snapshot
 from trainer.config.schema import Training
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.determinism import set_determinism
 from trainer.runtime.dump_folder import save_configuration
 from trainer.transforms.compile import check_compiler

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from trainer.distributed.ownership import rows_here
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.tensors import local_part
+from longshard.sharding.exchange import all_reduce
+from longshard.sharding.tensors import local_part
 from trainer.models.attention import Attention
 from trainer.models.latent_attention import LatentAttention
 from trainer.observer import Observer
+from trainer.parallel.ownership import rows_here
+from trainer.parallel.parallel_dims import ParallelDims
 
 
 class QKClip(Observer):

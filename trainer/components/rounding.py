@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
-from trainer.distributed.sharding.random_bits import parameter_seed, random_bits
-from trainer.distributed.sharding.tensors import local_part
+from longshard.sharding.random_bits import parameter_seed, random_bits
+from longshard.sharding.tensors import local_part
 
 _STEP = 0x2545F4914F6CDD1D  # odd, so that steps have different keys
 PIECE, PIECE_ON_CPU = 2**22, 2**18  # which the caches of a CPU hold

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from longshard.sharding.exchange import all_reduce
+from longshard.sharding.tensors import to_device
 from trainer.config.schema import Training
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.tensors import to_device
 from trainer.observer import Observer
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.console import logger
 
 SPIKE_STEPS, SPIKE_LEAST, SPIKE_DEVIATIONS, SPIKE_SHARE = 100, 20, 6.0, 0.05

@@ -1,6 +1,6 @@
 """Text to batches: sources, tokenizers, token files, order, packing; see docs/data.md. These are the public names."""
 
-from trainer.lazy import lazy_exports
+from longshard.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import numpy as np
 import torch
 
+from longshard.context.planning.options import BatchPlan
+from longshard.sharding.tensors import content_hash
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Training
 from trainer.data.order.streams import StreamLoader
 from trainer.data.packing import PackedSequence
 from trainer.data.text_data import Mixture, MixtureStream, TextData, TextStream
-from trainer.distributed.context_parallel.planning.options import BatchPlan
-from trainer.distributed.sharding.tensors import content_hash
 
 
 class TextBatch(TypedDict, total=False):

@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig, Parallelism
-from trainer.distributed.context_parallel.planning.auto import choose
-from trainer.distributed.context_parallel.planning.capabilities import (
+from longshard.context.planning.auto import choose
+from longshard.context.planning.capabilities import (
     FLASH_KERNELS,
     FLASH_PACKAGES,
     INDEX_LIMIT,
@@ -16,12 +14,14 @@ from trainer.distributed.context_parallel.planning.capabilities import (
     auto_kernel,
     call_elements,
 )
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, LatentShape
-from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
-from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
-from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.sharding.errors import OptionError
+from longshard.context.planning.cost import AttentionShape, LatentShape
+from longshard.context.planning.heads import HeadShare, check_heads
+from longshard.context.planning.mask import Mask, causal, sliding_window
+from longshard.context.planning.methods import METHODS, make_plan
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.sharding.errors import OptionError
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig, Parallelism
 from trainer.families.args import ModelArgs, has_windows, latent_of
 
 

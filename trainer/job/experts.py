@@ -2,9 +2,9 @@
 
 import math
 
+from longshard.sharding.ranges import aligned
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.distributed.sharding.ranges import aligned
 from trainer.families.args import ExpertArgs, ModelArgs, experts_of
 from trainer.job.degrees import Degrees
 

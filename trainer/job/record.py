@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, ClassVar
 
+from longshard.context.planning.mask import Mask
+from longshard.context.planning.options import ContextParallelOptions
 from trainer.config.schema import JobConfig
-from trainer.distributed.context_parallel.planning.mask import Mask
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.args import ModelArgs, mtp_layers_of
 from trainer.job.attention import batch_chooser
 from trainer.job.degrees import Degrees

@@ -4,12 +4,12 @@ import math
 from dataclasses import replace
 from operator import attrgetter
 
+from longshard.context.planning.options import ContextParallelOptions
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.keys import Condition, keys_of
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig
 from trainer.config.values import shown
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.args import ModelArgs, experts_of
 from trainer.families.registry import MODELS, flavor_args, from_path
 from trainer.job.degrees import GPUS_OF_A_NODE, KEYS, Degrees, resolve_degrees

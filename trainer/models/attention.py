@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
-from trainer.distributed.context_parallel.execution.latent import expanded
-from trainer.distributed.context_parallel.planning.capabilities import FLASH2_BROKEN, INDEX_LIMIT, call_elements
+from longshard.context.execution.kernels.flash import newer_flash
+from longshard.context.execution.latent import expanded
+from longshard.context.planning.capabilities import FLASH2_BROKEN, INDEX_LIMIT, call_elements
 from trainer.models.initialization import fill
 from trainer.models.rotary import apply_rope
 from trainer.models.short_convolution import ShortConvolution

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from longshard.sharding.exchange import all_gather
+from longshard.sharding.forward import replace_forward
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.sharding.exchange import all_gather
-from trainer.distributed.sharding.forward import replace_forward
 from trainer.job.transforms import CompileOptions
 from trainer.transforms.compile import compiled_loss, rows_vary
 

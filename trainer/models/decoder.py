@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from trainer.distributed.context_parallel.live import of_layer, own_positions
+from longshard.context.live import of_layer, own_positions
 from trainer.families.args import all_layers, expert_layers
 from trainer.families.decoder_args import TransformerArgs
 from trainer.models.attention import Attention

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from trainer.distributed.sharding.tensors import added_rows, in_parts
+from longshard.sharding.tensors import added_rows, in_parts
 from trainer.families.args import ExpertArgs, has_grouped_product
 from trainer.models.feed_forward import gated
 from trainer.models.initialization import draw

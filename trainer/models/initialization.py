@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.distributed.sharding.random_bits import parameter_seed
-from trainer.distributed.tensor_parallel import preserve_ties
+from longshard.sharding.random_bits import parameter_seed
+from trainer.parallel.tensor_parallel import preserve_ties
 from trainer.transforms.lora import init_adapter, is_adapter
 
 

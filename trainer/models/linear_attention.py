@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.distributed.context_parallel.linear_attention import linear_attention
+from longshard.context.linear_attention import linear_attention
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, LinearArgs, MambaArgs
 from trainer.models.initialization import fill
 from trainer.models.norms import NormOfHeads

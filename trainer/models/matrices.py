@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
+from longshard.sharding.ranges import Range, Ranges
 from trainer.config.errors import ConfigError
-from trainer.distributed.sharding.ranges import Range, Ranges
 from trainer.models.attention import Attention
 from trainer.models.experts import Experts
 from trainer.models.latent_attention import LatentAttention

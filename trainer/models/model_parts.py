@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
 from trainer.models.initialization import initialize, stored_as
 from trainer.models.model_spec import ModelSpec
+from trainer.parallel.parallel_dims import ParallelDims
 
 
 def build_model_parts(spec: ModelSpec, job: ResolvedJob, dims: ParallelDims, device: torch.device) -> list[nn.Module]:

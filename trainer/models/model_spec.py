@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import torch
 
 from trainer.config.errors import ConfigError
-from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import is_further, mtp_layers_of
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.registry import MODELS
 from trainer.hugging_face.files import HFModel, HFTensor
 from trainer.job.record import ResolvedJob
 from trainer.observer import Observer
+from trainer.parallel.parallel_dims import ParallelDims
 
 
 class Model(Protocol):

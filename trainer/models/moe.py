@@ -26,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
+from longshard.sharding.exchange import all_reduce
 from trainer.families.args import ExpertArgs, expert_layers
 from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.experts import Experts
 from trainer.models.feed_forward import FeedForward
 from trainer.observer import Observer
+from trainer.parallel.parallel_dims import ParallelDims
 
 
 class Gate(nn.Linear):

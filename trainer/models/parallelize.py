@@ -17,28 +17,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.data_parallel import (
-    REDUCE_SCATTER,
-    DataParallelOptions,
-    Units,
-    apply_data_parallel,
-    keep_on_host,
-)
-from trainer.distributed.expert_parallel import ExpertParallel, expert_units
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.tensor_parallel import (
-    Gathered,
-    LocalParameter,
-    OwnPositions,
-    Replicated,
-    ShardedNorm,
-    VocabularyParallel,
-    apply_tensor_parallel,
-    logits_layout,
-)
+from longshard.context.attention import ContextParallelAttention
+from longshard.context.convolution import ContextParallelConvolution
+from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.decoder_tensors import hf_tensor
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
@@ -48,6 +29,25 @@ from trainer.models.linear_attention import Decay, LinearAttention, Mamba2
 from trainer.models.model_spec import ModelSpec
 from trainer.models.moe import ExpertBalance, MoE
 from trainer.models.tiles import compute_in_tiles, experts_in_tiles
+from trainer.parallel.data_parallel import (
+    REDUCE_SCATTER,
+    DataParallelOptions,
+    Units,
+    apply_data_parallel,
+    keep_on_host,
+)
+from trainer.parallel.expert_parallel import ExpertParallel, expert_units
+from trainer.parallel.parallel_dims import ParallelDims
+from trainer.parallel.tensor_parallel import (
+    Gathered,
+    LocalParameter,
+    OwnPositions,
+    Replicated,
+    ShardedNorm,
+    VocabularyParallel,
+    apply_tensor_parallel,
+    logits_layout,
+)
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.compile import apply_compile, share_memory
 from trainer.transforms.float8 import apply_float8

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.distributed.context_parallel.convolution import convolved
+from longshard.context.convolution import convolved
 from trainer.models.initialization import draw
 from trainer.models.weights import Weights
 

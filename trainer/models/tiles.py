@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from longshard.sharding.forward import replace_forward
+from longshard.sharding.tensors import local_part
 from trainer.config.errors import ConfigError
-from trainer.distributed.sharding.forward import replace_forward
-from trainer.distributed.sharding.tensors import local_part
 from trainer.transforms.compile import rows_vary
 
 Compute = Callable[..., torch.Tensor]

@@ -84,7 +84,7 @@ class FakeDevice(FakeTensorMode):
             self._observe(func, args, kwargs, result)
             return result
         with self:
-            if func.namespace == "trainer":
+            if func.namespace == "longshard":
                 return self._around(name, (*args, *kwargs.values()), lambda: self._run_body(name, args, kwargs))
             # In the body of an operator, below autograd, PyTorch asks for composites of other operators as a whole.
             if _is_composite(func) and (result := func.decompose(*args, **kwargs)) is not NotImplemented:

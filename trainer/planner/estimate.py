@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from longshard.context.planning.capabilities import FLASH_PACKAGES
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES
 from trainer.job import ResolvedJob, resolve
 from trainer.job.record import size_words
 from trainer.planner.profile import Profile

@@ -6,8 +6,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.distributed.context_parallel.execution.build import Execution
-from trainer.distributed.context_parallel.planning.lowering import is_large
+from longshard.context.execution.build import Execution
+from longshard.context.planning.lowering import is_large
 from trainer.planner.device import is_pinned
 from trainer.planner.stand_ins import ATTENTION
 

@@ -1,5 +1,6 @@
 """What memory is for, and which function makes it, by the functions that are running."""
 
+import re
 import sys
 from types import CodeType
 
@@ -8,12 +9,13 @@ _KINDS = (
     ("fsdp/_fully_shard/", "post_backward", "reduced"),
     ("fsdp/_fully_shard/", "", "gathered"),
     ("trainer/transforms/offload.py", "", "offloaded"),
-    ("trainer/distributed/context_parallel/", "", "attention"),
+    ("longshard/context/", "", "attention"),
     ("trainer/models/chunked_loss.py", "", "logits"),
     ("trainer/components/loss.py", "", "logits"),
     ("torch/utils/checkpoint.py", "recompute_fn", "recomputed"),
 )
 """Part of a file's path, function or "" for any -> what the memory is for; the first that fits the innermost frame."""
+_OURS = re.compile(r"/(?:longshard|trainer/(?!planner/))[^.]*\.py$")
 _of_code: dict[CodeType, str] = {}
 
 
@@ -36,8 +38,8 @@ def where() -> str:
     """Return the innermost function of the package that is running, beside the planner's own, and its file."""
     frame = sys._getframe(1)
     while frame is not None:
-        _, found, file = frame.f_code.co_filename.rpartition("/trainer/")
-        if found and not file.startswith("planner/"):
-            return f"{frame.f_code.co_name} (trainer/{file})"
+        found = _OURS.search(frame.f_code.co_filename)
+        if found:
+            return f"{frame.f_code.co_name} ({found[0][1:]})"
         frame = frame.f_back
     return ""

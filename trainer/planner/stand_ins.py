@@ -9,7 +9,7 @@ from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
-from trainer.distributed.context_parallel.planning.capabilities import FLASH_KERNELS, FlashPackage
+from longshard.context.planning.capabilities import FLASH_KERNELS, FlashPackage
 
 _aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
+from longshard.context.planning.methods import METHODS
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.planner.estimate import Estimate
 from trainer.planner.search import Estimator
 

@@ -12,18 +12,18 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 import trainer.trainer as loop
+from longshard.context.execution import merging
+from longshard.context.execution.kernels import choose, cuda
+from longshard.context.execution.kernels.flash import usable
+from longshard.context.planning.capabilities import FlashPackage
+from longshard.domain import modules
+from longshard.sharding import placement
 from trainer.components import norms
 from trainer.components.metrics import MetricsLogger
 from trainer.components.step_outcome import StepTotals
-from trainer.distributed import expert_parallel
-from trainer.distributed.context_parallel.execution import merging
-from trainer.distributed.context_parallel.execution.kernels import choose, cuda
-from trainer.distributed.context_parallel.execution.kernels.flash import usable
-from trainer.distributed.context_parallel.planning.capabilities import FlashPackage
-from trainer.distributed.domain_parallel import modules
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding import placement
 from trainer.models import experts
+from trainer.parallel import expert_parallel
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.planner import stand_ins
 from trainer.planner.device import Gpu
 from trainer.runtime.agreement import raise_on_all_ranks

@@ -23,14 +23,14 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from longshard.context.execution.build import Execution
+from longshard.context.live import LivePlan
+from longshard.context.live import resolve as resolve_plan
+from longshard.context.planning.capabilities import FlashPackage
+from longshard.context.planning.cost import AttentionShape, Cost, LatentShape, attention_cost
+from longshard.sharding import exchange
+from longshard.sharding.tensors import local_part
 from trainer.components.optimizer import ensure_state
-from trainer.distributed.context_parallel.execution.build import Execution
-from trainer.distributed.context_parallel.live import LivePlan
-from trainer.distributed.context_parallel.live import resolve as resolve_plan
-from trainer.distributed.context_parallel.planning.capabilities import FlashPackage
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, LatentShape, attention_cost
-from trainer.distributed.sharding import exchange
-from trainer.distributed.sharding.tensors import local_part
 from trainer.job.record import ResolvedJob
 from trainer.planner import stack
 from trainer.planner.device import GPU, FakeDevice, Gpu, machine, pinned
@@ -164,7 +164,7 @@ class Recorder:
 
     def around(self, name: str, args: tuple, run: Any) -> Any:
         """Run one operator of this project."""
-        name = name.removeprefix("trainer::")
+        name = name.removeprefix("longshard::")
         number = len(self._events)
         self._add("operator", name, 0)
         outer, self._place = self._place, name

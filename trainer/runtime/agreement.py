@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from longshard.sharding.exchange import all_gather, all_reduce, broadcast
 from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.distributed.sharding.exchange import all_gather, all_reduce, broadcast
 
 _CONTROL_SECONDS = 300
 T = TypeVar("T")

@@ -110,9 +110,11 @@ def _colored(text: str, level: int) -> str:
 def set_up_logging(rank: int, *, color: bool) -> None:
     """Send log lines to stdout: all lines of the ranks in LOG_RANK (default 0), warnings of the others."""
     logging_ranks = [word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")]
-    logger.handlers = [_Terminal(rank, color=color) if sys.stdout.isatty() else _Lines(rank)]
-    logger.setLevel(logging.INFO if str(rank) in logging_ranks else logging.WARNING)
-    logger.propagate = False
+    handler = _Terminal(rank, color=color) if sys.stdout.isatty() else _Lines(rank)
+    for shown in (logger, logging.getLogger("longshard")):
+        shown.handlers = [handler]
+        shown.setLevel(logging.INFO if str(rank) in logging_ranks else logging.WARNING)
+        shown.propagate = False
 
 
 def say_waiting(what: str) -> None:

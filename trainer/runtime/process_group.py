@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world  # no public name as of torch 2.13
 
+from longshard.sharding.exchange import group_timeout
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
-from trainer.distributed.sharding.exchange import group_timeout
 from trainer.runtime.console import logger
 from trainer.runtime.rank_processes import flight_record
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from longshard.sharding.exchange import all_gather, all_reduce, all_to_all
 from trainer.data.loader import TextBatch, tensors_of
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION, positions_of
-from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger
 

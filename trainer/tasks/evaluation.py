@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from longshard.sharding.exchange import all_reduce
 from trainer.components.loss import token_losses, whole_logits, whole_sequence
 from trainer.components.metrics import ValidationResult, perplexity
 from trainer.config.errors import ConfigError
@@ -25,12 +26,11 @@ from trainer.data.loader import TextBatch, arrays_of, tensors_of
 from trainer.data.packing import IGNORE_INDEX, PackedSequence
 from trainer.data.text_data import open_text, validation_data
 from trainer.data.token_files.catalog import catalog_of
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.pipeline_parallel import Pipeline
-from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.record import ResolvedJob
 from trainer.models.decoder import rotated_until
 from trainer.models.model_spec import Decoder
+from trainer.parallel.parallel_dims import ParallelDims
+from trainer.parallel.pipeline_parallel import Pipeline
 from trainer.runtime.agreement import once_a_node
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs

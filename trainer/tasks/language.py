@@ -22,6 +22,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from longshard.context.execution.chunks import KeptTensor, OnDevice
+from longshard.context.planning.options import BatchPlan
+from longshard.context.regions import context_parallel, sequence_chunks
+from longshard.sharding.exchange import all_reduce
+from longshard.sharding.layout import contiguous
+from longshard.sharding.tensors import to_device
 from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
 from trainer.data.loader import BatchLoader, Loader, TextBatch, batch_hash
@@ -36,18 +42,12 @@ from trainer.data.text_data import (
     what_is_lacking,
 )
 from trainer.data.token_files.catalog import catalog_of
-from trainer.distributed.context_parallel.context import context_parallel, sequence_chunks
-from trainer.distributed.context_parallel.execution.chunks import KeptTensor, OnDevice
-from trainer.distributed.context_parallel.planning.options import BatchPlan
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.layout import contiguous
-from trainer.distributed.sharding.tensors import to_device
-from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
 from trainer.job.training import BALANCE_GROWTH
 from trainer.models.model_spec import Decoder, model_spec
 from trainer.observer import Observer
+from trainer.parallel.parallel_dims import ParallelDims
+from trainer.parallel.tensor_parallel import loss_context
 from trainer.runtime.agreement import once_a_node, raise_on_all_ranks
 from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step, document_costs

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from longshard.sharding.exchange import all_reduce
+from longshard.sharding.placement import added_up
+from longshard.sharding.tensors import to_device
 from trainer.config.data import DPO
 from trainer.data.loader import TextBatch
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.placement import added_up
-from trainer.distributed.sharding.tensors import to_device
 from trainer.job.preferences import reference_of
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Decoder
 from trainer.observer import Observer
+from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.console import logger
 from trainer.tasks.evaluation import reshard
 from trainer.tasks.language import LanguageTask

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from longshard.sharding.exchange import all_gather
 from trainer.components.step_outcome import TrainingError
 from trainer.data.loader import Loader
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_gather
 from trainer.models.model_spec import Model
 from trainer.observer import Observer
+from trainer.parallel.parallel_dims import ParallelDims
 
 Batch = Mapping[str, Any]
 """The keys are the task's own; those of text are in `trainer/data/loader.py`."""

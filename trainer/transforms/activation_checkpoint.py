@@ -21,12 +21,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from longshard.sharding.forward import replace_forward
 from trainer.config.schema import ActivationCheckpoint
-from trainer.distributed.sharding.forward import replace_forward
 
-CONTEXT_PARALLEL_ATTENTION = "trainer::context_parallel_attention"
+CONTEXT_PARALLEL_ATTENTION = "longshard::context_parallel_attention"
 EXCHANGES = frozenset(
-    {CONTEXT_PARALLEL_ATTENTION, "trainer::context_parallel_convolution", "trainer::linear_attention"}
+    {CONTEXT_PARALLEL_ATTENTION, "longshard::context_parallel_convolution", "longshard::linear_attention"}
 )
 
 # By name, because some operators exist on some builds only, and context parallelism registers its own at its first use.

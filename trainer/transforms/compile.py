@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longshard.sharding.forward import replace_forward
 from trainer.config.errors import ConfigError
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.forward import replace_forward
 from trainer.job.transforms import CompileOptions
+from trainer.parallel.parallel_dims import ParallelDims
 
 logger = logging.getLogger("trainer")
 F = TypeVar("F", bound=Callable)

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from longshard.sharding.forward import replace_forward
+from longshard.sharding.random_bits import parameter_seed, random_bits
 from trainer.config.schema import LoRA
-from trainer.distributed.sharding.forward import replace_forward
-from trainer.distributed.sharding.random_bits import parameter_seed, random_bits
 
 A, B = "lora_a", "lora_b"
 

@@ -31,8 +31,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from longshard.sharding.forward import replace_forward
 from trainer.config.schema import ActivationCheckpoint
-from trainer.distributed.sharding.forward import replace_forward
 
 
 class CopyStream:

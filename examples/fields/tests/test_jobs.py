@@ -11,11 +11,11 @@ from examples.fields.points_args import PointsArgs
 from examples.fields.spec import FieldArgs
 from examples.fields.tests.drifting import write_drifting_fields, write_drifting_points
 from examples.fields.unet_args import UNetArgs
+from longshard.domain.domain import Domain
+from longshard.domain.tensor import DomainTensor
 from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.families.registry import MODELS
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary

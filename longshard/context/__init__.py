@@ -1,0 +1,1 @@
+"""Context parallelism, one sequence over many ranks. `longshard` has the public names."""

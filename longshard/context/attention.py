@@ -1,0 +1,291 @@
+"""Context-parallel attention as one operator, and the style that replaces a model's attention by it.
+
+The operator finds its plan by a handle, an argument of the model's forward (`live.py`). It is a `torch.library`
+operator, so that `torch.compile(fullgraph=True)` works, and selective activation checkpointing can keep its output and
+log-sum-exp instead of communicating again. With `keep_exchanged` it keeps what an exchange of heads has brought.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from longshard.context.execution.build import Execution
+from longshard.context.execution.kernels.base import BackwardInputs, Terms
+from longshard.context.execution.latent import value_dim
+from longshard.context.execution.ulysses import HeadExchange, Kept
+from longshard.context.live import Mark, layer_of, resolve
+from longshard.context.planning.options import ContextParallelError
+from longshard.sharding.forward import replace_forward
+
+
+@torch.library.custom_op("longshard::context_parallel_attention", mutates_args=())
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+    is_causal: bool = True,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    keep_exchanged: bool = False,
+    softcap: float = 0.0,
+    up: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
+
+    q: (B, H, S, D); k, v: (B, K, T, D), K divides H, S and T this rank's rows; plan: the handle, (B,) int64.
+    is_causal, window: the mask of this attention, intersected with the mask of the context. A query sees the last
+    `window` keys, or without is_causal as many on each side; 0: no window. With more or fewer keys than queries, the
+    last query stands at the last key.
+    sinks: (H,) logits, each of one more key with value zero for all queries of its head (GPT-OSS; Xiao et al., arXiv
+    2309.17453). They are applied once, after all results are merged.
+    keep_exchanged: save what an exchange of heads has brought for the backward, instead of q, k, v and the results, so
+    that only the gradient of the output is sent to the ranks of the heads.
+    softcap: c of scores c * tanh(score / c) (Gemma 2, arXiv 2408.00118), which the kernel `math` computes; 0: none.
+    up: (H, N + V, R), with which k is a latent, (B, 1, T, R + P), v has no width, (B, 1, T, 0), and D = N + P; ranks
+    send each other latents, and the output is (B, H, S, V). See `execution/latent.py`.
+    -> output as q, log-sum-exp (B, H, S) with the sink's share, in float32 at least, and two tensors of bytes: q, k, v
+    and the results for all rows of this rank's heads. How many bytes depends on the batch's layout; none unless
+    keep_exchanged. A query that sees no key has the output 0, and as log-sum-exp the sink, or -inf without one.
+    Gradients flow through the output alone.
+
+    Raises:
+        ContextParallelError: no context is open or it did not cut the inputs, the method cannot divide the heads, the
+            scale is not above 0, forward-mode differentiation is used, or keep_exchanged and no heads are exchanged, or
+            latents are.
+        OptionError: the kernel cannot do it.
+    """
+    _check_call(scale)
+    q, k, v = map(_rows_contiguous, (q, k, v))
+    live, sequences = resolve(plan)
+    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
+    live.calls += 1
+    if keep_exchanged:
+        _check_exchanges(run)
+    kept = {"keep": True} if keep_exchanged else {}
+    out, lse, *exchanged = run.forward(q, k, v, terms=Terms(scale, sinks, up), **kept)
+    live.show_scores(layer_of(plan), lse, sequences)
+    return out, lse, *(exchanged or (q.new_empty(0, dtype=torch.uint8) for _ in range(2)))
+
+
+@torch.library.custom_op("longshard::context_parallel_attention_backward", mutates_args=())
+def _context_parallel_attention_backward(
+    dout: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    kv_heads: int,
+    plan: torch.Tensor,
+    scale: float,
+    is_causal: bool,
+    window: int,
+    sinks: torch.Tensor | None,
+    softcap: float,
+    up: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk, dv, and this rank's parts of the gradients of sinks and of `up` ((0,) without them).
+
+    saved: q, k, v, output and log-sum-exp; or the two tensors of bytes of what was exchanged. kv_heads: K.
+    """
+    live, sequences = resolve(plan)
+    dout, *saved = map(_rows_contiguous, (dout, *saved))
+    if len(saved) == 2:
+        given = Kept(dout, *saved, kv_heads)
+        b, _, s, d = dout.shape
+        k = dout.new_empty(()).expand(b, kv_heads, s, d)  # for its shape and dtype
+    else:
+        given = BackwardInputs(dout, *saved)
+        k = given.k
+    q, v = (dout, k) if up is None else given[1:4:2]
+    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
+    dq, dk, dv, *others = run.backward(given, Terms(scale, sinks, up))
+    return dq, dk, dv, *(dout.new_empty(0) if x is None else others.pop(0) for x in (sinks, up))
+
+
+def _check_call(scale: float) -> None:
+    """Refuse a scale that is not a number above 0, and forward-mode differentiation."""
+    if not 0 < scale < math.inf:
+        raise ContextParallelError(
+            f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"
+        )
+    # No public name as of torch 2.13. The body of an operator does not see the tangents of `torch.func.jvp`.
+    if forward_ad._current_level >= 0:
+        raise ContextParallelError(
+            "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
+            "`torch.autograd.grad`), or compute the tangent on one process"
+        )
+
+
+def _check_exchanges(run: Execution) -> None:
+    if not isinstance(run, HeadExchange):
+        raise ContextParallelError(
+            "attention is asked to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
+            "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
+        )
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Return x as kernels read it: the elements of a row lie one after another; other strides may be any."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@context_parallel_attention.register_fake
+def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None, keep_exchanged=False, softcap=0.0, up=None):
+    b, h, s, d = q.shape
+    d = d if up is None else value_dim(q, k, up)
+    sizes = (torch.library.get_ctx().new_dynamic_size() if keep_exchanged else 0 for _ in range(2))
+    kept = (q.new_empty(size, dtype=torch.uint8) for size in sizes)
+    out = q.new_empty(b, s, h, d).transpose(1, 2)
+    return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32)), *kept
+
+
+@_context_parallel_attention_backward.register_fake
+def _(dout, saved, kv_heads, plan, scale, is_causal, window, sinks, softcap, up):
+    if len(saved) == 2:
+        gradients = (_like(dout, heads) for heads in (dout.shape[1], kv_heads, kv_heads))
+    else:
+        gradients = map(torch.empty_like, saved[:3])
+    return *gradients, *(dout.new_empty(0) if x is None else torch.empty_like(x) for x in (sinks, up))
+
+
+def _like(x: torch.Tensor, heads: int) -> torch.Tensor:
+    b, _, s, d = x.shape
+    return x.new_empty(b, s, heads, d).transpose(1, 2)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, keep_exchanged, ctx.softcap, up = inputs
+    ctx.kv_heads = k.shape[1]
+    out, lse, *kept = output
+    ctx.save_for_backward(*(kept if keep_exchanged else (q, k, v, out, lse)), plan, sinks, up)
+    ctx.mark_non_differentiable(lse, *kept)
+    ctx.set_materialize_grads(False)  # else the backward fills zeros of their sizes
+
+
+def _differentiate(ctx, dout: torch.Tensor, *_: None):
+    *saved, plan, sinks, up = ctx.saved_tensors
+    dq, dk, dv, dsinks, dup = _context_parallel_attention_backward(
+        dout, saved, ctx.kv_heads, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, ctx.softcap, up
+    )
+    dsinks, dup = None if sinks is None else dsinks, None if up is None else dup
+    return dq, dk, dv, None, None, None, None, dsinks, None, None, dup
+
+
+context_parallel_attention.register_autograd(_differentiate, setup_context=_save)
+
+_LIBRARY = torch.library.Library("longshard", "FRAGMENT")
+
+
+def add_autocast_rule(operator: Any, device_type: str, casts: Collection[int]) -> None:
+    """Cast these arguments of an operator, but not float64, as F.scaled_dot_product_attention does.
+
+    Inside the operator autocast is off, so that its float32 tensors stay float32.
+    """
+
+    def run(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        cast = [_cast(x, dtype) if i in casts else x for i, x in enumerate(args)]
+        with torch.autocast(device_type, enabled=False):
+            return operator(*cast)
+
+    _LIBRARY.impl(operator, run, f"Autocast{device_type.upper()}")
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    is_cast = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(dtype) if is_cast else x
+
+
+_QKV_UP = 0, 1, 2, 10
+for _device_type in ("cpu", "cuda"):
+    add_autocast_rule(torch.ops.longshard.context_parallel_attention.default, _device_type, casts=_QKV_UP)
+    add_autocast_rule(torch.ops.longshard.context_parallel_attention_backward.default, _device_type, casts=())
+
+
+# ---- the style
+
+
+class ContextParallelAttention(ParallelStyle):
+    """Style that makes an attention module attend over the sequence of all ranks of the mesh.
+
+    The module's forward is `(q, k, v, *, scale=None, sinks=None, plan=None, up=None)`, with q (B, H, S, D), unrepeated
+    k, v (B, K, S, D), sinks (H,), and `up` of latents, as the operator takes them. Inside `context_parallel(...)`, the
+    model passes the context's `attention_plan` as `plan`.
+    is_causal: whether later tokens are hidden; sliding_window: how many keys a token sees, None for all;
+    keep_exchanged: the option of the context, `ContextParallelOptions.keep_exchanged`; softcap: of the scores.
+
+    Raises:
+        ContextParallelError: a window below 1; a module with dropout, when the style is applied.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_causal: bool = True,
+        sliding_window: int | None = None,
+        keep_exchanged: bool = False,
+        softcap: float | None = None,
+    ) -> None:
+        if sliding_window is not None and sliding_window < 1:
+            raise ContextParallelError(
+                f"sliding_window = {sliding_window} shows nothing; use at least 1, or None for all"
+            )
+        self.is_causal = is_causal
+        self.sliding_window = sliding_window
+        self.keep_exchanged = keep_exchanged
+        self.softcap = softcap
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # Dropout would need the same random pairs in every tile and in the backward.
+        rates = [part.p for part in module.modules() if isinstance(part, nn.Dropout)]
+        rates += [getattr(module, name, 0.0) for name in ("dropout", "dropout_p", "attention_dropout")]
+        for rate in rates:
+            if isinstance(rate, int | float) and rate > 0:
+                raise ContextParallelError(
+                    f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, or drop "
+                    "elsewhere, such as after the output projection"
+                )
+        forward = _forward_of(self.is_causal, self.sliding_window or 0, self.keep_exchanged, self.softcap or 0.0)
+        replace_forward(module, "context parallelism", forward)
+        module._context_parallel_mark = Mark(device_mesh.get_group())
+        return module
+
+
+@cache
+def _forward_of(is_causal: bool, window: int, keep_exchanged: bool, softcap: float) -> partial:
+    """Return a partial of a function of this file, which can be pickled.
+
+    Modules of one kind share it: the compiler guards on the object, and would compile each layer again.
+    """
+    return partial(_forward, is_causal=is_causal, window=window, keep_exchanged=keep_exchanged, softcap=softcap)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool,
+    window: int,
+    keep_exchanged: bool,
+    softcap: float,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run as the forward of a parallelised module: return the output of the operator."""
+    if plan is None:
+        raise ContextParallelError(
+            "this attention is context parallel and got no plan; run the model inside `context_parallel(...)` "
+            "and pass that context's `attention_plan` to its forward"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    settings = scale, is_causal, window, sinks, keep_exchanged, softcap, up
+    return context_parallel_attention(q, k, v, plan, *settings)[0]

@@ -1,0 +1,173 @@
+"""Short causal convolution over a sequence that many ranks share, as one operator, and the style that applies it.
+
+Each range of tokens that a rank owns needs the kernel - 1 rows before it, from whatever ranks own them:
+
+    head_tail, 16 tokens on 2 ranks, kernel 4:   rank 0: [0, 4) [12, 16)   wants [9, 12) of rank 1, and zeros
+                                                 rank 1: [4, 12)           wants [1, 4) of rank 0
+
+In the backward each range needs the gradients of the kernel - 1 outputs after it, so that nothing but the input is
+kept, and forward and backward are one exchange each. As an operator it finds its plan by the handle (`live.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from longshard.context.live import resolve
+from longshard.context.planning.options import ContextParallelError
+from longshard.sharding.forward import replace_forward
+from longshard.sharding.rows import Axis, fetch
+from longshard.sharding.windows import Window, window_plan
+
+Tiles = Sequence[tuple[int, int]]
+"""(First row, number of outputs) of each tile, a run of outputs."""
+
+
+@torch.library.custom_op("longshard::context_parallel_convolution", mutates_args=())
+def context_parallel_convolution(
+    x: torch.Tensor, weight: torch.Tensor, plan: torch.Tensor, positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Convolve each channel of this rank's rows with the rows before them; a collective over the plan's mesh.
+
+    x: (B, S, C), S this rank's rows; weight: (C, 1, kernel), the last tap of the row itself; plan: the handle, (B,)
+    int64; positions: (B, S), of each token in its document, whose earlier tokens alone count -> (B, S, C). Rows before
+    the sequence are zeros. The gradient of the weight is this rank's part.
+
+    Raises:
+        ContextParallelError: no context is open, or it did not cut the inputs.
+    """
+    kernel = weight.shape[2]
+    rows, tiles = _fetched(x, x, plan, Window(kernel, before=kernel - 1))
+    return convolved(rows, weight, positions, tiles)
+
+
+@torch.library.custom_op("longshard::context_parallel_convolution_backward", mutates_args=())
+def _context_parallel_convolution_backward(
+    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, plan: torch.Tensor, positions: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dx, and this rank's part of the gradient of the weight."""
+    kernel, reach = weight.shape[2], None
+    if positions is not None:
+        # Positions of later rows are sent with their gradients, as one more channel; small numbers are exact.
+        dout = torch.cat((dout, positions.clamp(max=kernel - 1).unsqueeze(-1).to(dout.dtype)), -1)
+    rows, tiles = _fetched(dout, x, plan, Window(kernel, after=kernel - 1))
+    if positions is not None:
+        rows, reach = rows[..., :-1], rows[..., -1]
+    return gradients(rows, reach, x, weight, tiles)
+
+
+def _fetched(rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Window) -> tuple[torch.Tensor, Tiles]:
+    """Return the rows that the windows of this rank's rows read, and its tiles. rows: x (B, S, C), or its gradient."""
+    live, _ = resolve(plan)
+    axis = Axis(live.layout, live.mesh.get_group())
+    if x.ndim != 3 or x.shape[1] != axis.rows:
+        raise ContextParallelError(
+            f"a context-parallel convolution got {tuple(x.shape)} and its plan has {axis.rows} rows for this rank; "
+            "give (B, S, C), cut by naming the inputs in `context_parallel(buffers=...)`"
+        )
+    if not live.layout.length:
+        return rows, []
+    live.other_calls += 1
+    windows = window_plan(live.layout, window)
+    tiles, first = [], 0
+    for outputs, inputs in windows.tiles[axis.rank]:
+        tiles.append((first, outputs[1] - outputs[0]))
+        first += inputs[1] - inputs[0]
+    return fetch(rows, axis, windows.wanted, 1), tiles
+
+
+@context_parallel_convolution.register_fake
+def _(x, weight, plan, positions=None):
+    return x.new_empty(x.shape)
+
+
+@_context_parallel_convolution_backward.register_fake
+def _(dout, x, weight, plan, positions):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, plan, positions = inputs
+    ctx.save_for_backward(x, weight, plan, positions)
+
+
+def _differentiate(ctx, dout: torch.Tensor):
+    return *_context_parallel_convolution_backward(dout, *ctx.saved_tensors), None, None
+
+
+context_parallel_convolution.register_autograd(_differentiate, setup_context=_save)
+
+
+class ContextParallelConvolution(ParallelStyle):
+    """Style that makes a short causal convolution read the rows of all ranks.
+
+    The module's forward is `(x, weight, *, positions=None, plan=None)`, as of `context_parallel_convolution`. Inside
+    `context_parallel(...)`, the model passes the context's `attention_plan` as `plan`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replace_forward(module, "context parallelism", _forward)
+        return module
+
+
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, *, positions: torch.Tensor | None = None, plan: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run as the forward of a parallelised module."""
+    if plan is None:
+        raise ContextParallelError(
+            "this convolution is context parallel and got no plan; run the model inside `context_parallel(...)` and "
+            "pass that context's `attention_plan` to its forward"
+        )
+    return context_parallel_convolution(x, weight, plan, positions)
+
+
+# ---- arithmetic
+
+
+def convolved(rows: torch.Tensor, weight: torch.Tensor, reach: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+    """Return the convolution at the rows of all tiles, one after another: (B, S, C), as the rows.
+
+    rows: (B, R, C), where R is S + kernel - 1 for one tile; weight: (C, 1, kernel); reach: (B, S). Sums are float32 at
+    least.
+    """
+    last = weight.shape[2] - 1
+    taps = weight.to(torch.promote_types(rows.dtype, torch.float32)).unbind(2)  # kernel x (C, 1)
+    total = _of_tiles(rows, tiles, last) * taps[last].squeeze(1)
+    for tap in range(1, last + 1):
+        total += _reached(_of_tiles(rows, tiles, last - tap), reach, tap) * taps[last - tap].squeeze(1)
+    return total.to(rows.dtype)
+
+
+def gradients(
+    rows: torch.Tensor, reach: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the tiles' own rows x (B, S, C), and their part of the gradient of the weight.
+
+    rows: (B, R, C), gradients of the outputs; reach: (B, R), of these outputs.
+    """
+    last, dtype = weight.shape[2] - 1, torch.promote_types(rows.dtype, torch.float32)
+    dx, taps = x.new_zeros(x.shape, dtype=dtype), weight.to(dtype).unbind(2)
+    dweight = weight.new_zeros(weight.shape, dtype=dtype)
+    for tap in range(last + 1):
+        here = None if reach is None else _of_tiles(reach, tiles, tap)
+        dy = _reached(_of_tiles(rows, tiles, tap), here, tap)  # of the output that read x by this tap
+        dx += dy * taps[last - tap].squeeze(1)
+        dweight[:, 0, last - tap] = (dy.to(dtype) * x).sum((0, 1))
+    return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
+def _of_tiles(rows: torch.Tensor, tiles: Tiles, offset: int) -> torch.Tensor:
+    """Return as many rows as each tile has outputs, `offset` rows behind its first row."""
+    parts = [rows.narrow(1, first + offset, outputs) for first, outputs in tiles]
+    if len(parts) > 1:
+        return torch.cat(parts, 1)
+    return parts[0] if parts else rows.narrow(1, 0, 0)
+
+
+def _reached(rows: torch.Tensor, reach: torch.Tensor | None, tap: int) -> torch.Tensor:
+    """Return rows (B, S, C) with zeros where a tap begins before its output's document."""
+    return rows if reach is None or tap == 0 else rows.masked_fill((reach < tap).unsqueeze(-1), 0)

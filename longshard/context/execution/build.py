@@ -1,0 +1,108 @@
+"""The execution of a plan, bound to a kernel and to communicators of K/V (and of heads) and of dK/dV.
+
+A communicator of NCCL is a queue, which runs one operation after another.
+"""
+
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from longshard.context.execution.chunks import ChunkExecution, ChunkRows
+from longshard.context.execution.kernels.choose import choose_kernel
+from longshard.context.execution.ring import StagedExecution
+from longshard.context.execution.ulysses import HeadExchange
+from longshard.context.planning.lowering import lower, shortest_side
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.context.planning.plan import RankPlan
+from longshard.sharding.exchange import group_timeout
+
+# Both have `forward(q, k, v, terms=...)` and `backward(BackwardInputs, terms)`, which are collectives.
+Execution = StagedExecution | HeadExchange
+
+# Communicators, by what they are for. They outlive the contexts that use them; an entry is deleted with its group.
+_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def build_execution(
+    plan: RankPlan,
+    q: torch.Tensor,
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    options: ContextParallelOptions,
+    waiting: ChunkRows | None = None,
+    **needs: Any,
+) -> Execution:
+    """Bind a plan to a kernel for queries like q, and to communicators; it is cheap, because lowered calls are cached.
+
+    groups: the group over which K/V are sent in stages, and the group that exchanges heads; the same on a 1-D mesh.
+    waiting: what waits between the chunks of a sequence, if the plan is that of a chunk. needs: of `choose_kernel`, for
+    which the plan says `calls` and `largest`.
+    """
+    device_type = q.device.type
+    calls = max(len(stage.tiles) for stage in plan.forward)
+    no_window = [tile for stage in plan.forward for tile in stage.tiles if not tile.relation.lower]
+    tiles = {"calls": calls, "largest": max(map(shortest_side, no_window), default=0)}
+    kernel = choose_kernel(device_type, q.dtype, q.shape[3], options.kernel, **tiles, **needs)
+    if waiting is not None:
+        return ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, waiting=waiting)
+    staged = plan if plan.inner is None else plan.inner
+    stage_group, head_group = (own_group(group, "kv", device_type) for group in groups)
+    gradients = own_group(groups[0], "dkv", device_type) if staged.degree > 1 else stage_group
+    passes = options.heads_per_pass if plan.inner is None else 0
+    sent = torch.bfloat16 if options.gradient_dtype == "bfloat16" else None
+    run = StagedExecution(lower(staged, kernel.capabilities), kernel, stage_group, gradients, passes, sent)
+    return (
+        run
+        if plan.inner is None
+        else HeadExchange(plan, head_group, run, options.heads_per_pass, options.query_heads_per_pass)
+    )
+
+
+def own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.ProcessGroup:
+    """Return a group of the same ranks for this purpose alone, if a communicator is a queue, else the group itself.
+
+    A mesh of all ranks has the default group, in which K/V would wait behind the collectives of FSDP. Kernels of
+    the new group have high priority. The first use is a collective: NCCL must not start with messages of some ranks.
+    The new group is split off this one where it can be: `new_group` would split the job's group, which takes all ranks.
+    """
+    if not _is_queue(group) or group.size() == 1:
+        return group
+    made = _own_groups.setdefault(group, {})
+    if purpose not in made:
+        made[purpose] = same_ranks(group, f"cp_{purpose}")
+        dist.all_reduce(torch.zeros(1, device=device_type), group=made[purpose])
+    return made[purpose]
+
+
+def same_ranks(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
+    """Return a new communicator of high priority for the ranks of a group, with the time-out of that group."""
+    timeout = group_timeout(group, "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
+    settings = {"group_desc": description, "pg_options": _high_priority(timeout), "timeout": timeout}
+    if _can_split(group):
+        return dist.split_group(group, [list(range(group.size()))], **settings)
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, **settings)
+
+
+def _high_priority(timeout: timedelta | None) -> object:
+    """Return options of NCCL with streams of high priority; None where PyTorch has no NCCL.
+
+    timeout: of the new group: the options have one too, by default ten minutes.
+    """
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        return None
+    options = nccl.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def _can_split(group: dist.ProcessGroup) -> bool:
+    """Return whether the group is bound to this rank's GPU, as `backend_settings` says."""
+    return group.bound_device_id is not None
+
+
+def _is_queue(group: dist.ProcessGroup) -> bool:
+    return "nccl" in str(dist.get_backend(group))

@@ -1,0 +1,110 @@
+"""Attention of a sequence in chunks on one device: earlier chunks' K/V are read from memory, not from other ranks.
+
+    first pass     chunks 0 ... N - 2, forward without gradients: each layer keeps the K/V rows that later chunks see
+    second pass    chunks N - 1 ... 0, forward and backward: a chunk reads the rows of earlier chunks, adds to their
+                   dK/dV, and takes the dK/dV that later chunks have added to its own rows
+
+So the activations of one chunk exist at once, and K/V and dK/dV of all. Gradients are exact, unlike those of truncated
+backpropagation. The schedule is that of ChunkFlow (arXiv 2503.02356). A plan's tiles, kernels and merging are those of
+context parallelism; `schedules.py` says which rows a chunk reads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from longshard.context.execution.kernels.base import Terms
+from longshard.context.execution.ring import Held, Item, Returning, StagedExecution
+from longshard.context.execution.stages import fold_batch, pack, unpack
+from longshard.sharding.exchange import Pending, put_rows
+from longshard.sharding.ranges import Offsets, Ranges, size, union
+
+
+class KeptTensor(Protocol):
+    """A tensor that waits, on the device or on the host."""
+
+    def fetch(self) -> torch.Tensor:
+        """Begin to copy it to the device; return what `take` returns, to be read after `take`."""
+
+    def take(self) -> torch.Tensor:
+        """Return it on the device once it is there. Repeatable."""
+
+
+class OnDevice(NamedTuple):
+    """A tensor that waits on the device."""
+
+    tensor: torch.Tensor
+
+    def fetch(self) -> torch.Tensor:
+        return self.tensor
+
+    take = fetch
+
+
+@dataclass(eq=False)
+class ChunkRows:
+    """The K/V rows that wait for later chunks, and the sums of their gradients, as they are sent, in one micro-batch.
+
+    keep: makes a tensor wait. Keys are (layer, chunk); a chunk's backward removes its own.
+    """
+
+    keep: Callable[[torch.Tensor], KeptTensor] = OnDevice
+    rows: dict[tuple[int, int], tuple[Offsets, KeptTensor]] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], KeptTensor] = field(default_factory=dict)
+
+    def add(self, key: tuple[int, int], ranges: Ranges, gradient: torch.Tensor) -> None:
+        """Add the gradients of `ranges`, some of the rows of a chunk; `gradient` is then no longer the caller's."""
+        offsets, waiting = self.rows[key][0], self.gradients.pop(key, None)
+        if waiting is None and ranges == offsets.ranges:
+            total = gradient
+        else:
+            total = waiting.take() if waiting else gradient.new_zeros(size(offsets.ranges), *gradient.shape[1:])
+            put_rows(total, offsets.places(ranges), gradient, add=True)
+        self.gradients[key] = self.keep(total)
+
+
+@dataclass(frozen=True)
+class ChunkExecution(StagedExecution):
+    """The plan of a chunk (`chunk_plan`), for one layer. Groups and passes of heads are not used."""
+
+    waiting: ChunkRows = field(default_factory=ChunkRows)
+    layer: int = 0
+
+    def forward(self, *qkv: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the rows of this chunk that later ones see, unless an earlier pass has, and attend."""
+        key, ranges = (self.layer, self.plan.rank), union(r for m in self.plan.forward[0].messages for r in m.ranges)
+        if ranges and key not in self.waiting.rows:
+            rows = pack(*(fold_batch(x, self.plan) for x in qkv[1:]), self.plan.own.places(ranges))
+            self.waiting.rows[key] = Offsets(ranges), self.waiting.keep(rows)
+        return super().forward(*qkv, terms=terms)
+
+    def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
+        """Begin to fetch the rows of the next stage."""
+        if following is None:
+            return held, Pending()
+        stage, owner = following.stage, following.stage.messages[0].source
+        offsets, waiting = self.waiting.rows[self.layer, owner]
+        for chunk in (owner, self.plan.rank) if stage.home else ():
+            if (sums := self.waiting.gradients.get((self.layer, chunk))) is not None:
+                sums.fetch()
+        source, (first, *others) = waiting.fetch(), offsets.places(stage.held)
+        rows = source.new_empty(stage.rows, *source.shape[1:]) if others else source[slice(*first)]
+
+        def arrived() -> None:
+            whole = waiting.take()
+            if others:
+                torch.cat([whole[slice(*place)] for place in (first, *others)], out=rows)
+
+        return Held(*unpack(rows), rows, stage.places), Pending(kept=[source], arrived=arrived)
+
+    def _return_gradients(self, item: Item, gradient: torch.Tensor) -> Returning:
+        """Add to the gradients of an earlier chunk; to those of this chunk, what later ones have added."""
+        for message in item.stage.home:
+            self.waiting.add((self.layer, message.target), message.ranges, gradient)
+        key = self.layer, self.plan.rank
+        if not item.stage.home and (rows := self.waiting.rows.pop(key, None)) is not None:
+            added = self.waiting.gradients.pop(key).take()
+            put_rows(gradient, self.plan.own.places(rows[0].ranges), added, add=True)
+        return Returning()

@@ -1,0 +1,76 @@
+"""The kernel of CPUs, and the definition of attention for any device. Interface and shapes: see `base.py`."""
+
+import torch
+
+from longshard.context.execution.kernels.base import hidden_pairs, repeated, summed
+from longshard.context.planning.capabilities import CAPABILITIES
+from longshard.context.planning.mask import Relation
+
+_aten = torch.ops.aten
+
+
+class CpuFlash:
+    """PyTorch's flash attention for CPUs, with grouped heads; other diagonals than a square's become a mask."""
+
+    name = "cpu_flash"
+    capabilities = CAPABILITIES["cpu_flash"]
+
+    def forward(self, q, k, v, *, relation, scale):
+        causal, mask = self._mask(q, k, relation)
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        causal, mask = self._mask(q, k, relation)
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+
+    @staticmethod
+    def _mask(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> tuple[bool, torch.Tensor | None]:
+        """Return (the kernel's own `is_causal`, mask in q's dtype)."""
+        square = q.shape[2] == k.shape[2]
+        if relation is Relation.FULL or (relation is Relation.CAUSAL and square):
+            return relation is Relation.CAUSAL, None
+        hidden = hidden_pairs(relation, q.shape[2], k.shape[2], q.device)
+        return False, q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+
+class Math:
+    """Attention by its definition, in float32 at least; the reference, and the kernel where no other one can.
+
+    softcap: c of scores c * tanh(score / c), 0 for none.
+    """
+
+    name = "math"
+    capabilities = CAPABILITIES["math"]
+
+    def __init__(self, softcap: float = 0.0) -> None:
+        self._softcap = softcap
+
+    def forward(self, q, k, v, *, relation, scale):
+        scores = self._scores(q, k, relation, scale)
+        lse = scores.logsumexp(-1)
+        values = repeated(v, q.shape[1]).to(scores.dtype)
+        return ((scores - lse[..., None]).exp() @ values).to(q.dtype), lse
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        scores = self._scores(q, k, relation, scale)
+        p = (scores - lse[..., None]).exp()
+        dout, out, q_, k_, v_ = (x.to(p.dtype) for x in (dout, out, q, k, v))
+        dp = dout @ repeated(v_, q.shape[1]).transpose(-1, -2)
+        ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
+        if self._softcap:  # a hidden pair has p = 0
+            ds = ds * (1 - (scores.clamp(min=-self._softcap) / self._softcap).square())
+        dk = summed(ds.transpose(-1, -2) @ q_, k.shape[1])
+        dv = summed(p.transpose(-1, -2) @ dout, k.shape[1])
+        dq = ds @ repeated(k_, q.shape[1])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, relation: Relation, scale: float) -> torch.Tensor:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
+        if self._softcap:
+            scores = self._softcap * torch.tanh(scores / self._softcap)
+        if relation is not Relation.FULL:
+            scores = scores.masked_fill(hidden_pairs(relation, *scores.shape[-2:], q.device), -torch.inf)
+        return scores

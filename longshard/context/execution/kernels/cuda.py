@@ -1,0 +1,337 @@
+"""Kernels of GPUs for one tile of attention or, in one launch, many tiles. Interface and shapes: see `base.py`.
+
+All of them return the log-sum-exp in float32 and natural units. All of them take the output and log-sum-exp of the
+whole attention directly in their backward. Tests replace the operators, which are an argument of each kernel.
+"""
+
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from longshard.context.execution.kernels.base import (
+    QKV,
+    BackwardInputs,
+    hidden_pairs,
+    repeated,
+    summed,
+)
+from longshard.context.planning.capabilities import CAPABILITIES, INDEX_LIMIT
+from longshard.context.planning.lowering import Call, Launch, is_large
+from longshard.context.planning.mask import Relation
+from longshard.sharding.ranges import Range
+from longshard.sharding.tensors import to_device
+
+
+class _Aten:
+    """A kernel of operators of aten, or of stand-ins for them."""
+
+    def __init__(self, ops: Any = torch.ops.aten) -> None:
+        self._ops = ops
+
+
+class CudaFlash(_Aten):
+    """FlashAttention-2, with grouped heads and diagonals from the bottom right (arXiv 2307.08691)."""
+
+    name = "cuda_flash"
+    capabilities = CAPABILITIES["cuda_flash"]
+
+    def forward(self, q, k, v, *, relation, scale):
+        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        out, lse, *_ = self._ops._flash_attention_forward(
+            *map(_rows, (q, k, v)), None, None, n, m, 0.0, relation is Relation.CAUSAL, False,
+            scale=scale, **_window(relation, m - n),
+        )  # fmt: skip
+        return _heads(out, size), lse
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        grads = self._ops._flash_attention_backward(
+            *map(_rows, (dout.to(q.dtype), q, k, v, out.to(q.dtype))), lse.contiguous(), None, None, n, m,
+            0.0, relation is Relation.CAUSAL, *_random_state(torch.uint64, q.device), scale=scale,
+            **_window(relation, m - n),
+        )  # fmt: skip
+        return tuple(_heads(x, size) for x in grads)
+
+
+class Efficient(_Aten):
+    """Memory-efficient attention, in float32 too, for heads of any size; it needs repeated heads (arXiv 2112.05682)."""
+
+    name = "efficient"
+    capabilities = CAPABILITIES["efficient"]
+
+    def forward(self, q, k, v, *, relation, scale):
+        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        out, lse, *_ = self._ops._efficient_attention_forward(
+            *map(_rows, (q, repeated(k, q.shape[1]), repeated(v, q.shape[1]))), self._bias(q, m, relation),
+            None, None, n, m, 0.0, self._mask_type(relation), True, scale=scale,
+        )  # fmt: skip
+        return _heads(out, size), lse[..., :n]
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        k_, v_ = (repeated(x, q.shape[1]) for x in (k, v))
+        dout, out = (_rows(x.to(q.dtype)).contiguous() for x in (dout, out))
+        # A padded row has probabilities exp(score - inf) = 0, as with the operator's own padding.
+        lse = F.pad(lse, (0, -n % _LSE_MULTIPLE), value=torch.inf).contiguous()
+        dq, *dkv, _ = self._ops._efficient_attention_backward(
+            dout, *map(_rows, (q, k_, v_)), self._bias(q, m, relation), out, None, None, n, m, lse, 0.0,
+            *_random_state(torch.int64, q.device), self._mask_type(relation), False, scale=scale,
+        )  # fmt: skip
+        return _heads(dq, size), *(summed(_heads(x, size), k.shape[1]) for x in dkv)
+
+    @staticmethod
+    def _mask_type(relation: Relation) -> int:
+        return _CAUSAL_FROM_BOTTOM_RIGHT if relation is Relation.CAUSAL else 0
+
+    @staticmethod
+    def _bias(q: torch.Tensor, m: int, relation: Relation) -> torch.Tensor | None:
+        """Return (B, H, n, m), -inf for hidden pairs; rows begin at multiples of 16 elements, as the operator needs."""
+        if not relation.lower:
+            return None
+        b, h, n, _ = q.shape
+        bias = q.new_zeros(n, m + -m % 16)[:, :m]
+        return bias.masked_fill_(hidden_pairs(relation, n, m, q.device), -torch.inf).expand(b, h, n, m)
+
+
+class Cudnn(_Aten):
+    """cuDNN's attention, with grouped heads, fastest on Hopper and later.
+
+    It builds a plan for each new shape, and refuses single rows.
+    """
+
+    name = "cudnn"
+    capabilities = CAPABILITIES["cudnn"]
+
+    def __init__(self, ops: Any = torch.ops.aten) -> None:
+        super().__init__(ops)
+        self._single = CudaFlash(ops)
+
+    def forward(self, q, k, v, *, relation, scale):
+        if 1 in (q.shape[2], k.shape[2]):
+            return self._single.forward(q, k, v, relation=relation, scale=scale)
+        _check_square(relation, q.shape[2], k.shape[2])
+        out, lse, *_ = self._ops._scaled_dot_product_cudnn_attention(
+            *map(_aligned, (q, k, v)), None, True, 0.0, relation is Relation.CAUSAL, False, scale=scale
+        )
+        return out, lse.squeeze(-1) if lse.ndim == 4 else lse
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        if 1 in (q.shape[2], k.shape[2]):
+            return self._single.backward(dout, q, k, v, out, lse, relation=relation, scale=scale)
+        n, m = q.shape[2], k.shape[2]
+        _check_square(relation, n, m)
+        dout, out = _alike(*(_aligned(x.to(q.dtype)) for x in (dout, out)))
+        return self._ops._scaled_dot_product_cudnn_attention_backward(
+            dout, *map(_aligned, (q, k, v)), out, lse.contiguous().unsqueeze(-1), *_random_state(torch.int64, q.device),
+            None, None, None, n, m, 0.0, relation is Relation.CAUSAL, scale=scale,
+        )  # fmt: skip
+
+
+class _ManyTiles(_Aten):
+    """A kernel of many tiles, for which one tile is a launch of one."""
+
+    def forward(self, q, k, v, *, relation, scale):
+        return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        return self.backward_many(BackwardInputs(dout, q, k, v, out, lse), _whole(q, k, relation), scale=scale)
+
+
+class Varlen(_ManyTiles):
+    """FlashAttention-2 over a ragged batch: one launch for all calls of one relation, of all sequences."""
+
+    name = "varlen"
+    capabilities = CAPABILITIES["varlen"]
+
+    def forward_many(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and lse of a launch; their rows are those of its calls, one after another."""
+        batch, size = q.shape[0], q.shape[3]
+        rows = _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv)
+        out, lse, *_ = self._ops._flash_attention_forward(
+            *rows, *_shape(launch, batch, q.device),
+            0.0, launch.kind[0] is Relation.CAUSAL, False, scale=scale, **_window(*launch.kind),
+        )  # fmt: skip
+        return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
+        """Return dq, dk and dv of a launch, to be added up; their rows are as in `forward_many`.
+
+        given: all rows, out and lse over all keys.
+        """
+        batch, _, _, size = given.q.shape
+        device, (dout, q, k, v, out, lse) = given.q.device, given
+        rows = (_gathered(x.to(q.dtype), launch.q) for x in (dout, q))
+        keys = (_gathered(x, launch.kv) for x in (k, v))
+        results = _gathered(out.to(q.dtype), launch.q), _gathered_rows(lse, launch.q).t().contiguous()
+        grads = self._ops._flash_attention_backward(
+            *rows, *keys, *results, *_shape(launch, batch, device), 0.0, launch.kind[0] is Relation.CAUSAL,
+            *_random_state(torch.uint64, device), scale=scale, **_window(*launch.kind),
+        )  # fmt: skip
+        return tuple(_by_sequence(x, batch, size) for x in grads)
+
+
+class CudnnVarlen(_ManyTiles):
+    """cuDNN for large tiles, one launch each, and FlashAttention-2 in one launch for the others.
+
+    cuDNN builds a plan for each new shape. `lowering.py` cuts large tiles to lengths that recur, and this kernel gives
+    no more than `_MOST_SHAPES` shapes to cuDNN.
+    """
+
+    name = "cudnn_varlen"
+    capabilities = CAPABILITIES["cudnn_varlen"]
+
+    def __init__(self, ops: Any = torch.ops.aten) -> None:
+        super().__init__(ops)
+        self._large, self._others = Cudnn(ops), Varlen(ops)
+        self._shapes: set[tuple] = set()
+
+    def forward_many(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and lse of a launch, see `Varlen`."""
+        if not self._is_for_cudnn(q, k, launch):
+            return self._others.forward_many(q, k, v, launch, scale=scale)
+        (call,) = launch.calls
+        rows, keys = slice(*call.q), slice(*call.kv)
+        inputs = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        return self._large.forward(*inputs, relation=call.relation, scale=scale)
+
+    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
+        """Return dq, dk and dv of a launch, see `Varlen`."""
+        if not self._is_for_cudnn(given.q, given.k, launch):
+            return self._others.backward_many(given, launch, scale=scale)
+        (call,) = launch.calls
+        rows, keys = slice(*call.q), slice(*call.kv)
+        places = (rows, rows, keys, keys, rows, rows)
+        inputs = (x[:, :, place] for x, place in zip(given, places, strict=True))
+        return self._large.backward(*inputs, relation=call.relation, scale=scale)
+
+    def _is_for_cudnn(self, q: torch.Tensor, k: torch.Tensor, launch: Launch) -> bool:
+        """Return whether cuDNN computes a launch: a large tile, whose shape it has a plan for, or builds one."""
+        if len(launch.calls) != 1 or not is_large(launch.calls[0], self.capabilities):
+            return False
+        shape = q.dtype, *q.shape[:2], k.shape[1], q.shape[3], *launch.longest, launch.kind
+        if shape not in self._shapes and len(self._shapes) >= _MOST_SHAPES:
+            return False
+        self._shapes.add(shape)
+        return True
+
+
+_MOST_SHAPES = 256  # half a minute of plans, and no more, in a run
+_CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left
+_LSE_MULTIPLE = 32  # to which they pad the log-sum-exp
+
+
+def _check_square(relation: Relation, n: int, m: int) -> None:
+    if relation.lower or (relation is Relation.CAUSAL and n != m):
+        raise ValueError(
+            f"cuDNN's attention cannot do {relation.value} of {n} queries and {m} keys, only the diagonal of a "
+            "square; use another context_parallel_kernel"
+        )
+
+
+# ---- layouts
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x as kernels can read it, a copy if needed.
+
+    They read 16 bytes at once along the last dimension, and address no element at an offset of `INDEX_LIMIT` or more.
+    """
+    step, strides = 16 // x.element_size(), x.stride()
+    last = sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
+    fits = strides[-1] == 1 and x.storage_offset() % step == 0 and last < INDEX_LIMIT
+    for stride, length in zip(strides[:-1], x.shape, strict=False) if fits else ():
+        if length > 1 and (stride % step or not stride):
+            fits = False
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Pad the last dimension with zeros: they add nothing to a score, and their results are cut off."""
+    return F.pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else x
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return (B, H, S, D) as (B, S, H, D), with D padded to a multiple of 8."""
+    return _aligned(padded(x, 8)).transpose(1, 2)
+
+
+def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Undo `_rows`: return (B, H, S, D) with heads of the given size."""
+    return x[..., :size].transpose(1, 2)
+
+
+def _window(relation: Relation, extra: int) -> dict[str, int]:
+    """Return how many keys a query sees before and after the bottom-right diagonal; extra: keys more than queries."""
+    if not relation.lower:
+        return {}
+    return {"window_size_left": extra, "window_size_right": 0 if relation.upper else -1}
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two tensors of one shape with the same strides; copies if they have others."""
+    if a.stride() == b.stride():
+        return a, b
+    b = torch.empty_like(a).copy_(b)  # strides as a has them, unless there are gaps between its rows
+    return (a if a.stride() == b.stride() else torch.empty_like(b).copy_(a)), b
+
+
+@lru_cache(maxsize=8)
+def _random_state(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the random state that backwards require and, without dropout, do not read.
+
+    uint64 for the flash operators, whose first tensor has two numbers; int64, of one each, for all others.
+    """
+    shape = (2,) if dtype == torch.uint64 else ()
+    return torch.zeros(shape, dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
+
+
+# ---- many tiles in one launch
+
+
+def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Launch:
+    return Launch((Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True),))
+
+
+def _shape(launch: Launch, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return the cumulative lengths of queries and of keys, and the longest of each."""
+    return _ends(launch.q, batch, device), _ends(launch.kv, batch, device), *launch.longest
+
+
+def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
+    """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and of each sequence span after span."""
+    return _aligned(padded(_gathered_rows(x, spans), 8))
+
+
+def _gathered_rows(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
+    """Return (B, H, S, ...) as (rows, H, ...); for one sequence a view if the spans are adjacent."""
+    adjacent = all(a[1] == b[0] for a, b in pairwise(spans))
+    rows = slice(spans[0][0], spans[-1][1]) if adjacent else _places(spans, x.device)
+    return x.transpose(1, 2)[:, rows].flatten(0, 1)
+
+
+def _by_sequence(x: torch.Tensor, batch: int, size: int) -> torch.Tensor:
+    """Return (rows, H, D) as (B, H, rows of a sequence, size)."""
+    return x[..., :size].unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+# Every layer has the same spans; without these caches, each would copy their indices to the GPU again.
+
+
+@lru_cache(maxsize=64)
+def _places(spans: tuple[Range, ...], device: torch.device) -> torch.Tensor:
+    """Return the number of every gathered row in its sequence."""
+    return to_device(torch.cat([torch.arange(start, stop) for start, stop in spans]), device)
+
+
+@lru_cache(maxsize=64)
+def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
+    """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
+    lengths = [stop - start for _ in range(batch) for start, stop in spans]
+    return to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)

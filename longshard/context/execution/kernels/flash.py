@@ -1,0 +1,116 @@
+"""FlashAttention-3 or -4 in place of FlashAttention-2 behind PyTorch's flash operators, in the whole process.
+
+PyTorch (`torch.nn.attention.activate_flash_attention_impl`, since 2.11) replaces the operators that the kernels
+`cuda_flash` and `varlen` and `F.scaled_dot_product_attention` call. FlashAttention-3 (arXiv 2407.08608) and -4 take the
+same arguments, without dropout, which attention does not have here.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+)
+
+from longshard.context.execution.kernels.base import BackwardInputs
+from longshard.context.execution.kernels.cuda import Varlen
+from longshard.context.planning.capabilities import FLASH_PACKAGES, FlashPackage
+from longshard.context.planning.lowering import Call, Launch
+from longshard.context.planning.mask import Relation
+
+logger = logging.getLogger("longshard")
+
+
+@cache
+def newer_flash(head_dim: int) -> FlashPackage | None:
+    """Return the package behind the flash operators of this process, None for FlashAttention-2.
+
+    The first call activates it. head_dim: of the attention, by which a package may refuse.
+    """
+    return activated(gpu_capability(), head_dim, deterministic=torch.are_deterministic_algorithms_enabled())
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the current GPU of NVIDIA; None without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() and torch.version.cuda else None
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module is there, without an import of it; a broken parent counts, so that its error is shown."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+    except ImportError:
+        return True
+
+
+def usable(
+    capability: tuple[int, int] | None, *, deterministic: bool, installed: Callable[[str], bool] = is_installed
+) -> list[FlashPackage]:
+    """Return the packages that are installed here and compute on a GPU of this compute capability, the first first.
+
+    deterministic: then there is none, because their determinism is untested.
+    """
+    if capability is None or deterministic:
+        return []
+    known = list_flash_attention_impls()
+    return [
+        package
+        for package in FLASH_PACKAGES
+        if package.implementation in known and package.runs_on(capability) and installed(package.module)
+    ]
+
+
+def try_out(head_dim: int, device: str = "cuda", ops: Any = torch.ops.aten) -> None:
+    """Compute ragged attention of grouped heads in a window, forward and backward.
+
+    Versions of a package differ in what they can do, and in what they return to PyTorch.
+
+    Raises:
+        RuntimeError: a gradient is not finite.
+        Exception: whatever the package raises.
+    """
+    q, k = (torch.ones(1, heads, 256, head_dim, dtype=torch.bfloat16, device=device) for heads in (2, 1))
+    spans = ((0, 100), (0, 164)), ((100, 256), (36, 256))
+    launch, kernel = Launch(tuple(Call(*span, Relation.BI_CAUSAL, fresh=True) for span in spans)), Varlen(ops)
+    out, lse = kernel.forward_many(q, k, k, launch, scale=1.0)
+    for gradient in kernel.backward_many(BackwardInputs(out, q, k, k, out, lse), launch, scale=1.0):
+        if not gradient.isfinite().all():
+            raise RuntimeError("gradients of ragged attention in a window are not finite")
+
+
+def activated(
+    capability: tuple[int, int] | None,
+    head_dim: int,
+    *,
+    deterministic: bool,
+    installed: Callable[[str], bool] = is_installed,
+    activate: Callable[[str], None] = activate_flash_attention_impl,
+    attempt: Callable[[int], None] = try_out,
+) -> FlashPackage | None:
+    """Activate the first of the `usable` packages that computes; return it, or None.
+
+    A package that is installed and cannot be used is one warning. An implementation that this PyTorch does not know is
+    left out.
+    """
+    for package in usable(capability, deterministic=deterministic, installed=installed):
+        try:
+            activate(package.implementation)
+            attempt(head_dim)
+        except Exception as error:  # assertions, errors of a compiler: whatever a package raises
+            if current_flash_attention_impl() is not None:
+                restore_flash_attention_impl()
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            logger.warning(f"{package.module} is installed and cannot be used ({reason}); {package.name} is left out")
+            continue
+        logger.info(f"{package.name} ({package.module}) computes the kernels cuda_flash and varlen")
+        return package
+    return None

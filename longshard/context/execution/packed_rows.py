@@ -1,0 +1,120 @@
+"""How several tensors are sent together between ranks that divide heads: side by side in rows of bytes.
+
+    a row       | q  h D | k  k D | v  k D |        every tensor begins at a multiple of 16 bytes
+    a piece     the rows of one rank, in its order; where keys have a layout of their own, rows of queries, then of keys
+    a message   the pieces of all ranks
+
+Few copies do it: each tensor is copied into these rows and out of them as a whole. One concatenation changes between
+the order of ranks and the order of the sequence, where these differ. Tensors that have arrived stay views of the rows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.ranges import Offsets, aligned
+
+Tensors = list[torch.Tensor]
+
+
+class _Rows:
+    """Rows of bytes with a row of each of some tensors. layout: of the rows over ranks; tensors: (B, h, rows, ...)."""
+
+    def __init__(self, layout: AxisLayout, tensors: Tensors) -> None:
+        self.layout, self.width = layout, 0
+        self._tensors = []
+        for x in tensors:
+            shape = *x.shape[:2], *x.shape[3:]
+            size = math.prod(shape) * x.itemsize
+            self._tensors.append((slice(self.width, self.width + size), x.dtype, shape))
+            self.width += aligned(size)
+
+    def views(self, rows: torch.Tensor) -> Tensors:
+        """Return the tensors in rows of bytes: (..., width) -> (..., B, h, ...) for each."""
+        return [rows[..., place].view(dtype).unflatten(-1, shape) for place, dtype, shape in self._tensors]
+
+    def size(self, rank: int) -> int:
+        """Return the bytes of a rank's rows."""
+        return self.layout.local_length(rank) * self.width
+
+    def in_sequence(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return all rows in the order of the sequence; pieces: the bytes of each rank's rows."""
+        parts = []
+        for piece, ranges in zip(pieces, self.layout.ranges, strict=True):
+            rows, places = piece.view(-1, self.width), Offsets(ranges)
+            parts += [(start, rows[places(start) :][: stop - start].view(-1)) for start, stop in ranges]
+        in_order = [part for _, part in sorted(parts, key=lambda part: part[0])]
+        return _joined([pieces[0][:0], *in_order]).view(-1, self.width)  # the group may have no rows
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Tensors that are sent together, with rows of queries and, if their layout is another one, rows of keys."""
+
+    blocks: tuple[_Rows, ...]
+
+    @classmethod
+    def of(cls, queries: Tensors, keys: Tensors, layouts: tuple[AxisLayout, AxisLayout]) -> "PackedRows":
+        """Return the bundle of such tensors, (B, h, any rows, ...). layouts: of queries and of keys over the ranks."""
+        if not keys or layouts[0].ranges == layouts[1].ranges:
+            return cls((_Rows(layouts[0], [*queries, *keys]),))
+        return cls((_Rows(layouts[0], queries), _Rows(layouts[1], keys)))
+
+    def size(self, rank: int) -> int:
+        """Return the bytes of a rank's piece."""
+        return sum(block.size(rank) for block in self.blocks)
+
+    def views(self, pieces: torch.Tensor, rank: int) -> Tensors:
+        """Return the tensors in pieces that have the rows of `rank`: (..., bytes) -> (..., S, B, h, ...) for each."""
+        parts = pieces.split([block.size(rank) for block in self.blocks], dim=-1)
+        return [
+            view
+            for block, part in zip(self.blocks, parts, strict=True)
+            for view in block.views(part.unflatten(-1, (block.layout.local_length(rank), block.width)))
+        ]
+
+    def in_sequence(self, message: torch.Tensor) -> Tensors:
+        """Return all rows in the order of the sequence, (R, width) for each block. message: of all ranks."""
+        if self._in_order:
+            return [message.view(-1, self.blocks[0].width)]
+        ranks, number = range(self.blocks[0].layout.degree), len(self.blocks)
+        pieces = message.split([block.size(rank) for rank in ranks for block in self.blocks])
+        return [block.in_sequence(pieces[i::number]) for i, block in enumerate(self.blocks)]
+
+    def tensors(self, rows: Tensors) -> Tensors:
+        """Return the tensors in all rows: (R, width) for each block -> (B, h, R, ...) for each tensor."""
+        return [x.movedim(0, 2) for block, each in zip(self.blocks, rows, strict=True) for x in block.views(each)]
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether a message is already in the order of the sequence."""
+        ranges = sum(self.blocks[0].layout.ranges, ())
+        return len(self.blocks) == 1 and ranges == tuple(sorted(ranges))
+
+    def rows(self, tensors: Tensors) -> Tensors:
+        """Return all rows of the tensors, (B, h, R, ...), as bytes: (R, width) for each block."""
+        given, whole = iter(tensors), []
+        for block in self.blocks:
+            rows = tensors[0].new_empty(block.layout.length, block.width, dtype=torch.uint8)
+            for view in block.views(rows):
+                view.copy_(next(given).movedim(2, 0))
+            whole.append(rows)
+        return whole
+
+    def by_rank(self, rows: Tensors) -> torch.Tensor:
+        """Return the message to all ranks; rows: all, in the order of the sequence, (R, width) for each block."""
+        if self._in_order:
+            return rows[0].view(-1)
+        parts = [rows[0].view(-1)[:0]]
+        for rank in range(self.blocks[0].layout.degree):
+            for block, each in zip(self.blocks, rows, strict=True):
+                parts += [each[start:stop].view(-1) for start, stop in block.layout.ranges[rank]]
+        return _joined(parts)
+
+
+def _joined(parts: Tensors) -> torch.Tensor:
+    """Return these bytes, one after another, copied by words."""
+    return torch.cat([part.view(torch.int64) for part in parts]).view(torch.uint8)

@@ -1,0 +1,197 @@
+"""The parts of every execution: the calls of a stage, forward and backward, and the sums of their results."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from longshard.context.execution.kernels.base import QKV, BackwardInputs, Kernel
+from longshard.context.execution.merging import merge
+from longshard.context.planning.lowering import Launch
+from longshard.context.planning.plan import RankPlan
+from longshard.sharding.ranges import Ranges, size
+
+
+def part(x: torch.Tensor, place: slice, dim: int = 2) -> torch.Tensor:
+    """Return a slice of a dimension, by default of the rows; x itself if that is all of it, which takes no time."""
+    start, stop = place.start, place.stop
+    return x if start == 0 and stop == x.shape[dim] else x.narrow(dim, start, stop - start)
+
+
+def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
+    """Return the query heads that share these key/value heads; q: (B, H, S, D), k: (B, K, T, D)."""
+    group = q.shape[1] // k.shape[1]
+    return slice(kv_heads.start * group, kv_heads.stop * group)
+
+
+class Merged:
+    """The running output (B, H, S, V) and log-sum-exp (B, H, S) of queries over the keys so far, in float32 at least.
+
+    Queries that see no key have output 0 and log-sum-exp -inf. While there is the result of one call only, of all
+    queries, that is kept as the kernel returned it: nothing is filled, copied or cast.
+
+    Args:
+        value_dim: V; by default the size of the queries' heads.
+        merges: whether some query gets the results of several calls. Without, the output has the dtype of the queries.
+    """
+
+    def __init__(self, q: torch.Tensor, value_dim: int | None = None, *, merges: bool = True) -> None:
+        self._q, self._value_dim, self._merges = q, value_dim or q.shape[3], merges
+        self._lone: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, log-sum-exp), with the memory order of sums: copied only if a kernel has another order."""
+        if self._lone is None:
+            return self._accumulated()
+        out, lse = self._lone
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+
+    def _accumulated(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._sums is None:
+            b, h, s, _ = self._q.shape
+            dtype = torch.promote_types(self._q.dtype, torch.float32)
+            out_dtype = dtype if self._merges else self._q.dtype
+            # (B, S, H, D) in memory, as the output projection reads it
+            out = self._q.new_empty(b, s, h, self._value_dim, dtype=out_dtype).transpose(1, 2)
+            lse = self._q.new_empty(b, h, s, dtype=dtype)
+            self._sums = out, lse
+            if self._lone is None:
+                out.zero_()
+                lse.fill_(-torch.inf)
+            else:
+                for total, lone in zip(self._sums, self._lone, strict=True):
+                    total.copy_(lone)
+                self._lone = None
+        return self._sums
+
+    def add(self, heads: slice, rows: slice, out: torch.Tensor, lse: torch.Tensor, *, fresh: bool) -> None:
+        """Merge results of some heads and queries. fresh: these queries saw no key before."""
+        out = out[..., : self._value_dim]
+        if fresh and out.shape[:3] == self._q.shape[:3]:
+            self._lone = out, lse
+            return
+        total_out, total_lse = (part(part(total, heads, 1), rows) for total in self._accumulated())
+        if fresh:
+            total_out.copy_(out)
+            total_lse.copy_(lse)
+        else:
+            merge(total_out, total_lse, out, lse)
+
+
+def attend(
+    total: Merged, inputs: QKV, heads: slice, launches: tuple[Launch, ...], kernel: Kernel, scale: float
+) -> None:
+    """Compute a stage's calls and merge their results; inputs: all rows of q, k, v of these query heads."""
+    for launch in launches:
+        if kernel.capabilities.many:
+            out, lse = kernel.forward_many(*inputs, launch, scale=scale)
+        else:
+            (call,) = launch.calls
+            places = slice(*call.q), slice(*call.kv), slice(*call.kv)
+            of_call = (part(x, place) for x, place in zip(inputs, places, strict=True))
+            out, lse = kernel.forward(*of_call, relation=call.relation, scale=scale)
+        for run in launch.q_runs:
+            total.add(heads, run.rows, part(out, run.places), part(lse, run.places), fresh=run.fresh)
+
+
+def add_parts(totals: QKV, parts: QKV, launch: Launch, *, sums: bool = False) -> None:
+    """Add the gradients of a launch to the totals. sums: the totals of keys have values, so that no key is fresh."""
+    runs = launch.q_runs, launch.kv_runs, launch.kv_runs
+    for total, found, adjacent, has_values in zip(totals, parts, runs, (False, sums, sums), strict=True):
+        for run in adjacent:
+            rows, added = part(total, run.rows), part(found, run.places)
+            rows.copy_(added) if run.fresh and not has_values else rows.add_(added)
+
+
+def lone_gradients(given: BackwardInputs, launches: tuple[Launch, ...], kernel: Kernel, scale: float) -> QKV | None:
+    """Return dq, dk and dv as the kernel makes them if one launch has all rows in their order, else None."""
+    if len(launches) != 1 or not launches[0].is_everything(given.q.shape[2], given.k.shape[2]):
+        return None
+    return gradients(given, launches[0], kernel, scale)
+
+
+def gradients(given: BackwardInputs, launch: Launch, kernel: Kernel, scale: float) -> QKV:
+    """Return dq, dk and dv of the calls of a launch, one after another; given: all rows."""
+    if kernel.capabilities.many:
+        return kernel.backward_many(given, launch, scale=scale)
+    (call,) = launch.calls
+    rows, columns = slice(*call.q), slice(*call.kv)
+    places = (rows, rows, columns, columns, rows, rows)
+    of_call = (part(x, place) for x, place in zip(given, places, strict=True))
+    return kernel.backward(*of_call, relation=call.relation, scale=scale)
+
+
+def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
+    """Return (B, H, S, ...) as (1, H, B * S, ...) if sequences have masks of their own, else unchanged."""
+    if plan.sequences == 1:
+        return x
+    b, h, s, *rest = x.shape
+    return x.transpose(1, 2).reshape(1, b * s, h, *rest).transpose(1, 2)
+
+
+def unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Undo `fold_batch`, for the shape (B, H, S) of `like`; (B, H, S, D) has the memory order (B, S, H, D)."""
+    b, h, s = like.shape[:3]
+    rest = x.shape[3:]
+    if not rest:
+        return x if x.shape == (b, h, s) else x.view(h, b, s).transpose(0, 1).contiguous()
+    return x.transpose(1, 2).reshape(b, s, h, *rest).transpose(1, 2)
+
+
+def restore_shape(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Undo `fold_batch`, and return the shape and strides of `like`, (B, H, S, D), and by default its dtype.
+
+    `x` is returned itself if it has them already and shares its memory with no other tensor, else copied.
+    """
+    x, form = unfold_batch(x, like), torch.empty_like(like, dtype=dtype, device="meta")
+    # For an empty tensor, 0 == 0 bytes does not exclude sharing, and operators must not return views of one storage.
+    owns_memory = x.numel() > 0 and x.untyped_storage().nbytes() == x.nbytes
+    if owns_memory and (x.dtype, x.stride()) == (form.dtype, form.stride()):
+        return x
+    return torch.empty_like(like, dtype=dtype).copy_(x)
+
+
+def row_shape(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a token's keys and values as they are sent: (2, B, K, D), or (1, B, 1, W) of a latent.
+
+    k, v: (B, K, T, D), or a latent (B, 1, T, W) and values of no width.
+    """
+    return 2 if v.shape[3] else 1, *k.shape[:2], k.shape[3]
+
+
+def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Return rows of K and V (B, K, T, D) as (rows, *row_shape), contiguous, or as the first rows of `into`."""
+    rows = k.new_empty(size(places), *row_shape(k, v)) if into is None else into
+    offset = 0
+    for start, stop in places:
+        target = rows[offset : offset + stop - start]
+        for part, source in zip(unpack(target), (k, v), strict=True):
+            if part.shape[3]:
+                part.copy_(source[:, :, start:stop])
+        offset += stop - start
+    return rows
+
+
+def unpack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of (T, *row_shape) as views (B, K, T, D)."""
+    k, *others = rows.permute(1, 2, 3, 0, 4).unbind()
+    return k, others[0] if others else k[..., :0]
+
+
+def with_next(items: Sequence) -> Iterator[tuple]:
+    """Yield each item with the next one, the last with None."""
+    return zip(items, (*items[1:], None), strict=True)
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and log-sum-exp with the share of the sinks."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+
+
+def sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sinks, of these queries. out, lse: with the share of the sinks; dout: as out."""
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    # A sink's value is zero, so that only the mean term of the softmax's derivative is left.
+    return -(share * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)

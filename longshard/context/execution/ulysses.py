@@ -1,0 +1,290 @@
+"""Exchange of heads (DeepSpeed Ulysses, arXiv 2309.14509): a rank attends with some heads of all rows.
+
+One exchange takes queries, keys and values from "my rows of all heads" to "all rows of my heads". A second one takes
+the output back. The backward does the same with the gradients. Key/value heads are replicated to the least common
+multiple of their number and the degree, so that every degree that divides the query heads works; the gradients of all
+copies are added up.
+
+    2 ranks, 8 rows head-tail, 4 query heads, 1 key/value head (replicated: rank r works with copy r)
+
+                   rank 0                  rank 1
+    before         rows 01..67             rows ..2345..           each with q 0123, kv 0
+      q  (B, 4, 4, D)  kv (B, 1, 4, D)     -> _to_heads ->
+    between        rows 01234567           rows 01234567           rank 0: q 01, kv 0; rank 1: q 23, kv 0
+      q  (B, 2, 8, D)  kv (B, 1, 8, D)     -> attention, of one rank or of a ring over groups (`hybrid`)
+      out (B, 2, 8, D)                     -> _to_rows ->
+    after          rows 01..67             rows ..2345..           each with out 0123
+      out (B, 4, 4, D)
+
+"All rows" are the whole sequence for `all_to_all`, and the rows of a head group for `hybrid`. Between the two exchanges
+runs the plan of a ring, of one rank or of several.
+
+All tensors are sent side by side in rows of bytes (`packed_rows.py`).
+
+Shapes below: B batch; H query heads and K key/value heads in all, h and k of one rank in one pass; S and T this rank's
+rows of queries and keys; R all rows of the head group; N ranks of the head group.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from longshard.context.execution.kernels.base import BackwardInputs, Terms, repeated, summed
+from longshard.context.execution.packed_rows import PackedRows, Tensors
+from longshard.context.execution.ring import StagedExecution
+from longshard.context.execution.stages import fold_batch, restore_shape, unfold_batch, with_next
+from longshard.context.planning.heads import HeadShare
+from longshard.context.planning.options import ContextParallelError
+from longshard.context.planning.plan import RankPlan
+from longshard.sharding.exchange import Pending, all_to_all
+
+
+class Kept(NamedTuple):
+    """Inputs of a backward whose forward kept what was exchanged: dout (B, H, S, D), and bytes as forward returned.
+
+    kv_heads: K, the key/value heads of all ranks.
+    """
+
+    dout: torch.Tensor
+    inputs: torch.Tensor
+    results: torch.Tensor
+    kv_heads: int
+
+    def likes(self) -> Iterator[torch.Tensor]:
+        """Yield tensors of the shapes of q, k, v, in the memory order (B, S, H, D)."""
+        _, heads, rows, width = self.dout.shape
+        return (_rows_first(self.dout, rows, n, self.dout.dtype, width) for n in (heads, self.kv_heads, self.kv_heads))
+
+
+_Passes = Iterator[tuple[HeadShare, list[BackwardInputs]]]
+"""A list of one: whoever takes it out is the last to hold it, so that it is freed after its use."""
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """The execution of a plan in which the ranks of `group` divide the heads.
+
+    inner: the execution for all rows of this rank's heads; heads_per_pass: key/value heads of a rank that are sent at a
+    time, 0 for all. query_heads_per_pass: query heads of one key/value head, 0 for all: its keys and values are sent
+    with the first of these passes and kept for the others, and their gradients are added up and sent with the last one.
+
+    The backward gets `BackwardInputs`, so that all inputs are exchanged again, or what a forward with `keep` returned,
+    as `Kept`: then one product's worth of rows is exchanged instead of six.
+    """
+
+    plan: RankPlan
+    group: dist.ProcessGroup
+    inner: StagedExecution
+    heads_per_pass: int = 0
+    query_heads_per_pass: int = 0
+
+    def forward(self, *qkv: torch.Tensor, terms: Terms, keep: bool = False) -> tuple[torch.Tensor, ...]:
+        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S).
+
+        A latent is sent to all ranks. keep: also return two tensors of bytes, all rows of this rank's heads: of q, k,
+        v, and of output and log-sum-exp; for one pass.
+
+        Raises:
+            ContextParallelError: keep, and the keys have another layout than the queries, or are latents.
+        """
+        if keep and terms.up is not None:
+            raise ContextParallelError(
+                "keep_exchanged keeps keys and values, and latent attention sends latents; use keep_exchanged = False"
+            )
+        if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:  # of all ranks: no head group raises alone
+            raise ContextParallelError(
+                "keep_exchanged keeps rows of queries and keys together, and this attention has as many of each only "
+                "in self-attention; use keep_exchanged = False"
+            )
+        q, k, v = (fold_batch(x, self.plan) for x in qkv)
+        passes = self._passes(q, k.shape[1])
+        keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
+        returning: list[Pending] = []
+        into: tuple[Tensors, Tensors] = [], []
+        kept, held = Tensors(), Tensors()
+        for share, bundle, inputs in self._arriving([q], keys, passes, kind="qkv"):
+            all_q, *of_heads = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
+            of_heads = [all_q, *_keys(of_heads, share, held)]
+            kept += inputs if keep else []
+            del inputs
+            own = terms.of(share.queries(self.group.rank()))
+            results = [*self.inner.forward(*of_heads, terms=own)]  # (B, h, R, D), (B, h, R)
+            width = results[0].shape[3]
+            del all_q, of_heads
+            bundle = PackedRows.of(results, [], self.plan.head_group_layouts)
+            rows = bundle.rows(results)
+            results.clear()
+            kept += rows if keep else []
+            returning.append(self._send_rows(bundle, rows, into, share, kind="out"))
+            del rows
+        # The output as the output projection reads it, (B, S, H, D) in memory.
+        out = _rows_first(q, q.shape[2], q.shape[1], q.dtype, width)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        into[0].extend((out, lse))
+        for each in returning:
+            each.wait()
+        return unfold_batch(out, qkv[0]), unfold_batch(lse, qkv[0]), *(x.view(-1) for x in kept)
+
+    def backward(self, given: BackwardInputs | Kept, terms: Terms) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of q, k, v, and of the sinks and of `up` (of this rank's heads, zero elsewhere)."""
+        dout = fold_batch(given.dout, self.plan)
+        _, heads, rows, width = dout.shape
+        if isinstance(given, Kept):
+            kv_heads, kv_rows, likes, inputs_of = given.kv_heads, rows, given.likes(), self._kept
+            widths = [width] * 3
+        else:
+            (_, kv_heads, kv_rows, _), likes = fold_batch(given.k, self.plan).shape, given[1:4]
+            inputs_of, widths = self._exchanged, [x.shape[3] for x in likes]
+        passes = self._passes(dout, kv_heads)
+        copies = passes[0].copies
+        # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
+        sum_dtype = torch.promote_types(dout.dtype, torch.float32)
+        gradient_dtype = sum_dtype if copies > 1 else dout.dtype
+        of_heads = [None if x is None else torch.zeros_like(x) for x in terms[1:]]
+        returning: list[Pending] = []
+        into: tuple[Tensors, Tensors] = [], []
+        sums: Tensors = []
+        for share, inside in inputs_of(given, dout, passes):
+            mine, in_parts = share.queries(self.group.rank()), not (share.has_keys and share.has_gradients)
+            kv_dtype = dout.dtype if in_parts else gradient_dtype
+            found = [*self.inner.backward(inside.pop(), terms.of(mine), kv_dtype=kv_dtype)]
+            for total in reversed(of_heads):
+                if total is not None:
+                    total[mine] = found.pop()
+            if in_parts:
+                found[1:] = _summed_over_passes(found[1:], share, sums, sum_dtype, gradient_dtype)
+            bundle = PackedRows.of(found[:1], found[1:], self.plan.head_group_layouts)
+            all_rows = bundle.rows(found)
+            found.clear()
+            targets = into if share.has_gradients else (into[0], [])
+            returning.append(self._send_rows(bundle, all_rows, targets, share, kind="dqkv"))
+            del all_rows
+        into[0].append(_rows_first(dout, rows, heads, dout.dtype, widths[0]))
+        into[1].extend(_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype, width) for width in widths[1:])
+        for each in returning:
+            each.wait()
+        gradients = into[0][0], *(summed(x, kv_heads) for x in into[1])
+        of_heads = [x for x in of_heads if x is not None]
+        return *(restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)), *of_heads
+
+    def _exchanged(self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
+        """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
+        q, k, v, out, lse = (fold_batch(x, self.plan) for x in given[1:])
+        keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
+        held: Tensors = []
+        for share, bundle, *rows in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
+            yield share, [_backward_inputs(bundle.tensors(rows.pop()), share, held)]
+
+    def _kept(self, given: Kept, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
+        """Yield what the backward of the one pass takes: the exchanged gradient of the output, and what was kept."""
+        (share,) = passes
+        width, heads, _, d = dout.shape
+        like_q, like_k = (dout.new_empty(width, n, 0, d) for n in (heads // self.plan.head_degree, share.stop))
+        like_lse = like_q.new_empty(like_q.shape[:3], dtype=torch.promote_types(dout.dtype, torch.float32))
+        layouts = self.plan.head_group_layouts
+        of_inputs = PackedRows.of([like_q], [like_k] * 2, layouts)
+        of_results = PackedRows.of([like_q, like_lse], [], layouts)
+        ((_, bundle, rows),) = self._arriving([dout], [], passes, kind="dout")
+        (all_dout,) = bundle.tensors(rows)
+        all_q, *all_kv = of_inputs.tensors([given.inputs.view(-1, of_inputs.blocks[0].width)])
+        all_out, all_lse = of_results.tensors([given.results.view(-1, of_results.blocks[0].width)])
+        yield share, [BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)]
+
+    def _passes(self, q: torch.Tensor, kv_heads: int) -> list[HeadShare]:
+        return HeadShare.passes(
+            q.shape[1], kv_heads, self.plan.head_degree, self.heads_per_pass, self.query_heads_per_pass
+        )
+
+    def _arriving(
+        self, queries: Tensors, keys: Tensors, passes: list[HeadShare], *, kind: str
+    ) -> Iterator[tuple[HeadShare, PackedRows, Tensors]]:
+        """Yield all rows of this rank's heads in the order of the sequence, pass by pass, as bytes.
+
+        The next pass is sent meanwhile.
+        """
+        incoming = self._send_heads(queries, keys, passes[0], kind=kind)
+        for share, following in with_next(passes):
+            bundle, received, pending = incoming
+            incoming = None if following is None else self._send_heads(queries, keys, following, kind=kind)
+            pending.wait()
+            rows = [bundle.in_sequence(received)]
+            del received, pending  # where rows are copied into order, the message is free from here on
+            yield share, bundle, rows.pop()
+
+    def _send_heads(
+        self, queries: Tensors, keys: Tensors, share: HeadShare, *, kind: str
+    ) -> tuple[PackedRows, torch.Tensor, Pending]:
+        """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads."""
+        degree, here = self.plan.head_degree, self.group.rank()
+        queries, keys = _by_rank(queries, keys if share.has_keys else [], share, degree)
+        of_rank = ([x[0].movedim(0, 2) for x in each] for each in (queries, keys))  # (B, h, S, ...)
+        bundle = PackedRows.of(*of_rank, self.plan.head_group_layouts)
+        wire = queries[0].new_empty(degree, bundle.size(here), dtype=torch.uint8)
+        for view, x in zip(bundle.views(wire, here), (*queries, *keys), strict=True):
+            view.copy_(x)
+        sizes = [bundle.size(rank) for rank in range(degree)]
+        received, pending = all_to_all(wire.view(-1), [bundle.size(here)] * degree, sizes, self.group, kind=kind)
+        return bundle, received, pending
+
+    def _send_rows(
+        self, bundle: PackedRows, rows: Tensors, into: tuple[Tensors, Tensors], share: HeadShare, *, kind: str
+    ) -> Pending:
+        """Start the exchange from all rows of my heads, as bytes, to my rows of all heads.
+
+        into: lists of the tensors of queries and of keys, which may be filled until the messages are waited for.
+        """
+        degree, here = self.plan.head_degree, self.group.rank()
+        sizes = [bundle.size(rank) for rank in range(degree)]
+        mine = [bundle.size(here)] * degree
+        received, pending = all_to_all(bundle.by_rank(rows), sizes, mine, self.group, kind=kind)
+
+        def arrived() -> None:
+            queries, keys = _by_rank(*into, share, degree)
+            views = bundle.views(received.view(degree, bundle.size(here)), here)
+            for target, view in zip((*queries, *keys), views, strict=True):
+                target.copy_(view)
+
+        return Pending([pending], [received], arrived)
+
+
+def _backward_inputs(exchanged: Tensors, share: HeadShare, held: Tensors) -> BackwardInputs:
+    """Return exchanged tensors in the order of kernels: (B, h, R, ...), keys (B, k, R, D)."""
+    q, dout, out, lse, *keys = exchanged
+    return BackwardInputs(dout, q, *_keys(keys, share, held), out, lse)
+
+
+def _keys(arrived: Tensors, share: HeadShare, held: Tensors) -> Tensors:
+    """Return keys and values of a pass; in `held` are copies of those that several passes use."""
+    if share.has_keys and share.has_gradients:
+        return arrived
+    held[:] = [x.clone() for x in arrived] or held
+    return held
+
+
+def _summed_over_passes(
+    found: Tensors, share: HeadShare, sums: Tensors, sum_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensors:
+    """Add gradients of keys and values to the sums over passes; return the sums after the last pass, else nothing."""
+    if share.has_keys:
+        sums[:] = [x.to(sum_dtype) for x in found]
+    else:
+        for total, more in zip(sums, found, strict=True):
+            total.add_(more)
+    return [x.to(dtype) for x in sums] if share.has_gradients else []
+
+
+def _rows_first(like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """Return an uninitialised (B, heads, rows, width) with the memory order (B, rows, heads, width)."""
+    return like.new_empty(like.shape[0], rows, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> tuple[Tensors, Tensors]:
+    """Return views of each rank's heads of a pass: (B, H, S, ...) -> (N, S, B, h, ...)."""
+
+    def of(x: torch.Tensor, heads: slice) -> torch.Tensor:
+        return x.unflatten(1, (degree, -1))[:, :, heads].movedim((1, 3), (0, 1))
+
+    return [of(x, share.queries(0)) for x in queries], [of(x, slice(share.start, share.stop)) for x in keys]

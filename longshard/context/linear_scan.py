@@ -1,0 +1,175 @@
+"""The scan of the states of linear attention over the fragments of all ranks, in the order of the tokens.
+
+Each fragment has an affine map of the state, S -> bias + transition @ S, of which its rank has the rows. A rank wants
+the states before its own fragments; in the backward, from the end, those of the gradients behind them. Two ways:
+
+    gathered    a rank gets the maps of all fragments before its last one, and folds them (LASP-2, arXiv 2502.07563)
+    in turn     a rank gets the state before its fragment from the rank of the fragment before, and sends on the state
+                behind it; in blocks of the columns of V, so that many ranks work at once (ZeCO, arXiv 2507.01004)
+
+    fragments 0 1 2 on three ranks, blocks a b c:     step    0    1    2    3
+                                                      0 -> 1  a    b    c
+                                                      1 -> 2       a    b    c
+
+In turn a rank sends a state for each of its fragments, whatever the number of ranks, but one step for each fragment and
+block. So small maps are gathered: while all of them take at most GATHERED_BYTES.
+
+With deterministic algorithms there are no maps: a map of many chunks rounds differently from one chunk after another.
+Each rank waits for the state before its fragment and goes through its chunks as one process does (`InOrder`), and all
+layouts cut the sequence into the same chunks (`aligned`).
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+
+from longshard.context.execution.build import own_group
+from longshard.context.execution.linear_chunks import Given, changed
+from longshard.sharding.exchange import Transfer, send_receive
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.ranges import union
+from longshard.sharding.rows import Axis, Wanted, fetch
+
+GATHERED_BYTES = 64 << 20
+"""At 50 GB/s they take 1.3 ms, as long as some forty messages of a small block."""
+BLOCKS = 8
+
+
+@lru_cache(maxsize=64)
+def fragments_of(layout: AxisLayout) -> AxisLayout:
+    """Return the layout of the fragments of all ranks, in the order of their tokens: a row is a fragment."""
+    owners = sorted((start, rank) for rank, ranges in enumerate(layout.ranges) for start, _ in ranges)
+    shards = (
+        union((i, i + 1) for i, (_, owner) in enumerate(owners) if owner == rank) for rank in range(layout.degree)
+    )
+    return AxisLayout("fragments", len(owners), tuple(shards))
+
+
+@lru_cache(maxsize=64)
+def aligned(layout: AxisLayout, size: int) -> AxisLayout:
+    """Return the layout with its cuts at multiples of `size`: a rank has the chunks of which it had the last token."""
+    shards = (
+        union((start // size * size, stop if stop == layout.length else stop // size * size) for start, stop in ranges)
+        for ranges in layout.ranges
+    )
+    return AxisLayout(f"{layout.name} in chunks of {size}", layout.length, tuple(shards))
+
+
+class InOrder(Given):
+    """States that go from fragment to fragment, and from rank to rank, one after another; collective.
+
+    zero: the state before the first fragment, (B, H, K, V). reverse: from the last fragment to the first.
+    """
+
+    def __init__(self, zero: torch.Tensor, axis: Axis, *, reverse: bool) -> None:
+        self.zero, self._axis, self._step = zero, axis, -1 if reverse else 1
+        self._owners, self._own, self._last = _owners(axis.layout), _own(axis), zero
+        self._group = own_group(axis.group, "states", zero.device.type)
+
+    def before(self, fragment: int) -> torch.Tensor:
+        state, sender = self._last, self._rank(fragment, -self._step)
+        if sender is None:
+            return self.zero
+        if sender != self._axis.rank:
+            state = torch.empty_like(self.zero)
+            self._send_or_receive(state, sender, is_send=False)
+        return state
+
+    def behind(self, fragment: int, state: torch.Tensor) -> None:
+        self._last, receiver = state, self._rank(fragment, self._step)
+        if receiver is not None and receiver != self._axis.rank:
+            self._send_or_receive(state.contiguous(), receiver, is_send=True)
+
+    def _send_or_receive(self, state: torch.Tensor, rank: int, *, is_send: bool) -> None:
+        send_receive([Transfer(state, rank, is_send=is_send)], self._group, kind="states").wait()
+
+    def _rank(self, fragment: int, step: int) -> int | None:
+        """Return the rank of the next fragment, or of the one before; None at an end of the sequence."""
+        number = self._own[fragment] + step
+        return self._owners[number] if 0 <= number < len(self._owners) else None
+
+
+def is_gathered(fragments: AxisLayout, map_bytes: int) -> bool:
+    """Return whether maps are gathered, each of so many bytes; else states are sent in turn."""
+    return fragments.length * map_bytes <= GATHERED_BYTES
+
+
+def states_before(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
+    """Return the states before this rank's fragments, (B, F, H, K, V), the first one of all being zero; collective.
+
+    maps: (B, F, H, K, V + K), of this rank's fragments, the transition behind the bias; or (B, F, H, K, V + 1), with
+    its diagonal. axis: a row for each fragment of all ranks. reverse: from the last fragment to the first, with
+    transposed transitions.
+    """
+    if is_gathered(axis.layout, math.prod((maps.shape[0], *maps.shape[2:])) * maps.itemsize):
+        return _gathered(maps, axis, v_dim, reverse=reverse)
+    return _in_turn(maps, axis, v_dim, reverse=reverse)
+
+
+def _own(axis: Axis) -> list[int]:
+    """Return the numbers of this rank's fragments."""
+    return [i for first, end in axis.layout.ranges[axis.rank] for i in range(first, end)]
+
+
+def maps_before(fragments: AxisLayout) -> Wanted:
+    """Return the maps that each rank wants: those of all fragments before its last one."""
+    return tuple(((0, ranges[-1][1] - 1),) if ranges else () for ranges in fragments.ranges)
+
+
+def maps_behind(fragments: AxisLayout) -> Wanted:
+    """Return the reverse maps that each rank wants: those of all fragments behind its first one."""
+    return tuple(((ranges[0][0] + 1, fragments.length),) if ranges else () for ranges in fragments.ranges)
+
+
+def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
+    own, last = _own(axis), axis.layout.length - 1
+    rows = fetch(maps, axis, (maps_behind if reverse else maps_before)(axis.layout), 1)
+    if reverse:
+        own, rows = [last - i for i in reversed(own)], rows.flip(1)
+    state, found = maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim), []
+    for number in range(own[-1] + 1 if own else 0):
+        if number in own:
+            found.append(state)
+        if number < rows.shape[1]:
+            state = changed(state, rows[:, number], reverse=reverse)
+    states = torch.stack(found, 1) if found else state.unsqueeze(1)[:, :0]
+    return states.flip(1) if reverse else states
+
+
+def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
+    order = [*enumerate(_owners(axis.layout))]  # fragments with their ranks; a place is a number in this order
+    order = order[::-1] if reverse else order
+    numbers = {number: i for i, number in enumerate(_own(axis))}
+    changes = {place: maps[:, numbers[n]] for place, (n, _) in enumerate(order) if n in numbers}
+    states = {place: maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim) for place in changes}
+    size = -(-v_dim // BLOCKS)
+    blocks = [slice(first, min(first + size, v_dim)) for first in range(0, v_dim, size)]
+    group = own_group(axis.group, "states", maps.device.type)
+    for step in range(len(order) + len(blocks) - 2):
+        transfers, arriving = [], []
+        for place in range(max(step - len(blocks) + 1, 0), min(step + 1, len(order) - 1)):
+            (_, sender), (_, receiver), columns = order[place], order[place + 1], blocks[step - place]
+            if sender == axis.rank:
+                bias, transition = changes[place][..., :v_dim], changes[place][..., v_dim:]
+                change = torch.cat((bias[..., columns], transition), -1)
+                block = changed(states[place][..., columns], change, reverse=reverse)
+                if receiver == axis.rank:
+                    states[place + 1][..., columns] = block
+                else:
+                    transfers.append(Transfer(block, receiver, is_send=True))
+            elif receiver == axis.rank:
+                target = states[place + 1][..., columns]
+                arriving.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
+                transfers.append(Transfer(arriving[-1][1], sender, is_send=False))
+        send_receive(transfers, group, kind="states").wait()
+        for target, block in arriving:
+            target.copy_(block)
+    found = [states[place] for place in sorted(states, reverse=reverse)]
+    return torch.stack(found, 1) if found else maps.new_zeros(maps.shape[0], 0, *maps.shape[2:4], v_dim)
+
+
+def _owners(fragments: AxisLayout) -> list[int]:
+    """Return the rank of each fragment, in the order of the tokens."""
+    owners = {i: rank for rank, ranges in enumerate(fragments.ranges) for a, b in ranges for i in range(a, b)}
+    return [owners[i] for i in range(fragments.length)]

@@ -1,0 +1,172 @@
+"""The choice of a method for `auto`, by how much the busiest rank sends for one layer. Torch-free.
+
+Ranks of a group lie on nodes one after another. A byte to another node counts `NETWORK` times, so that heads are
+exchanged inside a node and K/V go between nodes:
+
+    64 ranks, 8 a node, hybrid 8 x 8      node 0: ranks 0 ... 7 exchange heads
+                                          ring:   rank 0 - 8 - 16 - ... - 56, of the same heads
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+from longshard.context.planning.capabilities import CAPABILITIES
+from longshard.context.planning.cost import AttentionShape, attention_cost, shortest_ring
+from longshard.context.planning.lowering import lower
+from longshard.context.planning.mask import Mask
+from longshard.context.planning.methods import METHODS, make_plan
+from longshard.context.planning.options import ContextParallelOptions
+from longshard.context.planning.plan import Message, RankPlan, Stage
+from longshard.sharding.layout import AxisLayout
+
+NETWORK = 9
+"""So many bytes reach a GPU of the node while one reaches another node: 450 GB/s of NVLink, 50 GB/s of network."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to spread attention.
+
+    bytes_sent: the most that a rank sends in both directions; bytes_outside: the most that a rank sends to other nodes;
+    kernels, stages: the most calls and stages of a forward.
+    """
+
+    options: ContextParallelOptions
+    bytes_sent: int
+    bytes_outside: int
+    kernels: int
+    stages: int
+
+    @property
+    def weight(self) -> int:
+        """What is sent, in bytes inside a node that take as long."""
+        return self.bytes_sent + (NETWORK - 1) * self.bytes_outside
+
+    def __str__(self) -> str:
+        degrees = self.options.hybrid_degrees
+        name = self.options.method + (f" {degrees[0]} x {degrees[1]}" if degrees else "")
+        outside = f" ({self.bytes_outside / 2**20:,.0f} off node)" if self.bytes_outside else ""
+        return f"{name} {self.bytes_sent / 2**20:,.2f} MiB{outside}"
+
+
+@lru_cache(maxsize=8)
+def choose(
+    options: ContextParallelOptions,
+    masks: tuple[Mask, ...],
+    degree: int,
+    shape: AttentionShape,
+    *,
+    batch: Mask | None = None,
+    hybrids: bool = True,
+    node: int | None = None,
+) -> tuple[ContextParallelOptions, str]:
+    """Return options with the method that sends least, and the reason in words; cached.
+
+    Methods that send up to a tenth more than the least count as equal. Among them the ring is first if shards are long,
+    because its messages are sent while tiles are computed; if shards are short, all-gather replaces it, with fewer
+    messages. Without a ring, the method with the fewest calls of `options.kernel` is first.
+
+    Args:
+        masks: the different masks of the model's layers.
+        shape: with local heads.
+        batch: the documents of one batch.
+        hybrids: whether the mesh may be 2-D.
+        node: ranks of the group on one node, None for all. A byte to another node counts `NETWORK` times.
+    """
+    # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
+    balancer = "auto" if options.load_balancer == "balanced" and batch is None else options.load_balancer
+    masks, candidates = masks if batch is None else tuple(mask & batch for mask in masks), []
+    for name, method in METHODS.items():
+        for hybrid in method.ways(degree, shape.heads):
+            if hybrids or hybrid is None:
+                way = replace(options, method=name, hybrid_degrees=hybrid, heads_per_pass=0)
+                layout = replace(way, load_balancer=balancer).layout(masks[0].q_len, degree, batch)
+                candidates.append(Candidate(way, *_busiest(way, layout, masks, shape, node or degree)))
+    candidates.sort(key=lambda c: c.weight)
+    best, reason = _best(candidates, masks[0].q_len // degree)
+    return best.options, (
+        f"{best} ({reason}; a layer, forward and backward: {', '.join(map(str, candidates))}; "
+        f"{shape.heads}/{shape.kv_heads} heads over {degree} ranks)"
+    )
+
+
+def _best(candidates: list[Candidate], rows: int) -> tuple[Candidate, str]:
+    """Return the method that is taken, and why. candidates: by their weight; rows: tokens of a rank."""
+    near = [c for c in candidates if c.weight <= 1.1 * candidates[0].weight]
+    hidden = next((c for c in near if c.options.spread.overlaps), None)
+    if hidden is None or rows >= shortest_ring(hidden.stages):
+        crosses = any(c.bytes_outside for c in candidates)
+        least = "within a tenth of the least that a busiest rank sends"
+        least += f", a byte off node counted {NETWORK} times" if crosses else ""
+        if hidden is None:
+            return min(near, key=lambda c: (c.kernels, c.weight)), f"{least}, with the fewest kernels"
+        return hidden, f"{least}, hidden behind {rows:,} tokens a rank"
+    best = next(c for c in candidates if c.options.method == hidden.options.spread.when_short)
+    sent = f"{hidden.bytes_sent / 2**20:,.2f} MiB"
+    return best, (
+        f"a {hidden.options.method} would send {sent}, in messages and launches that {rows:,} tokens a rank cannot hide"
+    )
+
+
+def _busiest(
+    way: ContextParallelOptions, layout: AxisLayout, masks: tuple[Mask, ...], shape: AttentionShape, node: int
+) -> tuple[int, int, int, int]:
+    """Return the most bytes that a rank sends, forward and backward, and the most that a rank sends to other nodes.
+
+    Also the most kernel calls and stages of a forward.
+    """
+    # The kernel that `auto` takes depends on the device; the least capable one represents it.
+    capabilities = CAPABILITIES.get(way.kernel, CAPABILITIES["cpu_flash"])
+    heads = way.head_degree(layout.degree)
+    # All ranks of a head group send as much.
+    ranks = range(0, layout.degree, heads)
+    busiest = crossing = kernels = stages = 0
+    # Under a causal mask the first ones send most; a few of the others represent the rest.
+    for rank in sorted({*ranks[:2], *ranks[:: max(len(ranks) // 8, 1)], ranks[-1]}):
+        plans = [make_plan(layout, mask, way.method, rank, head_degree=heads) for mask in masks]
+        sent = outside = 0
+        for plan, direction in product(plans, ("forward", "backward")):
+            of_kinds = attention_cost(plan, shape, direction).bytes_sent
+            sent += of_kinds.total()
+            outside += _outside(plan, direction, of_kinds, node)
+        busiest, crossing = max(busiest, sent), max(crossing, outside)
+        kernels = max(kernels, sum(len(stage) for plan in plans for stage in lower(plan, capabilities).forward))
+        stages = max(stages, *(sum(bool(stage.tiles) for stage in plan.forward) for plan in plans))
+    return busiest, crossing, kernels, stages
+
+
+def _outside(plan: RankPlan, direction: str, sent: Mapping[str, int], node: int) -> int:
+    """Return how many of the bytes that the plan's rank sends in one direction, by kind, go to ranks of other nodes."""
+    if plan.degree <= node:
+        return 0
+    heads, here = plan.head_degree, plan.rank // node
+    first = plan.rank // heads * heads
+    group = [rank // node for rank in range(first, first + heads)]
+    of_heads = sum(place != here for place in group) / max(heads - 1, 1)
+    staged = plan.inner or plan
+    # Rank i of the staged plan that has this rank's heads.
+    nodes = [(i * heads + plan.rank % heads) // node for i in range(staged.degree)]
+    stages = (staged.backward if direction == "backward" else staged.forward)[1:]
+    shares = {
+        "kv": _share_outside(staged, [(stage, stage.messages) for stage in stages], nodes),
+        "dkv": _share_outside(staged, [(stage, stage.home) for stage in stages], nodes),
+    }
+    return round(sum(size * shares.get(kind, of_heads) for kind, size in sent.items()))
+
+
+def _share_outside(plan: RankPlan, sends: Sequence[tuple[Stage, tuple[Message, ...]]], nodes: Sequence[int]) -> float:
+    """Return the share of the rows of K/V that a rank sends to other nodes. nodes: of each rank of the plan."""
+    total = outside = 0.0
+    here = nodes[plan.rank]
+    inside = nodes.count(here)
+    for stage, messages in sends:
+        rows, _ = plan.rows_for(stage, messages)
+        total += rows
+        if stage.collective:  # rows of other nodes arrive once a node, over the links of all its ranks
+            outside += rows * (plan.degree - inside) / inside / (plan.degree - 1)
+        else:
+            targets = (m for m in messages if m.source == plan.rank and nodes[m.target] != here)
+            outside += sum(message.rows for message in targets)
+    return outside / total if total else 0.0

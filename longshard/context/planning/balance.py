@@ -1,0 +1,269 @@
+"""`balanced`: for every rank as many tokens, about as much attention, and few keys of other ranks. Torch-free.
+
+The ranks are halved again and again, and their tokens with them. The documents of a group of ranks stand on a circle.
+One half of the group gets an arc of it:
+
+    documents a, b, c; 2 ranks     a a a a a a a a a a|b b b c c c c c c|c     rank 0 has the arc between the cuts
+
+The arc has the half's number of tokens. While it moves round the circle, its mean work is the half's share of all work.
+So at some place it has exactly this share. An arc has two cuts: N ranks need 2 N - 2, however many documents there are,
+and a document without a cut stays whole. A single document is cut as `head_tail` cuts it.
+
+Arcs are tried that begin or end at a border of a document or of a block, and those with exactly the share, with the
+documents in three orders. The best arc is the one whose busier side finishes first: its work, in whole tiles as kernels
+compute them, plus SHORT_SHARD pairs for each key that is sent because of the cuts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from longshard.context.planning.cost import SHORT_SHARD
+from longshard.context.planning.mask import Mask, causal
+from longshard.sharding.layout import LAYOUTS, AxisLayout, contiguous
+
+LOAD_BALANCERS = (*LAYOUTS, "balanced")
+
+TOLERANCE = 0.03
+"""How much more than the mean a rank may compute, where less traffic makes up for it."""
+
+_BLOCK, _TILE = 256, 128
+_FEWEST_BLOCKS = 4
+_REFINEMENTS = 2
+
+
+def build_layout(name: str, seq_len: int, degree: int, *, multiple_of: int = 1, mask: Mask | None = None) -> AxisLayout:
+    """Return the layout of that name; `balanced` assigns by `mask`, or None for a causal mask."""
+    if name == "balanced":
+        return balanced(causal(seq_len) if mask is None else mask, degree, multiple_of=multiple_of)
+    return LAYOUTS[name](seq_len, degree, multiple_of=multiple_of)
+
+
+def balanced(mask: Mask, degree: int, *, multiple_of: int = 1) -> AxisLayout:
+    """Return a layout in which all ranks have as many tokens and about as much work, and few keys are sent.
+
+    mask: of the batch; all its sequences have the same layout. multiple_of: a divisor of each rank's tokens. A part of
+    a document has at least 256 tokens (a block), or starts within the first 256, unless nothing else balances. Blocks
+    are smaller where a rank has fewer than 1,024 tokens.
+
+    Raises:
+        ValueError: `multiple_of` does not divide the length.
+    """
+    even = contiguous(mask.q_len, degree, multiple_of=multiple_of)
+    rows = np.array([even.local_length(rank) for rank in range(degree)])
+    block = min(_BLOCK, max(mask.q_len // degree // _FEWEST_BLOCKS, 1))
+    work = Work(mask, max(block * _TILE // _BLOCK, 1))
+    everything = np.array([[0, mask.q_len]])[: mask.q_len]
+    halving = _Halving(work, block, rows, work.of(everything).sum() / degree)
+    parts = halving.assign(everything, 0, degree)
+    return AxisLayout("balanced", mask.q_len, tuple(tuple(map(tuple, part.tolist())) for part in parts))
+
+
+class Work:
+    """The work of tokens under a mask: whole tiles, whose pairs are divided among the tile's tokens.
+
+    Work is counted in integers, so that all ranks find the same.
+    """
+
+    def __init__(self, mask: Mask, tile: int) -> None:
+        self._starts = np.arange(mask.sequences)[:, None] * mask.q_len
+        self._bands = np.array(mask.bands, dtype=np.int64).reshape(-1, 6)
+        self.borders = np.unique(self._bands[:, :2] % max(mask.q_len, 1))
+        numbers, band = _count(-(-(self._bands[:, 1] - self._bands[:, 0]) // tile))
+        _, q_stop, kv_start, kv_stop, lower, upper = self._bands[band].T
+        first = self._bands[band, 0] + numbers * tile
+        last = np.minimum(first + tile, q_stop)
+        keys = np.maximum(np.minimum(kv_stop, last + upper) - np.maximum(kv_start, first + lower), 0)
+        work = -(-keys // tile) * tile * tile
+        # The first one stands before all tiles.
+        self._tiles = np.zeros((4, len(work) + 1), dtype=np.int64)
+        self._tiles[:, 1:] = first, last - first, work, np.cumsum(work) - work
+        self._tiles[1, 0] = 1
+
+    def before(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the work of all tokens before each of `tokens` (n,), in pairs of all sequences: (n,) int64."""
+        queries = tokens + self._starts
+        first, length, work, total = self._tiles[:, np.searchsorted(self._tiles[0], queries, side="right") - 1]
+        return (total + work * np.minimum(queries - first, length) // length).sum(axis=0)
+
+    def of(self, parts: np.ndarray) -> np.ndarray:
+        """Return the work of each of the ranges `parts` (n, 2)."""
+        return self.before(parts[:, 1]) - self.before(parts[:, 0])
+
+    def first_seen(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the first key that each token sees in each sequence, or itself: (sequences, n) int64."""
+        queries = tokens + self._starts
+        if not len(self._bands):
+            return queries - self._starts
+        band = np.minimum(np.searchsorted(self._bands[:, 1], queries, side="right"), len(self._bands) - 1)
+        q_start, kv_start, lower = (self._bands[:, column][band] for column in (0, 2, 4))
+        seen = np.where(q_start <= queries, np.maximum(kv_start, queries + lower), queries)
+        return np.minimum(seen, queries) - self._starts
+
+
+class _Arcs(NamedTuple):
+    """Arcs of a circle, (n,) each: where they start, their work, keys to send, whether they leave a short part."""
+
+    starts: np.ndarray
+    work: np.ndarray
+    keys: np.ndarray
+    short: np.ndarray
+
+
+class _Circle:
+    """Parts of the sequence on a circle: (n, 2) int64; places are counted from the first one."""
+
+    def __init__(self, work: Work, parts: np.ndarray, block: int) -> None:
+        self._work, self._parts, self._block = work, parts, block
+        self.places = np.concatenate([[0], np.cumsum(parts[:, 1] - parts[:, 0])])
+        start, stop = work.before(parts[:, 0]), work.before(parts[:, 1])
+        before = np.concatenate([[0], np.cumsum(stop - start)])
+        self.all_work = int(before[-1])
+        self._shift = before[:-1] - start  # from work before a token of the sequence to work before its place
+        self._keys_of_parts = (parts[:, 0] - work.first_seen(parts[:, 0])).sum(axis=0)
+
+    @property
+    def length(self) -> int:
+        return int(self.places[-1])
+
+    @cached_property
+    def stops(self) -> np.ndarray:
+        """The places where parts start, and those at whole blocks of a part that leave a block behind them."""
+        numbers, part = _count(np.maximum((self._parts[:, 1] - self._parts[:, 0]) // self._block, 1))
+        return self.places[part] + numbers * self._block
+
+    def arcs(self, starts: np.ndarray, length: int) -> _Arcs:
+        """Return arcs of `length` tokens from each of `starts` (n,)."""
+        cuts = self._cuts(np.concatenate([starts, starts + length]) % self.length)
+        work, first, keys, short = (np.split(x, 2, axis=-1) for x in cuts)
+        inside = work[1] - work[0] + np.where(starts + length >= self.length, self.all_work, 0)
+        # Of two cuts in one document, the side without its last token needs the keys before the second cut, no others.
+        sent = np.where(first[0] == first[1], np.maximum(*keys), sum(keys))
+        return _Arcs(starts, inside, sent.sum(axis=0), short[0] | short[1])
+
+    def _cuts(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return what cuts at `places` (n,) in [0, length) mean.
+
+        The work before them (n,); in each sequence (sequences, n) the first key that the token behind the cut sees, and
+        how many tokens before the cut; whether a part is too short (n,).
+        """
+        part = np.searchsorted(self.places, places, side="right") - 1
+        inside = places - self.places[part]
+        token = self._parts[part, 0] + inside
+        work = self._shift[part] + self._work.before(token)
+        first = self._work.first_seen(token)
+        previous = np.where(inside, token, self._parts[part - 1, 1])
+        keys = np.where(previous <= token, np.maximum(previous - first, 0), 0)
+        left, right = inside < self._block, self._parts[part, 1] - token < self._block
+        is_deep = (token - first).sum(axis=0) >= self._block
+        short = (inside > 0) & (left & (self._keys_of_parts[part] >= self._block) | right & is_deep)
+        return work, first, keys, short
+
+    def arc(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the parts of an arc, and those of the rest, ascending and merged."""
+        beyond = max(start + length - self.length, 0)
+        borders = np.unique(np.concatenate([self.places, [beyond, start, min(start + length, self.length)]]))[:-1]
+        stops = np.concatenate([borders[1:], [self.length]])
+        part = np.searchsorted(self.places, borders, side="right") - 1
+        shift = self._parts[part, 0] - self.places[part]
+        pieces = np.stack([borders + shift, stops + shift], axis=1)
+        inside = (borders - start) % self.length < length
+        return _merged(pieces[inside]), _merged(pieces[~inside])
+
+
+@dataclass(frozen=True, eq=False)
+class _Halving:
+    """Assigns tokens to ranks. rows: tokens of each rank; share: the mean work of a rank."""
+
+    work: Work
+    block: int
+    rows: np.ndarray
+    share: float
+
+    def assign(self, parts: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
+        """Yield the parts (n, 2) of each of the ranks [first, last), which together own `parts`."""
+        if last - first == 1 or not len(parts):
+            yield from [parts] * (last - first)
+            return
+        middle = (first + last + 1) // 2
+        # Each halving may use up as much of the tolerance.
+        left = (last - first - 1).bit_length() - 1
+        limit = 1 + TOLERANCE * (1 - left / (len(self.rows) - 1).bit_length())
+        ranks = middle - first, last - middle
+        halves = self._halves(self._at_borders(parts), int(self.rows[first:middle].sum()), ranks, limit * self.share)
+        yield from self.assign(halves[0], first, middle)
+        yield from self.assign(halves[1], middle, last)
+
+    def _at_borders(self, parts: np.ndarray) -> np.ndarray:
+        """Return `parts` cut at the borders of documents."""
+        cuts = np.unique(np.concatenate([parts.ravel(), self.work.borders]))
+        part = np.searchsorted(parts[:, 0], cuts, side="right") - 1
+        kept = np.flatnonzero((part >= 0) & (cuts < parts[part, 1]))
+        return np.stack([cuts[kept], cuts[kept + 1]], axis=1)
+
+    def _halves(
+        self, parts: np.ndarray, rows: int, ranks: tuple[int, int], limit: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return `parts` as two halves for so many ranks, the first with `rows` tokens.
+
+        limit: the work that a rank may have on average.
+        """
+        best = None
+        for order in self._orders(parts):
+            circle = _Circle(self.work, parts[order], self.block)
+            for arcs in self._arcs(circle, rows, ranks[0] / sum(ranks)):
+                busier = np.maximum(arcs.work / ranks[0], (circle.all_work - arcs.work) / ranks[1])
+                is_over = busier > limit
+                cost = busier + np.where(is_over, 0, SHORT_SHARD * arcs.keys)
+                worst = np.where(is_over, 2, arcs.short)
+                number = np.lexsort((cost, worst))[0]
+                found = (worst[number], cost[number]), circle, int(arcs.starts[number])
+                best = found if best is None or found[0] < best[0] else best
+        _, circle, start = best
+        return circle.arc(start, rows)
+
+    def _orders(self, parts: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield orders of the parts in which documents stay together: as they are, and two by length."""
+        yield np.arange(len(parts))
+        apart = (parts[:-1, 1] <= self.work.first_seen(parts[1:, 0])).all(axis=0)
+        document = np.concatenate([[0], np.cumsum(apart)])
+        falling = np.argsort(-np.bincount(document, parts[:, 1] - parts[:, 0]), kind="stable")
+        if len(falling) > 2:
+            for order in (falling, np.concatenate([falling[::2], falling[1::2][::-1]])):
+                yield np.argsort(np.argsort(order)[document], kind="stable")
+
+    def _arcs(self, circle: _Circle, rows: int, share: float) -> Iterator[_Arcs]:
+        """Yield arcs of `rows` tokens: that start or end at a stop, and those between which have the share of work."""
+        starts = np.unique(np.concatenate([circle.stops, (circle.stops - rows) % circle.length]))
+        arcs = circle.arcs(starts, rows)
+        yield arcs
+        over = arcs.work - share * circle.all_work
+        low, high = (np.stack([starts, over])[:, part] for part in (slice(-1), slice(1, None)))
+        for _ in range(_REFINEMENTS):
+            crossing = np.flatnonzero((low[1] < 0) != (high[1] < 0))
+            if not len(crossing):
+                return
+            low, high = low[:, crossing], high[:, crossing]
+            starts = np.round(low[0] + (high[0] - low[0]) * low[1] / (low[1] - high[1])).astype(np.int64)
+            arcs = circle.arcs(starts, rows)
+            yield arcs
+            middle = np.stack([starts, arcs.work - share * circle.all_work])
+            low, high = np.concatenate([low, middle], axis=1), np.concatenate([middle, high], axis=1)
+
+
+def _count(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return 0 ... length - 1 for each of `lengths`, one after another, and the index of the length."""
+    index = np.repeat(np.arange(len(lengths)), lengths)
+    return np.arange(len(index)) - np.repeat(np.cumsum(lengths) - lengths, lengths), index
+
+
+def _merged(parts: np.ndarray) -> np.ndarray:
+    """Return disjoint ranges (n, 2) ascending; those that touch become one."""
+    parts = parts[np.argsort(parts[:, 0])]
+    apart = parts[1:, 0] != parts[:-1, 1]
+    starts, stops = (np.ones(len(parts), dtype=bool) for _ in range(2))
+    starts[1:] = stops[:-1] = apart
+    return np.stack([parts[starts, 0], parts[stops, 1]], axis=1)

@@ -1,0 +1,209 @@
+"""The exact cost of a plan for a rank: collectives, bytes, FLOPs, memory. Torch-free.
+
+Tests compare it with the counters of `exchange.py`; tables and the choice of a method use it.
+
+Stages: K/V of the next stage arrive while a stage computes, so two buffers are alive; `workspace` is their largest sum.
+
+    stage of a ring         0         1         2         3
+    computes with           own       buffer 1  buffer 2  buffer 3    (kind kv; dkv on the way home)
+    arriving                buffer 1  buffer 2  buffer 3
+
+Exchange of heads: a rank sends each other rank its rows of that rank's heads, and after attention the rows of that rank
+(`_TENSORS`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from longshard.context.planning.heads import HeadShare, passes_of
+from longshard.context.planning.plan import RankPlan
+from longshard.sharding.ranges import aligned
+
+SHORT_SHARD = 1024
+"""With fewer tokens a rank, tiles are too short to hide messages (about 800 for Llama 3 8B on NVLink).
+
+So many rows of K/V are sent while the tile of as many queries is computed: a row takes as long as so many pairs.
+"""
+_LAUNCH_BOUND = 2500 / 8
+"""Tokens a rank, for each stage of a ring, below which a GPU waits for the host's launches: an estimate for Llama 3 8B
+on an H100."""
+
+
+def shortest_ring(stages: int) -> int:
+    """Return the fewest tokens a rank with which a ring hides its messages and its launches behind its tiles."""
+    return max(SHORT_SHARD, int(_LAUNCH_BOUND * stages))
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """R and P, the numbers of a latent, which is sent in the place of keys and values, and V, the size of values."""
+
+    rank: int
+    rotated: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The local sizes of one attention call.
+
+    itemsize: bytes of an element of q, k, v; gradient_itemsize: of dK and dV when they are sent; 0: of an accumulator.
+    latent: with one key/value head, the latent; None: keys and values are sent.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    gradient_itemsize: int = 0
+    latent: LatentShape | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a head's values and outputs."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def key_sizes(self) -> tuple[int, int]:
+        """What is sent of a token and key/value head: the sizes of its key and of its value, or the latent and 0."""
+        return (self.head_dim, self.head_dim) if self.latent is None else (self.latent.rank + self.latent.rotated, 0)
+
+    def expansion_flops(self, rows: int) -> int:
+        """Return the FLOPs that make keys and values of a head of so many latents."""
+        if self.latent is None:
+            return 0
+        return 2 * rows * self.latent.rank * (self.head_dim - self.latent.rotated + self.latent.value_dim)
+
+    @property
+    def accumulator(self) -> int:
+        """Bytes of an element of merged results and summed gradients, which are float32 at least."""
+        return max(self.itemsize, 4)
+
+
+@dataclass
+class Cost:
+    """The cost for one rank. calls, bytes_sent: by kind, as `exchange.py` counts them; workspace: bytes of buffers.
+
+    bytes_received: by kind, what the other ranks send to this one.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes_sent: Counter[str] = field(default_factory=Counter)
+    bytes_received: Counter[str] = field(default_factory=Counter)
+    flops: int = 0
+    workspace: int = 0
+
+    def exchanges(self, kind: str, sent: int, received: int) -> None:
+        self.calls[kind] += 1
+        self.bytes_sent[kind] += sent
+        self.bytes_received[kind] += received
+
+
+def attention_cost(
+    plan: RankPlan,
+    shape: AttentionShape,
+    direction: str,
+    heads_per_pass: int = 0,
+    *,
+    query_heads: int = 0,
+    keep_exchanged: bool = False,
+) -> Cost:
+    """Return the cost of one attention call of the plan's rank in one direction, `forward` or `backward`.
+
+    workspace: the most bytes that buffers of K and V (and their gradients) take at once, beside inputs and results. It
+    counts the rows of this stage and of the next one, and the receive buffers of collectives and all-to-all.
+    """
+    width = shape.batch if plan.sequences == 1 else 1
+    is_backward = direction == "backward"
+    if plan.inner is None:
+        cost = _staged(plan, shape, width, is_backward, heads_per_pass)
+    else:
+        passes = HeadShare.passes(shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass, query_heads)
+        cost = _exchanged(plan, shape, width, direction, passes, keep_exchanged)
+    # Two products in the forward; in the backward the scores again, and four products of their size.
+    of_pair = 6 * shape.head_dim + 4 * shape.value_dim if is_backward else 2 * (shape.head_dim + shape.value_dim)
+    stages = (plan.inner or plan).backward if is_backward else (plan.inner or plan).forward
+    expansions = (3 if is_backward else 1) * shape.expansion_flops(sum(stage.rows for stage in stages))
+    cost.flops = (of_pair * plan.pairs + expansions) * (shape.heads // plan.head_degree) * width
+    return cost
+
+
+def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int) -> Cost:
+    cost = Cost()
+    stages = plan.backward if is_backward else plan.forward
+    element = width * sum(shape.key_sizes)
+    alive = [0]
+    for start, stop in passes_of(shape.kv_heads, heads_per_pass):
+        heads = stop - start
+        for stage in stages[1:]:
+            kv = element * heads * shape.itemsize
+            dkv = element * heads * (shape.gradient_itemsize or shape.accumulator)
+            for kind, messages, row in (("kv", stage.messages, kv), ("dkv", stage.home, dkv))[: 1 + is_backward]:
+                if stage.collective or messages:
+                    cost.exchanges(kind, *(rows * row for rows in plan.rows_for(stage, messages)))
+            gathered = plan.degree * plan.longest * stage.collective
+            alive.append(stage.rows * (kv + dkv * is_backward) + gathered * (dkv if is_backward else kv))
+    cost.workspace = max(map(sum, pairwise([*alive, 0])))  # two buffers that follow each other
+    return cost
+
+
+def _exchanged(
+    plan: RankPlan,
+    shape: AttentionShape,
+    width: int,
+    direction: str,
+    passes: Sequence[HeadShare],
+    keep_exchanged: bool,
+) -> Cost:
+    """Return the cost with two exchanges of heads."""
+    cost, is_backward = Cost(), direction == "backward"
+    kinds = _TENSORS["keeping" if is_backward and keep_exchanged else direction]
+    lengths = [[layout.local_length(r) for r in range(plan.head_degree)] for layout in plan.head_group_layouts]
+    here = plan.rank % plan.head_degree
+    others = [r for r in range(plan.head_degree) if r != here]
+    alive = [0]
+    for share in passes:
+        kv_heads, queries = share.stop - share.start, share.queries(0)
+        part = replace(shape, heads=queries.stop - queries.start, kv_heads=kv_heads)
+        inside = _staged(plan.inner, part, width, is_backward, 0)
+        cost.calls += inside.calls
+        cost.bytes_sent += inside.bytes_sent
+        cost.bytes_received += inside.bytes_received
+        there, back = ([*_pieces(part, width, share, names)] for names in kinds.values())
+        # Of each tensor there: this rank's rows for each other rank. Back: each other rank's rows, for that rank.
+        mine, theirs = (
+            [sum(lengths[of_keys][r] * row for r in ranks for of_keys, row in pieces) for pieces in (there, back)]
+            for ranks in ([here] * len(others), others)
+        )
+        going, coming = kinds
+        cost.exchanges(going, mine[0], theirs[0])
+        cost.exchanges(coming, theirs[1], mine[1])
+        rows = [2 * sum(each) for each in lengths]  # as they arrive, and in the order of the sequence
+        alive.append(sum(rows[of_keys] * row for of_keys, row in there) + inside.workspace)
+    cost.workspace = max(map(sum, pairwise([*alive, 0])))
+    return cost
+
+
+# The exchange to the ranks of the heads, and the one back: kind -> tensors as large as these (`out`: dout too).
+# keeping: of a backward whose forward has kept what was exchanged.
+_TENSORS = {
+    "forward": {"qkv": ("q", "k", "v"), "out": ("out", "lse")},
+    "backward": {"qkv_dout": ("q", "out", "out", "lse", "k", "v"), "dqkv": ("q", "dk", "dv")},
+    "keeping": {"dout": ("out",), "dqkv": ("q", "dk", "dv")},
+}
+
+
+def _pieces(part: AttentionShape, width: int, share: HeadShare, names: tuple[str, ...]) -> Iterator[tuple[bool, int]]:
+    """Yield (whether a row belongs to a key, bytes of a row) for each tensor that a rank gets; part: of this pass."""
+    for name in names:
+        if name in ("q", "out"):
+            size = part.head_dim if name == "q" else part.value_dim
+            yield False, aligned(width * part.heads * size * part.itemsize)
+        elif name == "lse":
+            yield False, aligned(width * part.heads * part.accumulator)
+        elif share.has_gradients if name.startswith("d") else share.has_keys:
+            item = part.accumulator if name.startswith("d") and share.copies > 1 else part.itemsize
+            yield True, aligned(width * part.kv_heads * part.key_sizes[name.endswith("v")] * item)

@@ -1,0 +1,281 @@
+"""A plan's tiles as calls of a kernel. Torch-free.
+
+A tile that a kernel cannot compute in one call is cut into several. `capabilities.py` refuses kernels for which no cut
+helps.
+
+    CAUSAL, more keys than queries    FULL over the first keys, CAUSAL over a square at the end
+    FULL, a CAUSAL square, if large   a part with lengths that recur, and the rest
+    BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere; without
+                                      masks FULL over each query's keys
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+from longshard.context.planning.capabilities import Capabilities
+from longshard.context.planning.mask import Relation
+from longshard.context.planning.plan import RankPlan, Stage
+from longshard.context.planning.tiles import Tile
+from longshard.sharding.ranges import Range, Ranges, intersection, size, union
+
+
+@dataclass(frozen=True)
+class Call(Tile):
+    """One tile for the kernel.
+
+    fresh: no earlier call of the plan had any of its queries, so its result is not merged; fresh_keys: no earlier call
+    of the stage had any of its keys, so its gradients of them are not added.
+    """
+
+    fresh: bool = False
+    fresh_keys: bool = False
+
+
+class Run(NamedTuple):
+    """Adjacent rows of some calls: the rows, and their places among the rows of all calls one after another."""
+
+    rows: slice
+    places: slice
+    fresh: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Calls that a kernel computes together: all of one relation, or just one.
+
+    kind: the relation, and for windows how many keys more than queries the calls have. q_runs, kv_runs: the runs of
+    queries and of keys, of equally fresh calls.
+    """
+
+    calls: tuple[Call, ...]
+
+    @cached_property
+    def kind(self) -> tuple[Relation, int]:
+        return _kind(next((call for call in self.calls if call.relation is not Relation.FULL), self.calls[0]))
+
+    @cached_property
+    def q(self) -> tuple[Range, ...]:
+        return tuple(call.q for call in self.calls)
+
+    @cached_property
+    def kv(self) -> tuple[Range, ...]:
+        return tuple(call.kv for call in self.calls)
+
+    @cached_property
+    def rows(self) -> tuple[int, int]:
+        """The queries and the keys of all calls."""
+        return size(self.q), size(self.kv)
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a call."""
+        most_q, most_kv = (max(stop - start for start, stop in spans) for spans in (self.q, self.kv))
+        return most_q, most_kv
+
+    @cached_property
+    def q_runs(self) -> tuple[Run, ...]:
+        return tuple(_runs(self.q, [call.fresh for call in self.calls]))
+
+    @cached_property
+    def kv_runs(self) -> tuple[Run, ...]:
+        return tuple(_runs(self.kv, [call.fresh_keys for call in self.calls]))
+
+    def is_everything(self, queries: int, keys: int) -> bool:
+        """Return whether its rows are all queries and all keys, each once and in their order."""
+        runs = (self.q_runs, queries), (self.kv_runs, keys)
+        return all(len(found) == 1 and found[0].rows == slice(0, count) for found, count in runs)
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredPlan:
+    """A plan with the launches of each stage."""
+
+    plan: RankPlan
+    forward: tuple[tuple[Launch, ...], ...]
+    backward: tuple[tuple[Launch, ...], ...]
+
+    @cached_property
+    def merges_outputs(self) -> bool:
+        """Whether some query gets the outputs of several calls."""
+        return adds_up(chain.from_iterable(self.forward))
+
+    @cached_property
+    def adds_gradients(self) -> bool:
+        """Whether some query gets the gradients of several calls."""
+        return adds_up(chain.from_iterable(self.backward))
+
+
+@lru_cache(maxsize=16)
+def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
+    """Return the plan with its tiles as calls of a kernel with these capabilities; cached, as plans are."""
+    return LoweredPlan(plan, *(tuple(_launches(stages, capabilities)) for stages in (plan.forward, plan.backward)))
+
+
+def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[tuple[Launch, ...]]:
+    touched: Ranges = ()
+    for stage in stages:
+        launches, touched_keys = [], ()
+        parts = [part for tile in stage.tiles for part in split(tile, capabilities)]
+        for group in _groups(parts, capabilities):
+            calls = []
+            for part in group:
+                fresh = (not intersection((x,), old) for x, old in ((part.q, touched), (part.kv, touched_keys)))
+                calls.append(Call(part.q, part.kv, part.relation, *fresh))
+                touched, touched_keys = union((*touched, part.q)), union((*touched_keys, part.kv))
+            launches.append(Launch(tuple(calls)))
+        yield tuple(launches)
+
+
+def _groups(parts: list[Tile], capabilities: Capabilities) -> list[tuple[Tile, ...]]:
+    """Return the tiles of each launch."""
+    if not capabilities.many:
+        return [(part,) for part in parts]
+    large = [part for part in parts if is_large(part, capabilities)]
+    return [*((part,) for part in large), *batch_calls(part for part in parts if not is_large(part, capabilities))]
+
+
+def is_large(tile: Tile, capabilities: Capabilities) -> bool:
+    """Return whether a tile is a launch of its own: a large FULL tile, or a large CAUSAL tile that is square."""
+    has_form = tile.relation is Relation.FULL or (tile.relation is Relation.CAUSAL and not _extra_keys(tile))
+    return 0 < capabilities.large <= shortest_side(tile) and has_form
+
+
+def shortest_side(tile: Tile) -> int:
+    """Return the queries or the keys of a tile, whichever are fewer."""
+    return min(size((tile.q,)), size((tile.kv,)))
+
+
+def fresh_rows(runs: Iterable[Run]) -> int:
+    """Return how many rows are written by fresh runs; no two of these have a row in common."""
+    return sum(run.rows.stop - run.rows.start for run in runs if run.fresh)
+
+
+def adds_up(launches: Iterable[Launch]) -> bool:
+    """Return whether some query gets the results of several calls, which are then added up in float32."""
+    return any(not run.fresh for launch in launches for run in launch.q_runs)
+
+
+T = TypeVar("T", bound=Tile)
+
+
+def batch_calls(tiles: Iterable[T]) -> list[tuple[T, ...]]:
+    """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries.
+
+    A single query that sees all its keys is with the CAUSAL tiles, as the documents around a document of one token are.
+    """
+    groups: dict[tuple[Relation, int], list[T]] = {}
+    for tile in tiles:
+        single = tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1
+        groups.setdefault((Relation.CAUSAL, 0) if single else _kind(tile), []).append(tile)
+    return [tuple(sorted(group, key=lambda tile: (tile.q, tile.kv))) for group in groups.values()]
+
+
+def _kind(tile: Tile) -> tuple[Relation, int]:
+    """Return the relation of the launch that a tile belongs to, and for windows how many keys more than queries it has.
+
+    A launch has one window size, counted from the last key: tiles with windows of another width are another launch.
+    """
+    return tile.relation, _extra_keys(tile) if tile.relation.lower else 0
+
+
+def _extra_keys(tile: Tile) -> int:
+    """Return how many keys a tile has more than queries."""
+    return tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
+
+
+def _runs(spans: tuple[Range, ...], fresh: list[bool]) -> Iterator[Run]:
+    """Yield the longest runs of adjacent spans that are equally fresh."""
+    first = place = 0
+    for number, (_, stop) in enumerate(spans, 1):
+        if number == len(spans) or spans[number][0] != stop or fresh[number] != fresh[first]:
+            rows = slice(spans[first][0], stop)
+            length = rows.stop - rows.start
+            yield Run(rows, slice(place, place + length), fresh[first])
+            first, place = number, place + length
+
+
+def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
+    """Yield tiles that the kernel can compute, with the same pairs."""
+    (kv_start, kv_stop), extra = tile.kv, _extra_keys(tile)
+    if 0 < capabilities.large <= shortest_side(tile) and not tile.relation.lower:
+        yield from _large_parts(tile, capabilities)
+    elif tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
+        yield Tile(tile.q, (kv_start, kv_start + extra))
+        yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)
+    elif tile.relation.lower and not (capabilities.bands or capabilities.masks):
+        yield from _queries_alone(tile, extra)
+    elif tile.relation.lower and not capabilities.bands:
+        yield from _pieces(tile, extra)
+    else:
+        yield tile
+
+
+def _large_parts(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
+    """Yield a FULL or CAUSAL tile of many queries as large parts with lengths that recur, and the rest.
+
+        FULL                        CAUSAL, with more keys than queries
+        +--------------+------+     +------+---------------+------+
+        | large, FULL  | FULL |     | FULL | large, CAUSAL |      |
+        +--------------+------+     +------+---------------+------+
+        | FULL                |     | CAUSAL                      |
+        +---------------------+     +-----------------------------+
+
+    The keys before the square of a CAUSAL tile are cut again: a large part, and the rest. A FULL rest that is large
+    itself, as of 300,000 tokens, is cut again. A CAUSAL rest stays one call, so that its results are not added up.
+    """
+    (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
+    middle = q_start + recurring_length(q_stop - q_start)
+    rows = q_start, middle
+    if tile.relation is Relation.CAUSAL:
+        diagonal = kv_start + _extra_keys(tile)
+        yield Tile(rows, (diagonal, diagonal + middle - q_start), Relation.CAUSAL)
+        kv_stop = diagonal
+    if kv_stop - kv_start >= capabilities.large:
+        edge = kv_start + recurring_length(kv_stop - kv_start)
+        yield Tile(rows, (kv_start, edge))
+        kv_start = edge
+    if kv_start < kv_stop:
+        yield from split(Tile(rows, (kv_start, kv_stop)), capabilities)
+    if middle < q_stop:
+        last = Tile((middle, q_stop), tile.kv, tile.relation)
+        yield from (last,) if tile.relation is Relation.CAUSAL else split(last, capabilities)
+
+
+def recurring_length(length: int) -> int:
+    """Return the largest length up to this one with five leading binary digits and zeros: 16 for each power of two."""
+    step = 1 << max(length.bit_length() - 5, 0)
+    return length // step * step
+
+
+def _queries_alone(tile: Tile, extra: int) -> Iterator[Tile]:
+    """Yield each query with the keys that it sees: adjacent documents of one token are BI_CAUSAL, without a window."""
+    for first, query in enumerate(range(*tile.q), tile.kv[0]):
+        last = tile.kv[1] if tile.relation is Relation.INV_CAUSAL else first + extra + 1
+        yield Tile((query, query + 1), (first, last))
+
+
+def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
+    """Yield a BI_CAUSAL or INV_CAUSAL tile over pieces of queries, with a mask only where a diagonal runs."""
+    (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
+    rows = max(_FEWEST_ROWS, min(_MOST_ROWS, extra + 1))
+    for start in range(q_start, q_stop, rows):
+        q = start, min(start + rows, q_stop)
+        count = q[1] - start
+        first = kv_start + start - q_start  # the first key of the first query
+        last = kv_stop if tile.relation is Relation.INV_CAUSAL else first + extra + count
+        if tile.relation is Relation.BI_CAUSAL and extra < count:
+            yield Tile(q, (first, last), Relation.BI_CAUSAL)  # narrower than the piece: both diagonals at once
+            continue
+        yield Tile(q, (first, first + count), Relation.INV_CAUSAL)
+        middle = first + count, last - count if tile.relation is Relation.BI_CAUSAL else last
+        if middle[0] < middle[1]:
+            yield Tile(q, middle)
+        if tile.relation is Relation.BI_CAUSAL:
+            yield Tile(q, (last - count, last), Relation.CAUSAL)
+
+
+# A mask costs memory and time for each of its pairs, and each call has a fixed cost.
+_FEWEST_ROWS, _MOST_ROWS = 64, 512

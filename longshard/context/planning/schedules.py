@@ -1,0 +1,122 @@
+"""Schedules: the rows of K/V that are sent at each stage, and the tiles that are computed. Stage 0 is local.
+
+ring          Forward: K/V move from rank r to r - 1; at stage s rank r has the rows that rank (r + s) mod N owns. A row
+              comes from the previous rank of the ring if that rank needs it too, else from its owner. For causal
+              head_tail this sends 25 % less in total than a ring in which every row goes round.
+              Backward: K/V move from rank r to r + 1, from the farthest owner first. The first rank of the ring that
+              needs a row gets it from its owner. Its gradient (dK, dV) is added up on the way home.
+
+                  forward, N = 4: whose K/V rank r holds        backward
+                  stage   1 2 3                                 stage   1 2 3
+                  rank 0  1 2 3                                 rank 0  3 2 1
+                  rank 1  2 3 0                                 rank 1  0 3 2
+                  rank 2  3 0 1                                 rank 2  1 0 3
+                  rank 3  0 1 2                                 rank 3  2 1 0
+
+all_gather    Stage 1 has all needed rows of other ranks. They come by all-gather, and gradients return by
+              reduce-scatter. If less than half of all rows is needed, messages from the owners replace both.
+
+chunks        A "rank" is a chunk of a sequence that one device computes chunk after chunk. A stage for each earlier
+              chunk reads its rows that this chunk sees, and adds to their gradients. Stage 0 lists what is read later.
+
+Ring attention: arXiv 2310.01889.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from longshard.context.planning.plan import Message, Stage
+from longshard.context.planning.tiles import Needs
+from longshard.sharding.ranges import difference, intersection, size
+
+Schedule = tuple[tuple[Stage, ...], tuple[Stage, ...]]
+"""The stages of one rank, forward and backward; stage 0 of both is local."""
+
+
+def ring(needs: Needs, rank: int) -> Schedule:
+    """Return the stages in which K/V go round."""
+    local = Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank]))
+    forward, backward = (
+        [_ring_stage(needs, rank, step, direction) for step in _steps(needs, direction)] for direction in (-1, +1)
+    )
+    return (local, *forward), (local, *backward)
+
+
+def all_gather(needs: Needs, rank: int) -> Schedule:
+    """Return two stages, the second with all needed rows of other ranks."""
+    local, degree = Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank])), needs.degree
+    wanted = sum(size(difference(needs.keys(r), needs.kv_ranges[r])) for r in range(degree))
+    if not wanted:
+        return (local,), (local,)
+    everything = (degree - 1) * sum(size(ranges) for ranges in needs.kv_ranges)
+    held = difference(needs.keys(rank), needs.kv_ranges[rank])
+    tiles = needs.tiles(rank, held)
+    if 2 * wanted >= everything:
+        gathered = Stage(held, tiles, collective=True)
+        return (local, gathered), (local, gathered)
+    others = [r for r in range(degree) if r != rank]
+    there = [Message(owner, rank, needs.held(rank, owner)) for owner in others]
+    there += [Message(rank, target, needs.held(target, rank)) for target in others]
+    messages = _posted(there)
+    home = _posted(Message(m.target, m.source, m.ranges) for m in there)
+    return (local, Stage(held, tiles, messages)), (local, Stage(held, tiles, messages, home))
+
+
+def chunks(needs: Needs, chunk: int) -> Schedule:
+    """Return the stages of a chunk, the nearest earlier chunk first; messages name what is read from and added to."""
+
+    def stage(owner: int, backward: bool) -> Stage:
+        held = needs.held(chunk, owner)
+        home = (Message(chunk, owner, held),) if backward else ()
+        return Stage(held, needs.tiles(chunk, held), (Message(owner, chunk, held),), home)
+
+    later = _posted(Message(chunk, reader, needs.held(reader, chunk)) for reader in range(chunk + 1, needs.degree))
+    local = Stage(needs.kv_ranges[chunk], needs.tiles(chunk, needs.kv_ranges[chunk]), later)
+    owners = [owner for owner in reversed(range(chunk)) if needs.held(chunk, owner)]
+    forward, backward = ([stage(owner, way) for owner in owners] for way in (False, True))
+    return (local, *forward), (local, *backward)
+
+
+def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Sort messages in the order of posting, which is the same on both sides, so that messages match."""
+    return tuple(sorted((m for m in messages if m.ranges), key=lambda m: (m.source, m.target, m.ranges)))
+
+
+# ---- the ring
+
+
+@lru_cache(maxsize=4)
+def _steps(needs: Needs, direction: int) -> tuple[int, ...]:
+    """Return the steps of the ring at which some rank has work; without idle steps, messages hide behind work.
+
+    Cached, because they are the same for every rank, and `auto` and `lct plan` plan several ranks.
+    """
+    ranks, steps = range(needs.degree), range(1, needs.degree)
+    return tuple(s for s in steps if any(needs.held(rank, (rank - direction * s) % needs.degree) for rank in ranks))
+
+
+def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
+    """Return the stage of a ring in which K/V move by `direction`, and left their owner `step` hops ago."""
+    n = needs.degree
+
+    def to(ranks: set[int], way: int) -> Iterator[Message]:
+        """Yield the rows that come to some ranks, by the previous rank on the way or from their owners."""
+        for r in {each % n for each in ranks}:
+            yield from _split(needs, r, owner=(r - direction * step) % n, via=(r - way) % n)
+
+    held = needs.held(rank, (rank - direction * step) % n)
+    # This rank sends to the next one, and its own rows to a rank after a gap.
+    messages = to({rank, rank + direction, rank + direction * step}, direction)
+    # A gradient goes to the next rank if that adds to it, else home.
+    home = to({rank, rank - 1, rank + step}, -1) if direction > 0 else ()
+    returns = (Message(m.target, m.source, m.ranges) for m in home)
+    of_rank = (_posted(m for m in each if rank in (m.source, m.target)) for each in (messages, returns))
+    return Stage(held, needs.tiles(rank, held), *of_rank)
+
+
+def _split(needs: Needs, rank: int, owner: int, via: int) -> Iterator[Message]:
+    """Yield the rows of `owner` that `rank` needs: from the rank `via` if it needs them too, else from `owner`."""
+    held = needs.held(rank, owner)
+    there = needs.held(via, owner) if via != owner else ()
+    yield Message(via, rank, intersection(held, there))
+    yield Message(owner, rank, difference(held, there))

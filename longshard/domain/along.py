@@ -1,0 +1,251 @@
+"""Rules of functions that work along a dimension which is sharded.
+
+softmax, logsumexp, normalize      statistics of the ranks are combined
+max, argmax, topk                  each rank's best are gathered, and the best of them chosen
+chunk, select, narrow, diff        rows stay at their owners
+sort, fft, median, cumprod         another dimension is sharded in its place, by one all-to-all, and back
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from inspect import signature
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from longshard.domain.dispatch import DomainTensor, refused, rule, wrapped
+from longshard.domain.domain import Axis, Domain, balanced, sized
+from longshard.domain.elementwise import elementwise
+from longshard.domain.reductions import extreme, vector_norm, wide
+from longshard.domain.transfer import gather, move
+from longshard.domain.whole import flat, mapped
+from longshard.sharding.placement import rows_on, shard
+from longshard.sharding.rows import connected
+
+Rule = Callable[..., Any]
+
+
+def along(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for the case that the dimension `dim` of its arguments is sharded.
+
+    A shard that has the dimension whole is computed by itself.
+    """
+
+    def register(sharded: Rule) -> Rule:
+        bind = signature(sharded).bind
+
+        @rule(*names, first_only=True)
+        @wraps(sharded)
+        def applied(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> Any:
+            given = bind(function, x, *args, **kwargs)
+            given.apply_defaults()
+            asked = given.arguments["dim"]
+            dims = [asked] if isinstance(asked, int) else asked
+            if dims is None or not all(isinstance(d, int) for d in dims):
+                raise refused(function.__name__, x, f"it works along dimension {asked}")
+            dims = [d % x.ndim for d in dims]
+            if any(d in x.domain.axes for d in dims):
+                return sharded(function, x, *args, **kwargs)
+            result = function(x.local, *args, **kwargs)
+            is_dropped = next(flat(result)).ndim < x.ndim
+            return wrapped(result, x.domain.reduced(dims, keepdim=False) if is_dropped else x.domain)
+
+        return applied
+
+    return register
+
+
+# ---- by statistics
+
+
+@along("softmax", "log_softmax")
+def softmax(function, x, dim=None, dtype=None, _stacklevel=3) -> DomainTensor:
+    exact = x.to(wide(dtype or x.dtype))
+    exact = exact - exact.detach().amax(dim, keepdim=True)
+    total = exact.exp().sum(dim, keepdim=True)
+    result = exact.exp() / total if function.__name__ == "softmax" else exact - total.log()
+    return result.to(dtype or x.dtype)
+
+
+@along("logsumexp")
+def logsumexp(function, x, dim, keepdim=False) -> DomainTensor:
+    top = x.detach().amax(dim, keepdim=True)
+    top = top.masked_fill(top.isinf(), 0)
+    result = (x.to(wide(x.dtype)) - top).exp().sum(dim, keepdim=True).log() + top
+    return (result if keepdim else result.squeeze(dim)).to(x.dtype)
+
+
+@rule("normalize", first_only=True)
+def normalize(function, x, p=2.0, dim=1, eps=1e-12, out=None) -> DomainTensor:
+    return x / vector_norm(torch.linalg.vector_norm, x, p, dim, keepdim=True).clamp_min(eps)
+
+
+# ---- by the ranks' best
+
+
+@along("max", "min")
+def extreme_along(function, x, dim, keepdim=False) -> Any:
+    """Equal maxima: the first one of the first rank that has it."""
+    chosen = _best(x, dim, 1, lambda part, dim: function(part, dim, keepdim=True))
+    return getattr(torch.return_types, function.__name__)(chosen if keepdim else [t.squeeze(dim) for t in chosen])
+
+
+@rule("max", "min")
+def extreme_of(function, x, dim=None, keepdim=False) -> Any:
+    if isinstance(dim, DomainTensor | torch.Tensor):  # of two tensors
+        return elementwise(torch.maximum if function.__name__ == "max" else torch.minimum, x, dim)
+    return extreme(function, x) if dim is None else extreme_along(function, x, dim, keepdim)
+
+
+@along("argmax", "argmin")
+def place_of_extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
+    return getattr(x, function.__name__[3:])(dim, keepdim).indices
+
+
+@along("topk")
+def topk(function, x, k, dim=-1, largest=True, sorted=True) -> Any:
+    def choose(part: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return part.topk(min(k, part.shape[dim]), dim, largest, sorted)
+
+    return torch.return_types.topk(_best(x, dim, k, choose))
+
+
+def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[DomainTensor]:
+    """Return the values and indices of the best rows along a sharded dimension, whole on every rank.
+
+    choose: a tensor and the dimension -> values and places of the `number` best rows, or as many as there are.
+    """
+    dim %= x.ndim
+    axis = x.domain.axes[dim]
+    few = sized([min(number, axis.layout.local_length(rank)) for rank in range(axis.degree)])
+    domain = Domain(x.domain.axes | {dim: Axis(few, axis.group)})
+    values, places = choose(x.local, dim) if x.local.shape[dim] else (x.local, torch.zeros_like(x.local).long())
+    rows = rows_on(axis.layout, axis.rank, x.device)[places]
+    values, rows = (gather(DomainTensor(part, domain), [dim]) for part in (values, rows))
+    best, places = choose(values.local, dim)
+    return [DomainTensor(part, values.domain) for part in (best, rows.local.gather(dim, places))]
+
+
+# ---- rows that stay
+
+
+@along("chunk", "split", "split_with_sizes", "tensor_split")
+def pieces(function, x, sizes=None, dim=0, **named: Any) -> tuple[DomainTensor, ...]:
+    given = [] if sizes is None else [sizes]
+    parts = function(torch.empty(x.shape, device="meta"), *given, dim=dim, **named)
+    ends = accumulate((part.shape[dim] for part in parts), initial=0)
+    return tuple(_rows(x, dim, slice(*part)) for part in pairwise(ends))
+
+
+@along("unbind")
+def unbind(function, x, dim=0) -> tuple[DomainTensor, ...]:
+    return tuple(_rows(x, dim, row) for row in range(x.shape[dim]))
+
+
+@along("select")
+def select(function, x, dim, index) -> DomainTensor:
+    return _rows(x, dim, index)
+
+
+@along("narrow")
+def narrow(function, x, dim, start, length) -> DomainTensor:
+    return _rows(x, dim, slice(start % x.shape[dim] if start < 0 else start, start % x.shape[dim] + length))
+
+
+@rule("diff", first_only=True)
+def diff(function, x, n=1, dim=-1) -> DomainTensor:
+    for _ in range(n):
+        x = _rows(x, dim, slice(1, None)) - _rows(x, dim, slice(-1))
+    return x
+
+
+@rule("glu", first_only=True)
+def glu(function, x, dim=-1) -> DomainTensor:
+    a, b = x.chunk(2, dim)
+    return a * b.sigmoid()
+
+
+def _rows(x: DomainTensor, dim: int, rows: slice | int) -> DomainTensor:
+    return x[(slice(None),) * (dim % x.ndim) + (rows,)]
+
+
+# ---- by sharding another dimension
+
+
+@along("sort", "argsort", "mode")
+def by_move(function, x, dim=-1, *args: Any, **named: Any) -> Any:
+    return whole_along(lambda part: function(part, dim % x.ndim, *args, **named), x, dim % x.ndim)
+
+
+@along("cumprod", "cummax", "cummin", "logcumsumexp", "median", "nanmedian")
+def by_move_without_default(function, x, dim, *args: Any, **named: Any) -> Any:
+    return by_move(function, x, dim, *args, **named)
+
+
+@along("kthvalue")
+def kthvalue(function, x, k, dim=-1, keepdim=False) -> Any:
+    return whole_along(lambda part: function(part, k, dim % x.ndim, keepdim), x, dim % x.ndim)
+
+
+def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: int) -> Any:
+    """Return the function of x, which gets tensors that have dimension `dim` whole, and others perhaps not.
+
+    A result that keeps the number of rows has the layout of x, another one is balanced; without the dimension, or with
+    one row, it is whole on every rank.
+    """
+    axis = x.domain.axes.get(dim)
+    if axis is None:
+        return wrapped(_of_shard(function, x.local), x.domain)
+    free = [other for other in range(x.ndim) if other not in x.domain.axes]
+    target = max(free, key=x.size) if free else None  # without one every rank computes all
+    y = gather(x, [dim]) if target is None else move(x, dim, target, balanced(x.shape[target], axis.degree))
+
+    def back(part: torch.Tensor) -> DomainTensor:
+        is_dropped, rows = part.ndim < x.ndim, 0 if part.ndim < x.ndim else part.shape[dim]
+        if is_dropped or rows == 1:
+            part = DomainTensor(part, y.domain.reduced([dim], keepdim=not is_dropped))
+            return part if target is None else gather(part, [target - (is_dropped and target > dim)])
+        layout = axis.layout if rows == axis.layout.length else balanced(rows, axis.degree)
+        if target is not None:
+            return move(DomainTensor(part, y.domain), target, dim, layout)
+        own = shard(part, layout, dim, group=axis.group)
+        return DomainTensor(own, Domain(y.domain.axes | {dim: Axis(layout, axis.group)}))
+
+    result = _of_shard(function, y.local)
+    return back(result) if isinstance(result, torch.Tensor) else type(result)([back(part) for part in result])
+
+
+def _of_shard(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
+    """Return the function of a shard; of one without elements, which some libraries refuse, what has the shape."""
+    if x.numel() or x.is_meta:
+        return function(x)
+    shapes = function(torch.empty_like(x, device="meta"))
+    return mapped(lambda part: connected(torch.zeros_like(part, device=x.device), x).to(part.dtype), shapes)
+
+
+@rule(*[f"fft_{name}{end}" for name in ("fft", "ifft", "rfft", "irfft") for end in ("", "2", "n")], first_only=True)
+def fourier(function, x, s=None, dim=None, norm=None, n=None) -> DomainTensor:
+    """One dimension after another; the last one first in the transform of real numbers, and last in its inverse."""
+    kind = function.__name__.removeprefix("fft_")
+    one, sizes = kind.rstrip("2n"), n if s is None else s
+    if one == kind:
+        dims, sizes = [-1 if dim is None else dim], [sizes]
+    else:
+        number = 2 if kind[-1] == "2" else x.ndim if sizes is None else len(sizes)
+        dims = [*range(-number, 0)] if dim is None else [*dim]
+        sizes = [None] * len(dims) if sizes is None else [*sizes]
+    steps = [(one.replace("r", ""), *each) for each in zip(dims, sizes, strict=True)]
+    steps[-1] = one, *steps[-1][1:]
+    for name, along_dim, size in reversed(steps) if one == "rfft" else steps:
+        size = None if size == -1 else size
+        transform = partial(getattr(torch.fft, name), n=size, dim=along_dim % x.ndim, norm=norm)
+        x = whole_along(transform, x, along_dim % x.ndim)
+    return x
+
+
+@rule("fft_fftshift", "fft_ifftshift", first_only=True)
+def shifted_frequencies(function, x, dim=None) -> DomainTensor:
+    dims: Sequence[int] = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    halves = [x.shape[d] // 2 if function.__name__ == "fft_fftshift" else -(x.shape[d] // 2) for d in dims]
+    return x.roll(halves, [*dims])

@@ -1,0 +1,306 @@
+"""Sharded tensors that model code uses like whole ones.
+
+A `DomainTensor` is a local shard with its `Domain`. Its `shape` is the global one, and functions of torch called on it
+compute the whole tensor's result, shard by shard, by the operators of this package. So the code of a model stays as it
+is. There is no fallback: a function without a rule for sharded axes raises `DomainOperatorError`, which names it. A
+tensor that is sharded nowhere is the same on every rank, and every function works on it.
+
+    x = DomainTensor(local, Domain.on(mesh, {2: ("h", sized([5, 4]))}))    # x.shape: (2, 16, 9, 12)
+    y = torch.cat([x, F.silu(norm(conv(x)))], 1)                           # y.shape: (2, 32, 9, 12), still sharded
+
+Plain tensors beside it, such as weights, are whole on every rank. All gradients of what is whole are partial: the
+ranks' gradients add up. So a loss that every rank computes from a whole tensor counts once for each rank, and the mean
+over the ranks is the gradient of one process (gradients.py).
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from longshard.domain import whole
+from longshard.domain.domain import Domain
+from longshard.domain.halos import Halo, Reaches
+from longshard.domain.whole import flat
+
+Rule = Callable[..., Any]
+"""(the function of torch, its arguments) -> result, with sharded arguments."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A rule with what `rule` says of it."""
+
+    function: Rule
+    by_element: bool
+    draws: bool
+
+
+_RULES: dict[str, Registered] = {}
+
+
+class DomainOperatorError(TypeError):
+    """A function of torch was called along a sharded axis, and there is no rule for it."""
+
+
+def rule(
+    *names: str, first_only: bool = False, by_element: bool = False, draws: bool = False
+) -> Callable[[Rule], Rule]:
+    """Register a rule for the functions and methods of torch of these names; a later rule replaces an earlier one.
+
+    The rule is called as rule(function, *args, **kwargs) with at least one sharded `DomainTensor` among its arguments.
+    Before it torch's own function runs on tensors of the global shapes without data, so the result's global shape is
+    torch's, and a rule's result that shares memory with an argument is copied where torch returns a copy.
+
+    first_only: the first argument is sharded, other tensors are given as plain ones, and refused if they are sharded.
+    by_element: the result is new, or shares memory as every shard does; torch is not asked.
+    draws: random numbers; the rule is also for domain tensors that are whole.
+    """
+
+    def register(function: Rule) -> Rule:
+        def checked(called: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+            other = next(filter(is_sharded, flat((args, kwargs))), None)
+            if other is not None:
+                raise refused(called.__name__, other, "only its first argument may be sharded")
+            return function(called, x, *unwrapped(args), **unwrapped(kwargs))
+
+        found = Registered(checked if first_only else function, by_element, draws)
+        _RULES.update(dict.fromkeys(names, found))
+        return function
+
+    return register
+
+
+@dataclass(eq=False, repr=False)  # FSDP looks for tensors in the fields of dataclasses
+class DomainTensor:
+    """This rank's shard `local` of a tensor, sharded as `domain` says; axes of one rank count as whole.
+
+    base: set by `call` where torch has a view of another tensor; it is not changed in place. asked, halo: of a norm and
+    the functions by element behind it, what is asked of them, and rows that came already (halos.py).
+
+    Raises:
+        ValueError: the shard does not fit the domain.
+        DomainOperatorError: inside an autograd.Function, such as reentrant checkpointing.
+    """
+
+    local: torch.Tensor
+    domain: Domain
+    base: whole.Base | None = None
+    asked: Reaches | None = None
+    halo: Halo | None = None
+    __iter__: ClassVar[None] = None  # else Python iterates by __getitem__
+    __array_ufunc__: ClassVar[None] = None  # else a number of numpy on the left takes this for an array
+
+    def __post_init__(self) -> None:
+        if _in_autograd_function():
+            raise DomainOperatorError(
+                "a DomainTensor is used inside an autograd.Function, which sees no tensor in it and would lose its "
+                "gradients; pass use_reentrant=False to torch.utils.checkpoint.checkpoint (Hugging Face: "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}), and give Functions of your own the shard '
+                "`x.local`"
+            )
+        self.shape = torch.Size(self.domain.shape(self.local))
+        if any(axis.degree == 1 for axis in self.domain.axes.values()):
+            self.domain = Domain({dim: axis for dim, axis in self.domain.axes.items() if axis.degree > 1})
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None):
+        return call(function, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_LOCAL.split():
+            return getattr(self.local, name)
+        method = getattr(torch.Tensor, name, None)
+        if name.startswith("__") or not callable(method):
+            raise AttributeError(f"a DomainTensor has no attribute {name!r}; its shard is the attribute `local`")
+        return partial(call, method, self)
+
+    def __repr__(self) -> str:
+        axes = {dim: axis.layout.ranges for dim, axis in self.domain.axes.items()}
+        return f"DomainTensor(shape={tuple(self.shape)}, local={tuple(self.local.shape)}, sharded={axes})"
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the global shape, or the global size of a dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Return the number of elements of the whole tensor."""
+        return self.shape.numel()
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def real(self) -> "DomainTensor":
+        return call(torch.real, self)
+
+    @property
+    def imag(self) -> "DomainTensor":
+        return call(torch.imag, self)
+
+    @property
+    def mT(self) -> "DomainTensor":
+        return self.transpose(-2, -1)
+
+    @property
+    def T(self) -> "DomainTensor":
+        return self.permute(*range(self.ndim - 1, -1, -1))
+
+    def requires_grad_(self, requires_grad: bool = True) -> "DomainTensor":
+        self.local.requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Callable[["DomainTensor"], Any]) -> Any:
+        """Call the hook with the gradient, as a domain tensor, as torch does; it may return another one."""
+        if self.halo is not None:
+            self.halo.give_up()
+        return self.local.register_hook(lambda g: unwrapped(hook(DomainTensor(g, self.domain))))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __copy__(self) -> "DomainTensor":
+        return DomainTensor(self.local, self.domain, self.base)
+
+    def __deepcopy__(self, memo: dict) -> "DomainTensor":
+        return DomainTensor(deepcopy(self.local, memo), self.domain)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a DomainTensor cannot be pickled or saved, because its domain holds process groups; save the shard "
+            "`x.local` on each rank, or the whole tensor: `gather(x).local`"
+        )
+
+
+# What the shard and the whole tensor have in common.
+_OF_LOCAL = """
+ndim dtype device requires_grad is_cuda is_cpu is_meta is_nested is_floating_point is_complex
+"""
+_OPERATORS = """
+add sub mul truediv floordiv mod pow matmul and or xor radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul
+iadd isub imul itruediv ifloordiv imod ipow iand ior ixor neg abs invert eq ne lt le gt ge getitem setitem bool float
+int array
+"""
+for _name in _OPERATORS.split():
+    _method = getattr(torch.Tensor, f"__{_name}__")
+    setattr(DomainTensor, f"__{_name}__", lambda self, *args, _method=_method: call(_method, self, *args))
+DomainTensor.__hash__ = object.__hash__  # __eq__ compares elements
+
+# Activation checkpointing and compilers find the shard in the arguments of a module, and so does FSDP of torch 2.11.
+pytree.register_pytree_node(
+    DomainTensor,
+    lambda x: ([x.local], (x.domain, x.base)),
+    lambda leaves, context: DomainTensor(*leaves, *context) if isinstance(leaves[0], torch.Tensor) else leaves[0],
+    serialized_type_name="longshard.domain.DomainTensor",
+)
+
+
+def _in_autograd_function() -> bool:
+    """Return whether the forward of an autograd.Function runs: it alone switches off both modes of gradients."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch._C._is_fwd_grad_enabled()
+        or torch.is_inference_mode_enabled()
+    )
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Return nested arguments in which the function is applied to each tensor, and to the shard of domain tensors."""
+    return pytree.tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def is_sharded(x: object) -> bool:
+    """Return whether x is a tensor of which this rank has a part only."""
+    return isinstance(x, DomainTensor) and bool(x.domain.axes)
+
+
+def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch with domain tensors, and perhaps tensor-parallel weights, among its arguments.
+
+    Raises:
+        DomainOperatorError: a tensor is sharded, and the function has no rule; or it may be a copy where torch has a
+            view, and the tensor of that view was changed in place since.
+    """
+    leaves = [*flat((args, kwargs))]
+    tensors = [x for x in leaves if isinstance(x, DomainTensor)]
+    is_parallel = any(isinstance(x, DTensor) for x in leaves)
+    x = next(filter(is_sharded, tensors), tensors[0])
+    name = function.__name__
+    found = _RULES.get(name)
+    if not (is_sharded(x) or is_parallel or (found is not None and found.draws)):
+        return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
+    if found is None or kwargs.pop("out", None) is not None:
+        raise refused(name, x, "it has no rule for sharded axes" if found is None else "the argument `out`")
+    stale = None
+    if not torch.compiler.is_compiling():
+        stale = next((x for x in tensors if x.base and x.base.has_changed()), None)
+    if stale is not None:
+        raise refused(name, stale, f"{VIEW}, and that was changed in place since")
+    if "axis" in kwargs:  # torch knows both names of the first two
+        kwargs["dim"] = kwargs.pop("axis")
+    args = (kwargs.pop("input"), *args) if "input" in kwargs else args
+    is_simple = found.by_element and (name == "clone" or "memory_format" not in kwargs)
+    seen = None
+    if not (is_simple or is_parallel):
+        seen = whole.results(function, args, kwargs, (torch.Tensor, DomainTensor))
+    result = found.function(function, *args, **kwargs)
+    if seen is not None:
+        has_format = any(isinstance(leaf, torch.memory_format) for leaf in leaves)  # the order of memory is not kept
+        _check_and_mark(name, result, seen, tensors, has_format or name == "contiguous")
+    return result
+
+
+VIEW = "it may be a copy where torch has a view of another tensor"
+
+
+def _check_and_mark(
+    name: str, result: Any, seen: tuple[whole.Seen, ...], given: list[DomainTensor], may_be_view: bool
+) -> None:
+    """Check the shapes of a rule's results, and mark what may be a view."""
+    found = [x for x in flat(result) if isinstance(x, DomainTensor)]
+    if len(found) != len(seen):  # a rule of the user's own
+        return
+    for x, (shape, is_view) in zip(found, seen, strict=True):
+        if any(x is other for other in given):
+            continue
+        if tuple(x.shape) != shape:
+            raise DomainOperatorError(f"the rule of {name} returned the shape {tuple(x.shape)}, torch returns {shape}")
+        if is_view or may_be_view:
+            x.base = given[0].base or whole.Base.of(given[0].local)
+
+
+def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
+    """Return the error of a call that is not handled."""
+    dims = ", ".join(map(str, x.domain.axes))
+    return DomainOperatorError(
+        f"{name.removeprefix('__').removesuffix('__')} of a tensor of shape {tuple(x.shape)}, sharded in dimension "
+        f"{dims}, is not handled: {why}; "
+        "call it on `gather`ed tensors, or give it a rule with `longshard.domain.rule`"
+    )
+
+
+def refuse_unless(condition: bool, function: Callable, x: DomainTensor, why: str) -> None:
+    """Raise the error of a call that is not handled, unless the condition holds."""
+    if not condition:
+        raise refused(function.__name__, x, why)
+
+
+def wrapped(result: Any, domain: Domain) -> Any:
+    """Return a function's result with its tensors as domain tensors."""
+    if isinstance(result, torch.Tensor):
+        return DomainTensor(result, domain)
+    if isinstance(result, tuple | list):
+        return type(result)([wrapped(part, domain) for part in result])  # torch.return_types take a sequence too
+    return result
+
+
+def unwrapped(value: Any) -> Any:
+    """Return arguments with the shards of domain tensors."""
+    return whole.mapped(lambda x: x.local if isinstance(x, DomainTensor) else x, value)

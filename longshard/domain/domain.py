@@ -1,0 +1,103 @@
+"""Domains: which axes of a tensor are sharded, over which ranks, and which rank has which rows.
+
+A `DomainTensor` is a local shard with its domain, and so is the result of each function of it. So shards of any sizes
+stay described:
+
+    x: (2, 16, 9, 12) on a 2x2 mesh (h, w)    h: 9 rows as 5 + 4        w: 12 columns as 7 + 5
+    Domain.on(mesh, {2: ("h", sized([5, 4])), 3: ("w", sized([7, 5]))})
+
+    rank (0, 0) has (2, 16, 5, 7)    rank (0, 1) has (2, 16, 5, 5)
+    rank (1, 0) has (2, 16, 4, 7)    rank (1, 1) has (2, 16, 4, 5)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from longshard.sharding.exchange import all_gather
+from longshard.sharding.layout import AxisLayout, sized
+from longshard.sharding.layout import contiguous as balanced
+from longshard.sharding.ranges import Ranges, union
+from longshard.sharding.rows import Axis
+
+__all__ = ["Axis", "Domain", "balanced", "gathered", "sized"]
+
+
+def gathered(rows: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> AxisLayout:
+    """Return the layout in which each rank owns the next `rows` rows, its own number; a collective."""
+    return sized(all_gather(torch.tensor([rows], device=device), group).view(-1).tolist())
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The sharded axes of a tensor, by dimension (counted from 0); the tensor's other dimensions are whole.
+
+    Raises:
+        ValueError: a negative dimension, or two dimensions over the same ranks.
+    """
+
+    axes: Mapping[int, Axis]
+
+    def __post_init__(self) -> None:
+        if any(dim < 0 for dim in self.axes):
+            raise ValueError(f"the dimensions {[*self.axes]} of a domain count from 0; write them so")
+        if len(self.axes) > 1 and not torch.compiler.is_compiling():
+            groups = [id(axis.group) for axis in self.axes.values() if axis.degree > 1]
+            if len({*groups}) < len(groups):
+                raise ValueError(
+                    f"the dimensions {[*self.axes]} of a domain are sharded over the same ranks; give each its own"
+                )
+        object.__setattr__(self, "axes", {dim: self.axes[dim] for dim in sorted(self.axes)})
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh, axes: Mapping[int, tuple[str, AxisLayout]]) -> "Domain":
+        """Return a domain on a mesh; axes: dimension of the tensor -> (dimension of the mesh, layout)."""
+        return cls({dim: Axis(layout, mesh[name].get_group()) for dim, (name, layout) in axes.items()})
+
+    def layouts(self, layouts: Mapping[int, AxisLayout]) -> "Domain":
+        """Return the domain with other layouts of some of its dimensions."""
+        if all(layouts.get(d, axis.layout) is axis.layout for d, axis in self.axes.items()):
+            return self
+        return Domain({d: Axis(layouts.get(d, axis.layout), axis.group) for d, axis in self.axes.items()})
+
+    def is_that_of(self, other: "Domain") -> bool:
+        """Return whether the other domain has the very same axes; False says nothing."""
+        mine, others = self.axes, other.axes
+        return self is other or (mine.keys() == others.keys() and all(mine[dim] is others[dim] for dim in mine))
+
+    def ranges(self, dim: int, length: int) -> Ranges:
+        """Return the rows of dimension `dim`, whose global length is given, that this rank has."""
+        axis = self.axes.get(dim)
+        return union([(0, length)]) if axis is None else axis.layout.ranges[axis.rank]
+
+    def shape(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Return the global shape of the tensor of which x is this rank's shard.
+
+        Raises:
+            ValueError: x has other sizes than its domain says.
+        """
+        for dim, axis in self.axes.items():
+            if dim >= x.ndim or x.shape[dim] != axis.rows:
+                raise ValueError(
+                    f"a tensor of shape {tuple(x.shape)} does not fit its domain, which has {axis.rows} rows for this "
+                    f"rank in dimension {dim}; pass the domain that belongs to it"
+                )
+        return tuple(self.axes[dim].layout.length if dim in self.axes else n for dim, n in enumerate(x.shape))
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of this rank's shard of a tensor of a global shape."""
+        return tuple(self.axes[dim].rows if dim in self.axes else n for dim, n in enumerate(shape))
+
+    def reduced(self, dims: Sequence[int], *, keepdim: bool) -> "Domain":
+        """Return the domain of a result that every rank has whole in `dims`, of size 1 (keepdim) or dropped."""
+        kept = {dim: axis for dim, axis in self.axes.items() if dim not in dims}
+        if keepdim:
+            return Domain(kept)
+        return Domain({dim - sum(d < dim for d in dims): axis for dim, axis in kept.items()})
+
+    def moved(self, by: int, *, first: int = 0) -> "Domain":
+        """Return the domain after `by` dimensions were put in, or taken out, before dimension `first`."""
+        return Domain({dim + by if dim >= first else dim: axis for dim, axis in self.axes.items()})

@@ -1,0 +1,146 @@
+"""Gradients of weights over the ranks of a domain, whatever wraps the model.
+
+Every rank computes the whole loss, and its gradient of a weight is the part that comes from its shards, times the
+number of ranks. So the mean over the ranks is the gradient of one process. FSDP2, HSDP and DDP compute this mean over
+the ranks of their mesh or group; for ranks that they do not have it is computed here.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from longshard.domain.dispatch import DomainTensor, rule, unwrapped
+from longshard.domain.elementwise import own_part
+from longshard.sharding.exchange import all_reduce
+from longshard.sharding.placement import added_up
+from longshard.sharding.tensors import fsdp_groups, local_part
+
+_BUCKET = 2**24
+"""Elements that are reduced at once."""
+
+
+@rule("grad", by_element=True)
+def grad(function: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    """torch.autograd.grad: the gradients of one process, of sharded and of whole inputs, which can be differentiated.
+
+    One of the outputs or inputs must be sharded; what is whole must be used by every rank of the domain alike.
+    """
+    outputs, inputs = (list(t) if isinstance(t, Sequence) else [t] for t in (outputs, inputs))
+    seeds = list(grad_outputs) if isinstance(grad_outputs, Sequence) else [grad_outputs] * len(outputs)
+    tensors = [t for t in (*outputs, *inputs) if isinstance(t, DomainTensor)]
+    for halo in (x.halo for x in inputs if isinstance(x, DomainTensor) and x.halo is not None):
+        halo.give_up()
+    groups = {id(axis.group): axis.group for t in tensors for axis in t.domain.axes.values()}
+
+    def lacking(x: Any) -> list[dist.ProcessGroup]:
+        own = [axis.group for axis in x.domain.axes.values()] if isinstance(x, DomainTensor) else []
+        return [group for group in groups.values() if all(group is not other for other in own)]
+
+    shares = []
+    for y, seed in zip(outputs, seeds, strict=True):
+        seed = torch.ones((), dtype=y.dtype, device=y.device) if seed is None and y.shape.numel() == 1 else seed
+        if seed is None:
+            raise RuntimeError(f"an output of shape {tuple(y.shape)} is no number; give `grad_outputs` for it")
+        seed = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
+        seed = seed.expand(unwrapped(y).shape)
+        shares.append(seed / math.prod(group.size() for group in lacking(y)))  # each rank's share of what all compute
+    found = []
+    for x, part in zip(inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True):
+        for group in lacking(x) if part is not None else ():
+            part = added_up(part, group)
+        found.append(DomainTensor(part, x.domain) if isinstance(x, DomainTensor) and part is not None else part)
+    return tuple(found)
+
+
+def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the gradients of the parameters those of one process; call it after the last backward of a step.
+
+    The loss is whole on every rank, such as `y.mean()` of sharded y, and not divided by the number of ranks. Gradients
+    that FSDP2, HSDP or DDP has averaged over a dimension of the mesh are left alone there.
+
+    mesh: the ranks that share the domain, and in dimensions of their own those with other samples (data parallelism).
+
+    Raises:
+        ValueError: a wrapper has some ranks of a mesh dimension and not all, or divides by another number than its
+            ranks, or is FSDP1.
+    """
+    averaged = _averaged_over(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    own = {dist.get_rank()}
+    for group in mesh.get_all_groups():
+        ranks, rest = set(dist.get_process_group_ranks(group)), []
+        for p in parameters:
+            common = averaged.get(p, own) & ranks
+            if common not in (ranks, own):
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is averaged over ranks {sorted(averaged[p])}, some of the "
+                    f"ranks {sorted(ranks)} of a dimension of the mesh; wrap the model over all of them, or none"
+                )
+            if common != ranks:
+                rest.append(p)
+        if rest:
+            _average(rest, group)
+
+
+def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
+    """Return the ranks over which wrappers average the gradients of parameters."""
+    found: dict[nn.Parameter, set[int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError(f"module {name or 'model'} is of FSDP1, which is not handled; use fully_shard or DDP")
+        if isinstance(module, DistributedDataParallel):
+            ranks = set(dist.get_process_group_ranks(module.process_group))
+            found |= dict.fromkeys(module.parameters(), ranks)
+        if isinstance(module, FSDPModule):
+            _check_divisor(name, module)
+    for p in model.parameters():
+        if isinstance(p, DTensor):
+            found[p] = set(p.device_mesh.mesh.flatten().tolist())
+    return found
+
+
+def _check_divisor(name: str, module: FSDPModule) -> None:
+    """Refuse a divisor of the user's own, with which FSDP computes no mean."""
+    for factor in (group.gradient_divide_factor for group in fsdp_groups(module)):
+        if factor is not None:
+            raise ValueError(
+                f"FSDP of module {name or 'model'} divides gradients by {factor}, so they are no mean over its ranks; "
+                "leave out set_gradient_divide_factor"
+            )
+
+
+def _average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average gradients over a group, in at least float32; a rank that has none where others do has zeros."""
+    parameters = list(parameters)
+    device = local_part(parameters[0]).device
+    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    gradients = []
+    for p, is_there in zip(parameters, all_reduce(has, group, "max").tolist(), strict=True):
+        if is_there:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            gradients.append(local_part(p.grad).detach())
+    for bucket in _buckets(gradients):
+        dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+        flat = all_reduce(torch.cat([g.reshape(-1).to(dtype) for g in bucket]), group).div_(group.size())
+        for g, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            g.copy_(mean.view(g.shape))
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors of one type in runs of limited size."""
+    bucket: list[torch.Tensor] = []
+    for x in tensors:
+        if bucket and (x.dtype != bucket[0].dtype or sum(map(torch.numel, bucket)) + x.numel() > _BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(x)
+    if bucket:
+        yield bucket

@@ -1,0 +1,78 @@
+"""Full backward hooks of modules that get or return domain tensors.
+
+For each call of a module with such hooks torch makes a `BackwardHook`, which looks for arguments of the class
+`torch.Tensor`. Here its place is taken by one that hands the shards to torch's own, and gives hooks the gradients as
+domain tensors. Calls without domain tensors, and compiled code, are as before.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import BackwardHook
+
+from longshard.domain.dispatch import DomainTensor
+from longshard.domain.domain import Domain
+from longshard.domain.elementwise import own_part
+
+
+class _DomainBackwardHook(BackwardHook):
+    """The hooks of one call of a module; `domains` are those of its inputs and of its outputs, None of other values."""
+
+    def __init__(self, module: torch.nn.Module, user_hooks: Sequence[Callable], user_pre_hooks: Sequence[Callable]):
+        self.domains: dict[str, list[Domain | None]] = {}
+        hooks = [self._on_shards(hook, "inputs", "outputs") for hook in user_hooks]
+        super().__init__(module, hooks, [self._on_shards(hook, "outputs") for hook in user_pre_hooks])
+
+    def _on_shards(self, hook: Callable, *names: str) -> Callable:
+        """Return a hook of domain tensors as one of shards; names: of what it gets the gradients."""
+
+        def called(module: torch.nn.Module, *gradients: tuple) -> Any:
+            domains = [self.domains[name] for name in names]
+            given = [[*map(_whole, g, of)] for g, of in zip(gradients, domains, strict=True)]
+            changed = hook(module, *map(tuple, given))
+            if not isinstance(changed, tuple) or len(changed) != len(given[0]):
+                return changed  # torch says what is wrong
+            return tuple(
+                own_part(new, g.domain, g.shape) if isinstance(g, DomainTensor) and new is not None else new
+                for new, g in zip(changed, given[0], strict=True)
+            )
+
+        return called
+
+    def setup_input_hook(self, args: tuple) -> tuple:
+        return self._with_shards(super().setup_input_hook, "inputs", args)
+
+    def setup_output_hook(self, args: Any) -> Any:
+        found = self._with_shards(super().setup_output_hook, "outputs", args if isinstance(args, tuple) else (args,))
+        return found if isinstance(args, tuple) else found[0]
+
+    def _with_shards(self, set_up: Callable, name: str, args: tuple) -> tuple:
+        self.domains[name] = [x.domain if isinstance(x, DomainTensor) else None for x in args]
+        found = set_up(_like(args, [x.local if isinstance(x, DomainTensor) else x for x in args]))
+        return _like(args, [_linked(x, shard) for x, shard in zip(args, found, strict=True)])
+
+
+def _whole(gradient: torch.Tensor | None, domain: Domain | None) -> Any:
+    return gradient if gradient is None or domain is None else DomainTensor(gradient, domain)
+
+
+def _linked(x: Any, shard: Any) -> Any:
+    """Return x with the shard through which its gradient reaches the hooks; a halo's would not."""
+    if not isinstance(x, DomainTensor):
+        return shard
+    return x if shard is x.local else DomainTensor(shard, x.domain, x.base)
+
+
+def _like(args: tuple, values: list) -> tuple:
+    return tuple(values) if type(args) is tuple else type(args)(*values)
+
+
+def _backward_hook(*args: Any) -> BackwardHook:
+    return (BackwardHook if torch.compiler.is_compiling() else _DomainBackwardHook)(*args)
+
+
+torch_modules.BackwardHook = _backward_hook
+warnings.filterwarnings("ignore", r"For backward hooks to be called.*DomainTensor")  # they are called

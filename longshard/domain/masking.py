@@ -1,0 +1,94 @@
+"""Rules of masks of truths: x[mask], masked_select and x[mask] = value.
+
+Rows stay at their owners. How many rows each rank shows depends on data: it is summed over the ranks, and on a GPU the
+host waits for it.
+"""
+
+from typing import Any
+
+import torch
+
+from longshard.domain.dispatch import DomainTensor, refused, rule, wrapped
+from longshard.domain.domain import Axis, Domain
+from longshard.domain.elementwise import merged, own_part
+from longshard.sharding.exchange import all_reduce
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.ranges import union
+
+Rows = DomainTensor | torch.Tensor
+
+
+@rule("masked_select")
+def masked_select(function, x, mask) -> DomainTensor:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return by_mask(x.expand(shape), mask.expand(shape))
+
+
+def by_mask(x: Rows, mask: Rows) -> DomainTensor:
+    """Return x[mask], with a mask of truths of the first dimensions of x: rows in their order, at their owners.
+
+    A collective: how many rows there are depends on data, for which the host waits. The result is sharded as the first
+    of these dimensions that is; of others it is gathered.
+
+    Raises:
+        IndexError: the mask has other sizes than x.
+    """
+    dims = _dims_of(mask, x)
+    domains = [t.domain if isinstance(t, DomainTensor) else Domain({}) for t in (x, mask)]
+    axes = [of.axes for of in domains if min(of.axes, default=dims) < dims]
+    if not axes:
+        return DomainTensor(wrapped(x, Domain({})).local[wrapped(mask, Domain({})).local], domains[0].moved(1 - dims))
+    dim = min(axes[0])
+    axis = axes[0][dim]
+    domain = merged([{dim: axis}, {d: a for d, a in domains[0].axes.items() if d >= dims}])
+    own = own_part(mask, Domain({dim: axis}), mask.shape)
+    rows = own_part(x, domain, x.shape)[own]
+    counts = own.flatten(dim + 1).sum(-1) if own.ndim > dim + 1 else own.long()
+    layout = _layout_of_shown(counts.reshape(own.shape[:dim].numel(), axis.rows), axis)
+    beside = {d - dims + 1: a for d, a in domain.axes.items() if d >= dims}
+    return DomainTensor(rows, Domain({0: Axis(layout, axis.group)} | beside))
+
+
+def assign_by_mask(x: DomainTensor, mask: Rows, value: Any) -> None:
+    """Do x[mask] = value in place: a number, one row for all, or rows as x[mask] has them.
+
+    Raises:
+        IndexError: the mask has other sizes than x, or there are more or fewer rows.
+    """
+    dims = _dims_of(mask, x)
+    own = own_part(mask, Domain({d: axis for d, axis in x.domain.axes.items() if d < dims}), mask.shape)
+    if isinstance(value, DomainTensor | torch.Tensor):
+        domain = Domain({d - dims + 1: axis for d, axis in x.domain.axes.items() if d >= dims})
+        shape = torch.Size([1, *x.shape[dims:]])
+        if value.ndim == len(shape) and value.shape[0] != 1:
+            cut = [d for d in x.domain.axes if d < dims]
+            if len(cut) > 1:
+                raise refused("__setitem__", x, "rows for a mask of several sharded dimensions; use torch.where")
+            shown = by_mask(x.detach(), mask)
+            domain, shape = shown.domain, torch.Size(shown.shape)
+            if value.shape[0] != shape[0]:
+                raise IndexError(f"a mask that shows {shape[0]} rows got {value.shape[0]} rows")
+        value = own_part(value, domain, shape)
+    x.local[own] = value
+
+
+def _dims_of(mask: Rows, x: Rows) -> int:
+    """Return of how many first dimensions a mask is, if it has their sizes."""
+    if tuple(mask.shape) != tuple(x.shape[: mask.ndim]):
+        raise IndexError(f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}")
+    return mask.ndim
+
+
+def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
+    """Return which rank has which of the rows that a mask shows. counts: (blocks, rows of this rank), of each row."""
+    ranges = sorted((start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own)
+    mine = [place for place, (*_, rank) in enumerate(ranges) if rank == axis.rank]
+    shown = counts.new_zeros(len(counts), len(ranges))
+    sizes = [stop - start for start, stop, rank in ranges if rank == axis.rank]
+    for place, part in zip(mine, counts.split(sizes, 1), strict=True):
+        shown[:, place] = part.sum(1)
+    ends = all_reduce(shown, axis.group).flatten().cumsum(0).tolist()
+    owners = [rank for *_, rank in ranges] * len(counts)
+    parts = [*zip([0, *ends], ends, owners, strict=False)]
+    shards = (union((start, stop) for start, stop, owner in parts if owner == rank) for rank in range(axis.degree))
+    return AxisLayout("shown", ends[-1] if ends else 0, tuple(shards))

@@ -1,0 +1,235 @@
+"""Models that run on sharded tensors as they are: modules that take another class, and a check before the first step.
+
+    x = DomainTensor(local, domain)
+    y = parallelize(model, x)      # the forward runs once without data
+    y = model(x)                   # names of parameters, hooks and code of the model are as before
+
+Most modules need nothing, because a `DomainTensor` has rules for the functions that they call. For a convolution with
+circular padding torch pads in a step of its own, which gives the first and the last rank more rows. Its class changes:
+it fetches the rows of the other end as a halo, so that the layout stays. Before the first step the ranks compare what
+they must have in common: layouts, shapes, types, and the states of random numbers.
+"""
+
+import hashlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.nn.modules import module as torch_modules
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longshard.domain.dispatch import DomainOperatorError, is_sharded, map_tensors
+from longshard.domain.halos import Reaches
+from longshard.domain.neighborhood import neighborhood_attention
+from longshard.domain.tensor import DomainTensor
+from longshard.domain.whole import flat
+from longshard.domain.windows import conv
+from longshard.sharding.exchange import all_gather
+
+
+class _CircularConv:
+    """What the class of a convolution with circular padding becomes: on a sharded tensor the padding is a halo."""
+
+    def forward(self, x: torch.Tensor | DomainTensor) -> Any:
+        if not is_sharded(x):
+            return super().forward(x)
+        function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[self.weight.ndim - 2]
+        options = (self.stride, self.padding, self.dilation, self.groups)
+        return conv(function, x, self.weight, self.bias, *options, periodic=True)
+
+
+_CIRCULAR = {cls: type(f"Domain{cls.__name__}", (_CircularConv, cls), {}) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+
+
+_NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Modules whose statistics take along the halo of a convolution behind them (halos.py)."""
+_ASKED: weakref.WeakKeyDictionary[nn.Module, Reaches] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def _find_halos(model: nn.Module) -> Iterator[None]:
+    """Let a forward without data find what convolutions ask of norms, which are told it from then on."""
+    hooks = []
+    for module in model.modules():
+        asked = _ASKED.setdefault(module, {}) if isinstance(module, _NORMS) else None
+        if asked is not None and not asked:  # not yet of other layouts
+            hooks.append((asked, module.register_forward_pre_hook(partial(_ask, asked))))
+    try:
+        yield
+    finally:
+        for asked, hook in hooks:
+            if not asked:
+                hook.remove()
+
+
+def _ask(asked: Reaches, _: nn.Module, args: tuple) -> tuple:
+    if not (args and is_sharded(args[0])) or torch.compiler.is_compiling():
+        return args
+    x, *others = args
+    return DomainTensor(x.local, x.domain, x.base, asked), *others
+
+
+class NeighborhoodAttention(nn.Module):
+    """Neighbourhood attention of whole and sharded tensors; options as of `neighborhood_attention`."""
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        *,
+        dilation: int | Sequence[int] = 1,
+        stride: int | Sequence[int] = 1,
+        is_causal: bool | Sequence[bool] = False,
+    ) -> None:
+        super().__init__()
+        self.options = {"kernel_size": kernel_size, "dilation": dilation, "stride": stride, "is_causal": is_causal}
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        """q: (B, *spatial, H, D); k, v: (B, *spatial, K, D) -> (B, *spatial, H, D)."""
+        return neighborhood_attention(q, k, v, **self.options)
+
+
+def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Prepare a model for sharded inputs, in place, and return its output for such inputs, on the meta device.
+
+    A collective: all ranks must describe their inputs alike, which is compared by a hash.
+
+    args, kwargs: of the model's forward; only shapes and domains count.
+
+    Raises:
+        DomainOperatorError: the forward calls a function that is not handled, or checkpoints in the reentrant way; the
+            message names the module. A module that gets a sharded tensor has a hook of `register_backward_hook`.
+        ValueError: layouts, shapes or types that differ between ranks.
+    """
+    tensors = [x for x in flat((args, kwargs)) if isinstance(x, DomainTensor)]
+    check_layouts(tensors)
+    for module in model.modules():
+        if type(module) in _CIRCULAR and module.padding_mode == "circular":
+            module.__class__ = _CIRCULAR[type(module)]  # parameters, buffers and hooks stay
+    with same_draws(tensors), _find_halos(model):
+        return dry_run(model, *args, **kwargs)
+
+
+def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return the output of the forward on the meta device: nothing is computed or sent. The model does not change.
+
+    Raises:
+        DomainOperatorError: as `parallelize`.
+    """
+    everything = dict([*model.named_parameters(), *model.named_buffers()])
+    args, kwargs, state = map_tensors(lambda x: x.to("meta"), (args, kwargs, everything))
+    with torch.no_grad(), torch.device("meta"), _names_in_errors(model):
+        return functional_call(model, state, args, kwargs)
+
+
+@contextmanager
+def _names_in_errors(model: nn.Module) -> Iterator[None]:
+    """Note the innermost module that runs in an error that is raised inside."""
+    running: list[str] = []
+    hooks = []
+
+    def entered(module: nn.Module, args: tuple, kwargs: dict, name: str) -> None:
+        running.append(name)
+        if any(isinstance(x, DomainTensor) for x in flat((args, kwargs))):
+            _check_old_hooks(module)
+
+    def left(*_: object) -> None:
+        running.pop()
+
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(partial(entered, name=name), with_kwargs=True))
+        hooks.append(module.register_forward_hook(left))
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if "meta tensor" in str(error):
+            where = f"module {running[-1]}: " if running and running[-1] else ""
+            raise DomainOperatorError(
+                f"{where}the forward reads the value of a tensor ({error}), which a check without data does not have; "
+                "run the model without `parallelize`: what is not handled is refused when it is called"
+            ) from None
+        if running and running[-1]:
+            error.args = (f"module {running[-1]}: {error}", *error.args[1:])
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _check_old_hooks(module: nn.Module) -> None:
+    """Refuse backward hooks of the old kind, for which torch looks for a node of the graph in the module's output."""
+    of_all = torch_modules._global_backward_hooks and not torch_modules._global_is_full_backward_hook
+    if of_all or (module._backward_hooks and not module._is_full_backward_hook):
+        raise DomainOperatorError(
+            "a hook of `register_backward_hook` of a module that gets a sharded tensor would not run; use "
+            "`register_full_backward_hook`"
+        )
+
+
+# ---- what the ranks have in common
+
+
+def check_layouts(tensors: Iterable[DomainTensor]) -> None:
+    """Compare what the ranks say of the whole tensors: one all-gather of a hash for each sharded axis.
+
+    Raises:
+        ValueError: on every rank, if layouts, global shapes or types differ.
+    """
+    said = [
+        (tuple(x.shape), str(x.dtype), {dim: axis.layout.ranges for dim, axis in x.domain.axes.items()})
+        for x in tensors
+    ]
+    if not _are_equal(repr(said).encode(), tensors):
+        raise ValueError(
+            f"the ranks of the domain describe their tensors differently; this rank has (shape, type, rows of each "
+            f"rank): {said}; give every rank the same sizes of all shards, such as `sized([5, 4])`, or `gathered`"
+        )
+
+
+@contextmanager
+def same_draws(tensors: Iterable[DomainTensor]) -> Iterator[None]:
+    """Warn if functions that run inside draw random numbers, and the ranks have different random states."""
+    with _Draws() as draws:
+        yield
+    if draws.names:
+        on_cuda = any(x.is_cuda for x in tensors)
+        state = (torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()).numpy().tobytes()
+        if not _are_equal(state, tensors):
+            warnings.warn(
+                f"the model draws random numbers ({', '.join(sorted(draws.names))}) and the ranks of the domain have "
+                "different random states, so what is whole on every rank would differ; call torch.manual_seed with the "
+                "same seed on every rank",
+                stacklevel=3,
+            )
+
+
+class _Draws(TorchDispatchMode):
+    """Note the functions that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _are_equal(said: bytes, tensors: Iterable[DomainTensor]) -> bool:
+    """Return whether all ranks of the domains say the same; if not, every one of them sees it."""
+    axes = [axis for x in tensors for axis in x.domain.axes.values()]
+    number = int.from_bytes(hashlib.sha256(said).digest()[:7]) + 1
+    for group in {id(axis.group): axis.group for axis in axes}.values():
+        is_gloo = "gloo" in dist.get_backend(group)
+        device = "cpu" if is_gloo else torch.accelerator.current_accelerator()
+        if len(set(all_gather(torch.tensor([number], device=device), group).view(-1).tolist())) > 1:
+            number = 0  # which the ranks along the next axis see too
+    return number > 0

@@ -1,0 +1,366 @@
+"""Neighbourhood attention over sharded axes, as NATTEN defines it, in one to three spatial dimensions.
+
+Queries stay where they are. Keys and values are sent together, one exchange for each sharded axis, only the rows that
+the receiving rank's queries see. Then each rank attends in tiles: a tile of queries, and the box of keys that it sees.
+Tiles that see their keys in the same way are one call of scaled_dot_product_attention.
+
+The windows are NATTEN's. Rows with the same remainder modulo the dilation are a class, and queries see keys of their
+class only. Places count the rows of a class. Without causality a window has exactly `kernel` keys, centred on the query
+where the axis has room, and shifted inwards at its ends:
+
+    kernel 5, 9 rows as 4 + 5:   query 0 1 2 3 | 4 5 6 7 8     rank 0 wants [0, 6), rank 1 wants [2, 9)
+                          first key  0 0 0 1 | 2 3 4 4 4
+
+With causality a window ends at its query, and is shorter at the start. Queries of a group of `stride` places share the
+window of their leader: the one in the middle (the right one of two), or under causality the last one; then each query
+still sees no key behind itself.
+
+Reference: generalized neighbourhood attention, https://arxiv.org/abs/2504.16922, and NATTEN's reference kernel,
+csrc/include/natten/cuda/reference/mask.hpp (`get_win_start`, `get_win_end`, `qkv_fix_dilation`).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from longshard.domain.dispatch import DomainTensor
+from longshard.domain.domain import Domain
+from longshard.domain.elementwise import common_domain, own_part
+from longshard.domain.windows import per_axis
+from longshard.sharding.ranges import Range, Ranges
+from longshard.sharding.rows import connected, fetch
+from longshard.sharding.tensors import planned, to_device
+
+Hood = tuple[int, int, int, bool]
+"""The fields of a `Neighborhood`, as plain data."""
+
+_MASK_ELEMENTS = 1 << 20
+_COPIES_KEPT = 8  # of each key, for the backward; if tiles overlap more, the backward cuts them out again
+_TILES_OF_A_CALL = 1 << 14  # kernels launch a block for each tile in a dimension that ends at 65,535
+
+
+# ---- windows and tiles of an axis, in integers; plans are constants of compiled code
+
+
+class Neighborhood(NamedTuple):
+    """The neighbourhood of one axis; stride is at most kernel, and kernel * dilation at most the axis' length."""
+
+    kernel: int
+    dilation: int = 1
+    stride: int = 1
+    causal: bool = False
+
+    def window(self, place: int, length: int) -> Range:
+        """Return the keys [first, stop) of the query at `place`, in places of its class, which has `length` rows."""
+        group = place - place % self.stride
+        if self.causal:
+            leader = min(group + self.stride - 1, length - 1)
+            return max(leader - self.kernel + 1, 0), place + 1
+        leader = min(group + self.stride // 2, length - 1)
+        first = min(max(leader - self.kernel // 2, 0), length - self.kernel)
+        return first, first + self.kernel
+
+
+class Segment(NamedTuple):
+    """Consecutive queries of a class, and the keys that they see together: [first, stop) in places of the class."""
+
+    remainder: int
+    length: int
+    queries: Range
+    keys: Range
+
+    def rows(self, places: Range, dilation: int) -> np.ndarray:
+        """Return the rows of the axis at these places."""
+        return np.arange(*places, dtype=np.int64) * dilation + self.remainder
+
+
+def segments(ranges: Sequence[Range], length: int, hood: Neighborhood) -> Iterator[Segment]:
+    """Yield the queries at rows `ranges` of an axis of `length` rows, range after range and class after class."""
+    step = hood.dilation
+    for start, stop in ranges:
+        for remainder in sorted(row % step for row in range(start, min(stop, start + step))):
+            first, end, rows = (-(-(row - remainder) // step) for row in (start, stop, length))
+            # Neither end of a window moves back from query to query, and neighbouring windows leave no gap.
+            keys = hood.window(first, rows)[0], hood.window(end - 1, rows)[1]
+            yield Segment(remainder, rows, (first, end), keys)
+
+
+@planned
+def _wanted(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ranges, ...]:
+    """Return for each rank the rows that its queries see; owned: by each rank, of an axis of `length` rows."""
+    found, fields = [], Neighborhood(*hood)
+    for ranges in owned:
+        seen = np.zeros(length + 2, dtype=np.int8)
+        for segment in segments(ranges, length, fields):
+            seen[segment.rows(segment.keys, fields.dilation) + 1] = 1
+        ends = np.flatnonzero(np.diff(seen)).tolist()
+        found.append(tuple(zip(ends[::2], ends[1::2], strict=True)))
+    return tuple(found)
+
+
+class Tiles(NamedTuple):
+    """Tiles of an axis whose queries see keys in the same way, and the places of these in the rows of the rank.
+
+    queries: (tiles, rows), among the rows that the rank has. keys: (tiles, keys), among the rows that it has fetched.
+    windows: of each query of a tile the keys [first, stop) that it sees, counted from the tile's first one.
+    """
+
+    queries: tuple[tuple[int, ...], ...]
+    keys: tuple[tuple[int, ...], ...]
+    windows: tuple[Range, ...]
+
+
+@planned
+def _tiles(queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int, single: bool) -> tuple[Tiles, ...]:
+    """Cut queries into tiles of `rows`, a multiple of the stride; return those together that see keys in the same way.
+
+    queries, keys: the rows of the axis that the rank has, and has fetched. single: return each tile alone.
+    """
+    hood = Neighborhood(*fields)
+    found: dict[tuple[Range, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
+    for segment in segments(queries, length, hood):
+        start, stop = segment.queries
+        for first in range(start, stop, rows):
+            last = min(first + rows, stop)
+            windows = [hood.window(place, segment.length) for place in range(first, last)]
+            key, end = windows[0][0], windows[-1][1]
+            tile = (segment.rows(places, hood.dilation) for places in ((first, last), (key, end)))
+            found.setdefault(tuple((a - key, b - key) for a, b in windows), []).append(tuple(tile))
+    result = []
+    for seen, tiles in found.items():
+        asked, read = zip(*tiles, strict=True)
+        tables = _places(asked, queries), _places(read, keys)
+        groups = [((tile,), (box,)) for tile, box in zip(*tables, strict=True)] if single else [tables]
+        result += [Tiles(*group, seen) for group in groups]
+    return tuple(result)
+
+
+def _places(rows: Iterable[np.ndarray], held: Ranges) -> tuple[tuple[int, ...], ...]:
+    """Return the places of rows among those held."""
+    present = np.concatenate([np.arange(*part, dtype=np.int64) for part in held])
+    return tuple(tuple(np.searchsorted(present, each).tolist()) for each in rows)
+
+
+@planned
+def _tile_rows(fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int) -> tuple[tuple[int, ...], bool]:
+    """Return for each axis the rows of a tile, about as many as its kernel, so that a tile's mask has `most` elements.
+
+    lengths: queries of each axis on this rank. The mask is larger only if one group of queries already needs that.
+    Also return whether the backward cuts keys out again, because tiles overlap.
+    """
+    hoods = [Neighborhood(*each) for each in fields]
+    least = {1: 64, 2: 8}.get(len(hoods), 4)  # a tile with few queries wastes a kernel call
+    groups = [
+        -(-min(max(hood.kernel, least), -(-length // hood.dilation)) // hood.stride)
+        for hood, length in zip(hoods, lengths, strict=True)
+    ]
+
+    def elements() -> int:
+        product = 1
+        for hood, group in zip(hoods, groups, strict=True):
+            product *= group * hood.stride * (group * hood.stride + hood.kernel - 1)
+        return product
+
+    while elements() > most and max(groups) > 1:
+        widest = groups.index(max(groups))
+        groups[widest] = -(-groups[widest] // 2)
+    rows = tuple(group * hood.stride for hood, group in zip(hoods, groups, strict=True))
+    copies = math.prod((tile + hood.kernel - 1) / tile for tile, hood in zip(rows, hoods, strict=True))
+    return rows, copies > _COPIES_KEPT
+
+
+# ---- attention
+
+
+def neighborhood_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int] = 1,
+    stride: int | Sequence[int] = 1,
+    is_causal: bool | Sequence[bool] = False,
+    scale: float | None = None,
+) -> Any:
+    """Return the attention of each query to its neighbourhood: (B, *spatial, H, D of v), in the domain of q, k and v.
+
+    q: (B, *spatial, H, D); k, v: (B, *spatial, K, D), where K divides H and head h reads head h // (H / K); sharded or
+    whole. Options are given for all axes or one by one. scale: of the scores, None for 1 / sqrt(D).
+
+    Raises:
+        ValueError: tensors that do not fit each other, sharded heads, a stride above the kernel size, or a window that
+            does not fit the axis.
+    """
+    tensors, shape = [x for x in (q, k, v) if isinstance(x, DomainTensor)], q.shape
+    _check_shapes(q, k, v)
+    domain = common_domain(tensors, shape)
+    dims = range(1, q.ndim - 2)
+    if any(dim > dims[-1] for dim in domain.axes):
+        raise ValueError(
+            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
+            "must have whole; shard batch or spatial dimensions"
+        )
+    options = (per_axis(option, dims) for option in (kernel_size, dilation, stride, is_causal))
+    hoods: dict[int, Hood] = {dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)}
+    for dim, hood in hoods.items():
+        _check_fit(hood, shape[dim], dim)
+    q, k, v = (own_part(x, domain, x.shape) for x in (q, k, v))
+    k, v, keys = _with_neighbors(k, v, domain, hoods, shape)
+    result = (*q.shape[:-1], v.shape[-1])
+    if q.is_meta:
+        out = q.new_empty(result)
+    elif 0 in result:
+        out = connected(q.new_zeros(result), q, k, v)
+    else:
+        queries = [domain.ranges(dim, shape[dim]) for dim in dims]
+        out = _attend_axes(q, k, v, [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)], scale)
+    return DomainTensor(out, domain) if tensors else out
+
+
+def _with_neighbors(
+    k: torch.Tensor, v: torch.Tensor, domain: Domain, hoods: Mapping[int, Hood], shape: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, Ranges]]:
+    """Fetch the keys and values that this rank's queries see; an exchange for each sharded dimension of `hoods`.
+
+    shape: of the whole queries. Also return for each dimension the rows of k and v, as ranges of the whole.
+    """
+    keys: dict[int, Ranges] = {dim: ((0, shape[dim]),) for dim in hoods}
+    sharded = [dim for dim in hoods if dim in domain.axes]
+    if not sharded:
+        return k, v, keys
+    both = torch.cat([k, v], -1)
+    for dim in sharded:
+        axis = domain.axes[dim]
+        wanted = _wanted(axis.layout.ranges, shape[dim], hoods[dim])
+        both, keys[dim] = fetch(both, axis, wanted, dim), wanted[axis.rank]
+    k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    return k, v, keys
+
+
+def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None) -> torch.Tensor:
+    """Attend in tiles; axes: of each one the rows of q, the rows of k and v, its length, and its neighbourhood."""
+    hoods, most = tuple([hood for *_, hood in axes]), _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
+    rows, cuts_again = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
+    cuts = enumerate(zip(axes, rows, strict=True))
+    tiles = [_tiles(*axis, tile, cuts_again and not number) for number, (axis, tile) in cuts]
+    parts = [_parts(of_axis, q.device) for of_axis in tiles]
+
+    def attend(*args: Any) -> torch.Tensor:
+        return _attend_tiles(*args, scale)
+
+    def attend_again(*args: Any) -> torch.Tensor:
+        return checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False)
+
+    out = _attend(q, k, v, parts, (), attend_again if cuts_again else attend)
+    for dim, of_axis in enumerate(tiles, 1):
+        place = torch.tensor([row for each in of_axis for tile in each.queries for row in tile])
+        out = out.index_select(dim, to_device(place.argsort(), out.device))
+    return out
+
+
+# ---- checks
+
+
+def _check_shapes(q: Any, k: Any, v: Any) -> None:
+    fits = q.ndim == k.ndim == v.ndim in (4, 5, 6) and q.shape[:-2] == k.shape[:-2] and k.shape[:-1] == v.shape[:-1]
+    if not fits or q.shape[-1] != k.shape[-1] or not k.shape[-2] or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} do not fit; they must be "
+            "(batch, *spatial, heads, head dim) with one to three spatial dimensions, the same head dim of q and k, "
+            "and a number of heads of k and v that divides q's"
+        )
+
+
+def _check_fit(hood: Hood, length: int, dim: int) -> None:
+    kernel, dilation, stride, _ = hood
+    if min(hood[:3]) < 1 or stride > kernel:
+        raise ValueError(
+            f"kernel_size {kernel}, dilation {dilation} and stride {stride} of dimension {dim} must be at least 1, and "
+            "the stride at most the kernel size"
+        )
+    if kernel * dilation > length:
+        raise ValueError(
+            f"kernel_size {kernel} times dilation {dilation} is more than the {length} rows of dimension {dim}; use a "
+            f"kernel of at most {length // dilation} or a smaller dilation"
+        )
+
+
+# ---- tiles
+
+
+class _Part(NamedTuple):
+    """Tiles of an axis, with their queries (tiles, rows) and keys (tiles, keys) as indices on the device."""
+
+    tiles: Tiles
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+def _parts(of_axis: Sequence[Tiles], device: torch.device) -> list[_Part]:
+    """Return the tiles of an axis with their indices, which are copied to the device at once."""
+    indices = []
+    for tables in ([each.queries for each in of_axis], [each.keys for each in of_axis]):
+        together = to_device(torch.tensor([*chain.from_iterable(chain.from_iterable(tables))]), device)
+        sizes = [(len(table), len(table[0])) for table in tables]
+        parts = together.split([math.prod(size) for size in sizes])
+        indices.append([part.view(size) for part, size in zip(parts, sizes, strict=True)])
+    return [_Part(*part) for part in zip(of_axis, *indices, strict=True)]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[_Part, ...], attend: Callable
+) -> torch.Tensor:
+    """Attend for each combination of tiles of the axes, and put the results together."""
+    if not axes:
+        return attend(q, k, v, chosen)
+    results = [_attend(q, k, v, axes[1:], (*chosen, part), attend) for part in axes[0]]
+    return results[0] if len(results) == 1 else torch.cat(results, len(chosen) + 1)
+
+
+def _attend_tiles(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: tuple[_Part, ...], scale: float | None
+) -> torch.Tensor:
+    """Attend in tiles of each axis. Query heads that read the same keys are queries of one head."""
+    tiles, queries, keys = zip(*parts, strict=True)
+    heads, groups = k.shape[-2], q.shape[-2] // k.shape[-2]
+    q = _cut(q.unflatten(-2, (heads, groups)), queries)  # (B, tiles, K, groups, rows, D)
+    k, v = (_cut(x.unsqueeze(-2), keys).flatten(3, 4) for x in (k, v))  # (B, tiles, K, keys, D)
+    mask = _mask(tiles, groups, q.device)
+    calls = zip(*(x.flatten(0, 1).split(_TILES_OF_A_CALL) for x in (q.flatten(3, 4), k, v)), strict=True)
+    results = [F.scaled_dot_product_attention(*call, attn_mask=mask, scale=scale) for call in calls]
+    out = results[0] if len(results) == 1 else torch.cat(results)
+    counts, rows = zip(*(each.shape for each in queries), strict=True)
+    # (B, tiles of each axis, K, groups, rows of each axis, D) -> (B, rows of all tiles of each axis, H, D)
+    out, axes = out.reshape(q.shape[0], *counts, heads, groups, *rows, -1), len(tiles)
+    pairs = chain(*((1 + axis, 3 + axes + axis) for axis in range(axes)))
+    out = out.permute(0, *pairs, 1 + axes, 2 + axes, -1)
+    return out.reshape(out.shape[0], *(c * r for c, r in zip(counts, rows, strict=True)), heads * groups, v.shape[-1])
+
+
+def _cut(x: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tiles of x: (B, *spatial, K, groups, D) -> (B, tiles of all axes, K, groups, rows of all axes, D)."""
+    axes = len(places)
+    for axis, chosen in enumerate(places):
+        x = x.index_select(2 * axis + 1, chosen.flatten()).unflatten(2 * axis + 1, chosen.shape)
+    x = x.permute(0, *range(1, 2 * axes, 2), 2 * axes + 1, 2 * axes + 2, *range(2, 2 * axes + 1, 2), -1)
+    return x.flatten(axes + 3, -2).flatten(1, axes)
+
+
+def _mask(tiles: tuple[Tiles, ...], groups: int, device: torch.device) -> torch.Tensor | None:
+    """Return which query of a tile sees which key, (groups * queries, keys), or None if each sees all."""
+    if all(window == (0, len(each.keys[0])) for each in tiles for window in each.windows):
+        return None
+    mask = torch.ones(1, 1, dtype=torch.bool, device=device)
+    for each in tiles:
+        first, stop = to_device(torch.tensor(each.windows), device).T[:, :, None]
+        place = torch.arange(len(each.keys[0]), device=device)
+        seen = (place >= first) & (place < stop)  # (rows, keys)
+        mask = (mask[:, None, :, None] & seen[:, None]).flatten(2).flatten(0, 1)
+    return mask.repeat(groups, 1)

@@ -1,0 +1,117 @@
+"""Rules of functions that draw random numbers: each element's is a hash of a key and of its place in the whole tensor.
+
+So every layout draws the same, and so does a domain tensor that is whole. The key is drawn from torch's generator of
+the CPU, which all ranks of a domain must have seeded alike; checkpointing restores its state, and draws the same again.
+A plain tensor draws other numbers, those of torch.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
+from longshard.domain.domain import Domain
+from longshard.sharding.placement import rows_on
+from longshard.sharding.random_bits import random_bits
+from longshard.sharding.tensors import to_device
+
+_BLOCK = 2**22
+"""Elements whose bits, 64 each, are in memory at once."""
+
+
+@rule("dropout", "alpha_dropout", draws=True)
+def dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
+    """With p = 0, or in evaluation, x itself."""
+    return _dropped(function, x, p, training, inplace, x.ndim)
+
+
+@rule("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", draws=True)
+def channel_dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
+    """Drops whole channels of x: (N, C, *spatial), or (C, *spatial) where the name says how many are spatial."""
+    digit = function.__name__[-2]
+    return _dropped(function, x, p, training, inplace, x.ndim - int(digit) if digit.isdigit() else 2)
+
+
+def _dropped(function, x: DomainTensor, p: float, training: bool, inplace: bool, dims: int) -> DomainTensor:
+    """dims: number of the first dimensions of which each element is drawn; the others share it."""
+    refuse_unless(0 <= p <= 1, function, x, f"a share of {p}")
+    if not training or p == 0:
+        return x
+    shape = (*x.shape[:dims], *[1] * (x.ndim - dims))
+    kept = uniform(x, shape, torch.float32) >= p
+    if "alpha" not in function.__name__:
+        result = x * (kept.to(x.dtype) / max(1 - p, 1e-30))
+    else:  # self-normalizing networks, arXiv 1706.02515: mean and variance stay
+        low = -1.7580993408473766
+        scale = ((1 - p) * (1 + p * low**2)) ** -0.5 if p < 1 else 0.0
+        result = torch.where(kept, x, low) * scale - low * p * scale
+    if inplace:
+        x.copy_(result)
+    return x if inplace else result
+
+
+@rule("rand_like", "randn_like", "randint_like", draws=True)
+def like(function, x, *bounds: int, dtype=None, low=0, high=None, generator=None, **_: Any) -> DomainTensor:
+    """Of the other arguments, which say how the result lies in memory, nothing is needed."""
+    _check(function, x, generator)
+    bounds, dtype = bounds or (() if high is None else (low, high)), dtype or x.dtype
+    exact = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
+    if function.__name__ == "randn_like":
+        return normal(x, exact).to(dtype)
+    drawn = uniform(x, x.shape, exact)
+    if bounds:
+        low, high = (0, *bounds)[-2:]
+        drawn = (low + drawn * (high - low)).floor()
+    return drawn.to(dtype)
+
+
+@rule("bernoulli", draws=True)
+def bernoulli(function, x, p=None, *, generator=None) -> DomainTensor:
+    _check(function, x, generator)
+    return (uniform(x, x.shape, torch.float64) < (x if p is None else p)).to(x.dtype)
+
+
+@rule("normal_", "uniform_", draws=True)
+def filled(function, x, first=0.0, second=1.0, *, generator=None, **named: float) -> DomainTensor:
+    """Fill x in place: with a mean and a deviation, or between the bounds `from` and `to`."""
+    _check(function, x, generator)
+    first, second = named.get("mean", named.get("from", first)), named.get("std", named.get("to", second))
+    exact = torch.promote_types(x.dtype, torch.float32)
+    is_normal = function.__name__ == "normal_"
+    drawn = normal(x, exact) if is_normal else uniform(x, x.shape, exact)
+    return x.copy_(drawn * (second if is_normal else second - first) + first)
+
+
+def _check(function: Any, x: DomainTensor, generator: torch.Generator | None) -> None:
+    refuse_unless(generator is None, function, x, "a generator, whose numbers would be those of a rank's shard")
+
+
+def normal(x: DomainTensor, dtype: torch.dtype) -> DomainTensor:
+    """Return normal numbers like x (Box and Muller, 1958)."""
+    radius = (-2 * (1 - uniform(x, x.shape, dtype)).log()).sqrt()
+    return radius * (2 * math.pi * uniform(x, x.shape, dtype)).cos()
+
+
+def uniform(x: DomainTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DomainTensor:
+    """Return float32 or float64 numbers in [0, 1), of a global shape, sharded as x where the sizes are those of x."""
+    axes = {dim: axis for dim, axis in x.domain.axes.items() if shape[dim] == x.shape[dim]}
+    domain = Domain(axes)
+    local = domain.local_shape(shape)
+    if x.local.is_meta:
+        torch.rand((), device="meta")  # for those who ask whether random numbers are drawn
+        return DomainTensor(torch.empty(local, dtype=dtype, device="meta"), domain)
+    key = to_device(torch.randint(2**62, (), device="cpu"), x.device)
+    rows = [
+        rows_on(axes[dim].layout, axes[dim].rank, x.device) if dim in axes else torch.arange(size, device=x.device)
+        for dim, size in enumerate(shape)
+    ]
+    before = torch.zeros(1, dtype=torch.int64, device=x.device)  # places of what stands before the last dimension
+    for size, own in zip(shape[:-1], rows[:-1], strict=True):
+        before = (before.unsqueeze(-1) * size + own).reshape(-1)
+    last, size = (rows[-1], shape[-1]) if shape else (before, 1)
+    digits, bits = 53 if dtype == torch.float64 else 24, []
+    for part in before.split(max(_BLOCK // max(len(last), 1), 1)):
+        drawn = random_bits((part.unsqueeze(-1) * size + last).reshape(-1), key) >> (64 - digits)
+        bits.append(drawn.bitwise_and_(2**digits - 1).to(dtype).mul_(2.0**-digits))
+    return DomainTensor(torch.cat(bits).view(local), domain)

@@ -1,0 +1,124 @@
+"""Rules of products. Rows stay where they are, and a sum over a sharded index is a sum over ranks.
+
+    result[i, k] = sum over j of a[i, j] b[j, k]        i or k sharded: so is the result
+                                                        j sharded: sums of each rank, added up; the result is whole
+
+Of several indices over the same ranks the first one of the result stays sharded, and operands are gathered in others:
+in softmax(q k^T) v, written by hand, queries stay, and keys and values are gathered.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from longshard.domain.dispatch import DomainTensor, is_sharded, refuse_unless, rule
+from longshard.domain.domain import Axis, Domain
+from longshard.domain.elementwise import own_part
+from longshard.domain.reductions import wide
+from longshard.sharding.placement import added_up
+
+Tensors = Sequence[DomainTensor | torch.Tensor]
+_DOTS = "ΑΒΓΔΕΖΗΘΙΚΛΜ"
+"""Names of the dimensions for which an equation has dots."""
+
+
+def contracted(
+    function: Callable,
+    operands: Tensors,
+    indices: Sequence[Sequence[Any]],
+    result: Sequence[Any],
+    compute: Callable[..., torch.Tensor],
+) -> DomainTensor:
+    """Return a sum of products of operands over all indices that the result lacks.
+
+    indices: names of the dimensions of each operand; a dimension of size 1 is broadcast; result: those of the
+    result. compute: the operands' parts of this rank -> their sum of products.
+    """
+    sizes: dict[Any, int] = {}
+    for x, own in zip(operands, indices, strict=True):
+        for index, size in zip(own, x.shape, strict=True):
+            sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]
+    chosen: dict[Any, Axis] = {}
+    for index in dict.fromkeys([*result, *chain(*indices)]):
+        for x, own in zip(operands, indices, strict=True):
+            axis = x.domain.axes.get(own.index(index)) if is_sharded(x) and index in own else None
+            if axis is None or axis.layout.length != sizes[index]:
+                continue
+            if all(axis.group is not other.group for other in chosen.values()):
+                chosen.setdefault(index, axis)
+    parts = []
+    for x, own in zip(operands, indices, strict=True):
+        domain = Domain({dim: chosen[index] for dim, index in enumerate(own) if index in chosen})
+        parts.append(own_part(x, domain, torch.Size([sizes[index] for index in own])))
+    out = compute(*parts)
+    for axis in (axis for index, axis in chosen.items() if index not in result):
+        out = added_up(out.to(wide(out.dtype)), axis.group).to(out.dtype)
+    return DomainTensor(out, Domain({dim: chosen[index] for dim, index in enumerate(result) if index in chosen}))
+
+
+@rule("linear", first_only=True)
+def linear(function, x, weight, bias=None) -> DomainTensor:
+    """weight: plain, or tensor parallel, cut by outputs (x whole) or by inputs (x this rank's features)."""
+    if x.ndim - 1 in x.domain.axes:
+        refuse_unless(not isinstance(weight, DTensor), function, x, "sharded features")
+        out = matmul(torch.matmul, x, weight.T)
+        return out if bias is None else out + bias
+    if not isinstance(weight, DTensor):
+        return DomainTensor(F.linear(x.local, weight, bias), x.domain)
+    is_part = x.shape[-1] != weight.shape[1]
+    local = DTensor.from_local(x.local, weight.device_mesh, [Shard(x.ndim - 1) if is_part else Replicate()])
+    out = F.linear(local, weight, None if is_part else bias)
+    if is_part:
+        out = out.redistribute(placements=[Replicate()])
+        out = out if bias is None else out + bias
+    return DomainTensor(out.to_local(), x.domain)
+
+
+@rule("matmul", "bmm", "__matmul__", "__rmatmul__", "mm", "mv", "dot")
+def matmul(function, a, b) -> DomainTensor:
+    """Any dimension may be sharded. In the result stand those before the last two, rows of a and columns of b."""
+    if function.__name__ == "__rmatmul__":
+        a, b = b, a
+    before = [[f"batch {dim}" for dim in range(x.ndim - 2, 0, -1)] for x in (a, b)]
+    rows, columns = ["row"] * (a.ndim > 1), ["column"] * (b.ndim > 1)
+    result = [*max(before, key=len), *rows, *columns]
+    indices = [*before[0], *rows, "inner"], [*before[1], "inner", *columns]
+    return contracted(function, [a, b], indices, result, torch.matmul)
+
+
+@rule("cdist")
+def distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
+    """a: (B, P, M), b: (B, R, M); rows of a or of b may be sharded, and batches; M is whole."""
+    before = [[f"batch {dim}" for dim in range(x.ndim - 2, 0, -1)] for x in (a, b)]
+    rows = [[*own, name, "inner"] for own, name in zip(before, ("row", "column"), strict=True)]
+    x = a if is_sharded(a) else b
+    inner = any(is_sharded(t) and t.ndim - 1 in t.domain.axes for t in (a, b))
+    refuse_unless(not inner, function, x, "sharded coordinates")
+    result = [*max(before, key=len), "row", "column"]
+    return contracted(function, [a, b], rows, result, lambda *parts: function(*parts, *args, **kwargs))
+
+
+@rule("addmm", "baddbmm")
+def added_product(function, x, a, b, *, beta=1, alpha=1) -> DomainTensor:
+    return beta * x + alpha * torch.matmul(a, b)
+
+
+@rule("einsum")
+def einsum(function, equation: str, *operands) -> DomainTensor:
+    """Any index may be sharded that an operand has once."""
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    letters = left.split(",")
+    dots = [x.ndim - len(own.replace("...", "")) for own, x in zip(letters, operands, strict=True)]
+    indices = [own.replace("...", _DOTS[len(_DOTS) - number :]) for own, number in zip(letters, dots, strict=True)]
+    x = next(filter(is_sharded, operands))
+    refuse_unless(all(len({*own}) == len(own) for own in indices), function, x, "an index that a tensor has twice")
+    if not arrow:
+        right = "..." + "".join(sorted(c for c in {*left} - {*",."} if left.count(c) == 1))
+    result = right.replace("...", _DOTS[len(_DOTS) - max(dots) :])
+    return contracted(function, operands, indices, result, partial(torch.einsum, equation))

@@ -1,0 +1,207 @@
+"""Rules of reductions over sharded axes: statistics of the ranks, combined by counts, never a mean of means.
+
+The result of a reduction is whole on every rank. Its gradient is partial: the ranks' gradients are summed in the
+backward. Statistics are computed in at least float32.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
+from longshard.domain.domain import Axis, Domain
+from longshard.sharding.exchange import all_reduce, send_rows
+from longshard.sharding.placement import added_up, summed
+from longshard.sharding.tensors import to_device, with_adjoint
+
+# ---- reductions
+
+
+@rule("sum", "mean")
+def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
+    local, dims = x.local if dtype is None else x.local.to(dtype), _dims(x, dim)
+    # Of floats in at least float32: in float16 a sum overflows where a mean does not.
+    result = local.sum(dims, keepdim=True, dtype=wide(local.dtype) if local.is_floating_point() else None)
+    for axis in _axes(x.domain, dims):
+        result = added_up(result, axis.group)
+    if function.__name__ == "mean":
+        result = result / math.prod([x.shape[d] for d in dims])
+    return _reduced(result.to(local.dtype) if local.is_floating_point() else result, x, dims, keepdim)
+
+
+@rule("amax", "amin")
+def extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
+    """Equal maxima share the gradient evenly, as with torch.amax; a NaN on any rank is the result."""
+    name = function.__name__
+    sign, dims = -1 if name in ("amin", "min") else 1, _dims(x, dim)
+    signed = sign * (x.local if x.is_floating_point() else x.local.long())
+    top = _Max.apply(signed, dims, [axis.group for axis in _axes(x.domain, dims)])
+    return _reduced((sign * top).to(x.dtype), x, dims, keepdim)
+
+
+@rule("all", "any")
+def truth(function, x, dim=None, keepdim=False) -> DomainTensor:
+    sought = (x.local if function.__name__ == "any" else x.local == 0).bool().long()
+    found = total(torch.sum, DomainTensor(sought, x.domain), dim, keepdim)
+    return DomainTensor(found.local > 0 if function.__name__ == "any" else found.local == 0, found.domain)
+
+
+@rule("var", "std")
+def variance(function, x, dim=None, unbiased=None, keepdim=False, *, correction=None) -> DomainTensor:
+    """As in torch, on CPUs it is computed in float64; without a positive divisor it is infinite or NaN."""
+    if isinstance(dim, bool):  # the first argument may be `unbiased`
+        dim, unbiased = None, dim
+    correction, dims = (unbiased is not False) if correction is None else correction, _dims(x, dim)
+    exact = torch.promote_types(x.dtype, torch.float64 if x.is_cpu else torch.float32)
+    found = moments(x.local, x.domain, dims, exact)
+    var = (found.squares / max(found.number - correction, 0)).to(wide(x.dtype))
+    if function.__name__ == "std":  # without a gradient where it is 0
+        var = torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
+    return _reduced(var.to(x.dtype), x, dims, keepdim)
+
+
+@rule("prod")
+def product(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
+    dims, exact = _dims(x, dim), dtype or (x.dtype if x.is_floating_point() else torch.int64)
+    result = x.local.to(exact)
+    for d in dims:
+        result = result.prod(d, keepdim=True)
+        for axis in _axes(x.domain, [d]):
+            result = gathered(result, axis).prod(0)
+    return _reduced(result, x, dims, keepdim)
+
+
+@rule("norm", "linalg_vector_norm")
+def vector_norm(function, x, p=2.0, dim=None, keepdim=False, dtype=None, **named) -> DomainTensor:
+    p = named.pop("ord", p)
+    refuse_unless(p in (None, "fro") or (not isinstance(p, str) and p > 0), function, x, f"order {p!r}")
+    order, dims = 2.0 if p in (None, "fro") else p, _dims(x, dim)
+    local = x.local if dtype is None else x.local.to(dtype)
+    if order == torch.inf:
+        return extreme(torch.amax, DomainTensor(local.abs(), x.domain), dims, keepdim)
+    norm = torch.linalg.vector_norm(local, order, dims, keepdim=True, dtype=wide(local.dtype))
+    for axis in _axes(x.domain, dims):
+        norm = torch.linalg.vector_norm(gathered(norm, axis), order, 0)
+    return _reduced(norm if local.is_complex() else norm.to(local.dtype), x, dims, keepdim)
+
+
+def _dims(x: DomainTensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the dimensions in order, counted from 0; None or an empty list: all."""
+    asked = (dim,) if isinstance(dim, int) else dim or range(x.ndim)
+    return tuple(sorted({d % x.ndim for d in asked}))
+
+
+def _axes(domain: Domain, dims: Iterable[int]) -> list[Axis]:
+    return [domain.axes[dim] for dim in dims if dim in domain.axes]
+
+
+def _reduced(result: torch.Tensor, x: DomainTensor, dims: tuple[int, ...], keepdim: bool) -> DomainTensor:
+    """Return a result of size 1 in the dimensions as that of a reduction of x."""
+    return DomainTensor(result if keepdim else result.squeeze(dims), x.domain.reduced(dims, keepdim=keepdim))
+
+
+# ---- statistics
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the floating type in which sums are kept."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Moments(NamedTuple):
+    """Mean and sum of squares about it, of size 1 in some dimensions, and the number of elements."""
+
+    mean: torch.Tensor
+    squares: torch.Tensor
+    number: int
+
+
+def moments(
+    x: torch.Tensor,
+    domain: Domain,
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    send: Callable[[torch.Tensor, Axis, int], torch.Tensor] | None = None,
+) -> Moments:
+    """Return the moments over `dims`, of a dtype.
+
+    Each axis gathers the ranks' means and squares, which are combined as in Chan, Golub and LeVeque (1983). One
+    collective for each sharded axis. send: how, if not by `gathered`: (the rank's, axis, dimension) -> all ranks'.
+    """
+    dims = tuple(dims)
+    sizes = {dim: x.shape[dim] for dim in dims}
+    number = math.prod([*sizes.values()])
+    mean, squares = _Moments.apply(x, dims, max(number, 1), dtype)
+    for dim in dims:
+        if dim not in domain.axes:
+            continue
+        axis = domain.axes[dim]
+        sizes[dim] = axis.layout.length
+        number = math.prod([*sizes.values()])
+        both = torch.stack([mean, squares])
+        means, parts = (gathered(both, axis) if send is None else send(both, axis, dim)).unbind(1)
+        rows = torch.tensor([axis.layout.local_length(rank) for rank in range(axis.degree)], dtype=means.dtype)
+        weights = to_device(rows / max(axis.layout.length, 1), means.device).view(-1, *[1] * mean.ndim)
+        mean = (means * weights).sum(0)
+        squares = parts.sum(0) + ((means - mean).square() * weights).sum(0) * number
+    return Moments(mean, squares, number)
+
+
+def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return the x of all ranks of an axis, small and of one shape: (ranks, *x.shape); a collective, differentiable."""
+    sizes = [x.numel()] * axis.degree
+
+    def swap(parts: torch.Tensor) -> torch.Tensor:
+        return send_rows(parts, sizes, sizes, axis.group, kind="statistics")
+
+    return with_adjoint(torch.cat([x.reshape(-1)] * axis.degree), swap, swap).view(axis.degree, *x.shape)
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and sum of squares about it of local elements: two passes, in CPUs' kernels many times var_mean's speed."""
+
+    @staticmethod
+    def forward(ctx, x, dims, number, dtype):
+        ctx.number = number
+        mean = x.sum(dims, keepdim=True, dtype=dtype) / number  # of no elements 0
+        squares = torch.linalg.vector_norm(x - mean, 2, dims, keepdim=True).square()
+        ctx.save_for_backward(x, mean)
+        return mean, squares
+
+    @staticmethod
+    def backward(ctx, mean_gradient, squares_gradient):
+        x, mean = ctx.saved_tensors
+        slope = 2 * squares_gradient
+        constant = mean_gradient / ctx.number - slope * mean
+        return torch.addcmul(constant, x.to(slope.dtype), slope).to(x.dtype), None, None, None
+
+
+class _Max(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dims, groups):
+        ctx.dims, ctx.groups = dims, groups
+        shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
+        lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+        filled = 0 not in [x.shape[dim] for dim in dims]
+        top = x.amax(dims, keepdim=True) if filled else x.new_full(shape, lowest)
+        for group in groups:
+            if not x.is_floating_point():
+                all_reduce(top, group, "max")
+                continue
+            # A NaN on any rank is the result; back ends may lose it.
+            both = torch.stack([top.nan_to_num(-torch.inf, torch.inf, -torch.inf), top.isnan().to(top.dtype)])
+            top, is_nan = all_reduce(both, group, "max")
+            top = top.masked_fill(is_nan > 0, torch.nan)
+        ctx.save_for_backward(x, top)
+        return top
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, top = ctx.saved_tensors
+        equal = (x == top).to(gradient.dtype)
+        ties = equal.sum(ctx.dims, keepdim=True)
+        for group in ctx.groups:
+            ties, gradient = summed(ties, group), added_up(gradient, group)
+        return equal * (gradient / ties), None, None

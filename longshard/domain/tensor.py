@@ -1,0 +1,22 @@
+"""`DomainTensor` with all its rules; see dispatch.py for what it is."""
+
+from longshard.domain import (  # noqa: F401 (each registers its rules, or hooks)
+    along,
+    attention,
+    gradients,
+    hooks,
+    indexing,
+    interpolation,
+    losses,
+    masking,
+    noise,
+    norms,
+    products,
+    reductions,
+    shifts,
+    views,
+    windows,
+)
+from longshard.domain.dispatch import DomainOperatorError, DomainTensor, rule
+
+__all__ = ["DomainOperatorError", "DomainTensor", "rule"]

@@ -1,0 +1,182 @@
+"""How a tensor gets into a domain, from one domain to another, and out: scatter, read, reshard, move, gather, DTensors.
+
+Axes are treated one after another, each by one exchange of the rows that change their owner.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from longshard.domain.dispatch import DomainTensor
+from longshard.domain.domain import Axis, Domain
+from longshard.sharding.exchange import all_to_all
+from longshard.sharding.layout import AxisLayout, sized
+from longshard.sharding.placement import places_on, rows_on, unshard
+from longshard.sharding.rows import fetch
+from longshard.sharding.tensors import with_adjoint
+
+
+def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
+    """Return x with other layouts of some of its sharded dimensions, over the same ranks; only moved rows are sent.
+
+    Raises:
+        ValueError: a layout of another length or number of ranks.
+    """
+    local = x.local
+    for dim, layout in layouts.items():
+        axis = x.domain.axes.get(dim)
+        rows, degree = x.shape[dim], 1 if axis is None else axis.degree
+        if (rows, degree) != (layout.length, layout.degree):
+            raise ValueError(
+                f"dimension {dim} has {rows} rows on {degree} rank(s); a layout of {layout.length} rows on "
+                f"{layout.degree} rank(s) does not fit it"
+            )
+        local = fetch(local, axis, layout.ranges, dim)
+    return DomainTensor(local, x.domain.layouts(layouts))
+
+
+def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) -> DomainTensor:
+    """Return x sharded in another dimension over the same ranks, such as rows to columns; one all-to-all.
+
+    layout: of the target dimension, which is whole before; the source dimension is whole after. Each element is sent
+    from the rank that has it to the one rank that gets it, and its gradient back.
+
+    Raises:
+        ValueError: a target that is sharded, or a layout of another length or number of ranks.
+    """
+    axes = dict(x.domain.axes)
+    axis = axes.pop(source_dim, None)
+    is_whole = target_dim not in x.domain.axes and 0 <= target_dim < x.ndim
+    if not is_whole or (layout.length, layout.degree) != (x.shape[target_dim], 1 if axis is None else axis.degree):
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)}, sharded in dimensions {[*x.domain.axes]}, cannot move from dimension "
+            f"{source_dim} to dimension {target_dim} with a layout of {layout.length} rows on {layout.degree} ranks; "
+            "the source is sharded, the target is whole, and the layout has the target's length and the source's ranks"
+        )
+    if axis is None:
+        return x
+    source, target = (axis, source_dim), (Axis(layout, axis.group), target_dim)
+    local = with_adjoint(x.local, lambda x: _moved(x, *source, *target), lambda x: _moved(x, *target, *source))
+    return DomainTensor(local, Domain(axes | {target_dim: target[0]}))
+
+
+def _moved(x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int) -> torch.Tensor:
+    """Send each rank its rows of the target dimension; put what arrives at its rows of the source dimension."""
+    shape, parts, shapes = list(x.shape), [], []
+    shape[source_dim], shape[target_dim] = source.layout.length, target.rows
+    for rank in range(source.degree):
+        parts.append(x.index_select(target_dim, rows_on(target.layout, rank, x.device)))
+        shapes.append([source.layout.local_length(rank) if d == source_dim else n for d, n in enumerate(shape)])
+    sent, counts = [part.numel() for part in parts], [math.prod(arriving) for arriving in shapes]
+    arrived, pending = all_to_all(torch.cat([p.reshape(-1) for p in parts]), sent, counts, source.group, kind="move")
+    pending.wait()
+    pieces = [piece.view(s) for piece, s in zip(arrived.split(counts), shapes, strict=True)]
+    return torch.cat(pieces, source_dim).index_select(source_dim, places_on(source.layout, x.device))
+
+
+def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
+    """Return x with dimensions (None: all) whole on every rank; the ranks' gradients of it are summed."""
+    dims, local = tuple(x.domain.axes) if dims is None else dims, x.local
+    for dim, axis in x.domain.axes.items():
+        if dim in dims:
+            local = unshard(local, axis.layout, dim, group=axis.group)
+    return DomainTensor(local, x.domain.reduced(dims, keepdim=True))
+
+
+def to_dtensor(x: DomainTensor, mesh: DeviceMesh) -> DTensor:
+    """Return x as a DTensor on the mesh of its domain, in the shards of torch.chunk; rows move to them. Differentiable.
+
+    So sharded fields are saved: torch.distributed.checkpoint takes DTensors, and reads them in any other division.
+
+    Raises:
+        ValueError: x is sharded over ranks that are no dimension of the mesh.
+    """
+    groups = mesh.get_all_groups()
+    dims = [next((d for d, axis in x.domain.axes.items() if axis.group is group), None) for group in groups]
+    if len(dims) - dims.count(None) < len(x.domain.axes):
+        raise ValueError(f"the mesh {mesh} has not all ranks of dimensions {[*x.domain.axes]}; give the domain's mesh")
+    shards = {d: _chunks(x.shape[d], axis.degree) for d, axis in x.domain.axes.items()}
+    copies = math.prod(group.size() for group, dim in zip(groups, dims, strict=True) if dim is None)
+    # Of what ranks have in common a DTensor's gradient is whole on each, and a domain tensor's is a share.
+    local = with_adjoint(reshard(x, shards).local, lambda x: x.view_as(x), lambda gradient: gradient / copies)
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    stride = torch.empty(x.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=stride)
+
+
+def from_dtensor(x: DTensor) -> DomainTensor:
+    """Return a DTensor, whose dimensions are sharded over one dimension of its mesh each, as a domain tensor."""
+    mesh = x.device_mesh
+    x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    dims = [p.dim % x.ndim if isinstance(p, Shard) else None for p in x.placements]
+    if len({d for d in dims if d is not None}) < len(dims) - dims.count(None):
+        raise ValueError(f"{x.placements} shard one dimension over several of the mesh; redistribute it before")
+    pairs = [(dim, group) for dim, group in zip(dims, mesh.get_all_groups(), strict=True) if dim is not None]
+    domain = Domain({d: Axis(_chunks(x.shape[d], group.size()), group) for d, group in pairs})
+    local = x.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in x.placements])
+    return DomainTensor(local, domain)
+
+
+def _chunks(length: int, degree: int) -> AxisLayout:
+    """Return the layout of torch.chunk: all pieces are as long as the first, but for the last ones."""
+    piece = -(-length // degree)
+    return sized([min(max(length - rank * piece, 0), piece) for rank in range(degree)])
+
+
+def scatter(
+    x: torch.Tensor | None,
+    domain: Domain,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    source: Mapping[int, int] | None = None,
+) -> torch.Tensor:
+    """Return this rank's shard of a tensor that one rank has; no other rank ever holds it whole. Not differentiable.
+
+    x: the tensor on the source, None elsewhere; shape: its global shape. source: for each sharded dimension the rank,
+    in the group of that axis, of the process that has the tensor; the first rank where it is not given. With several
+    axes the source cuts the first axis, and the ranks that get its slabs cut the next one.
+
+    Raises:
+        ValueError: x has another shape or dtype, or is given on another rank than the source.
+    """
+    owners = {dim: (source or {}).get(dim, 0) for dim in domain.axes}
+    mine = [axis.rank == owners[dim] for dim, axis in domain.axes.items()]
+    if all(mine) != (x is not None) or (x is not None and (tuple(x.shape), x.dtype) != (tuple(shape), dtype)):
+        given = "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
+        raise ValueError(
+            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {given} on this rank; pass the "
+            "tensor on the source, and None elsewhere"
+        )
+    rows = list(shape)
+    with torch.no_grad():
+        for number, (dim, axis) in enumerate(domain.axes.items()):
+            if all(mine[number + 1 :]):  # the others' turn comes with the next axis
+                if x is None:
+                    x = torch.empty([*rows[:dim], 0, *rows[dim + 1 :]], dtype=dtype, device=device)
+                on_owner = sized([axis.layout.length * (rank == owners[dim]) for rank in range(axis.degree)])
+                x = fetch(x, Axis(on_owner, axis.group), axis.layout.ranges, dim)
+            rows[dim] = axis.rows
+    return x.contiguous()
+
+
+def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return this rank's shard of an array on disk, such as of zarr, HDF5 or numpy.memmap; only its part is read.
+
+    source: has a `shape` and takes a tuple of slices. An axis of which the rank has several ranges is read range by
+    range.
+    """
+    shape = tuple(source.shape)
+
+    def part(dim: int, chosen: tuple[slice, ...]) -> torch.Tensor:
+        if dim == len(shape):
+            return torch.as_tensor(source[chosen], dtype=dtype)
+        ranges = domain.ranges(dim, shape[dim]) or ((0, 0),)
+        parts = [part(dim + 1, (*chosen, slice(start, stop))) for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    return part(0, ())

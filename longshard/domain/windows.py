@@ -1,0 +1,307 @@
+"""Rules of functions whose outputs read windows of rows: convolutions, pools, and windows themselves.
+
+The owner of some rows computes the outputs that belong to them (longshard/sharding/windows.py). It fetches
+the rows that these read, one exchange for each sharded dimension, and computes one tile of outputs after another. Each
+rank's gradients of weight and bias are its outputs' part.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from longshard.domain.dispatch import DomainTensor, refuse_unless, rule, wrapped
+from longshard.domain.halos import Reach, current
+from longshard.domain.reductions import wide
+from longshard.sharding.exchange import exchange
+from longshard.sharding.layout import AxisLayout, sized
+from longshard.sharding.rows import connected, plan_pieces, plan_rows, put_together
+from longshard.sharding.tensors import to_device
+from longshard.sharding.windows import (
+    Tile,
+    Window,
+    WindowPlan,
+    outputs_of,
+    transposed_outputs,
+    transposed_plan,
+    window_plan,
+)
+
+Way = Callable[[AxisLayout], WindowPlan] | int
+"""How a dimension is computed: by the plan for a layout; or it is whole, and the function itself makes n outputs."""
+
+Tiles = Mapping[int, Tile]
+"""For each dimension with a plan the outputs that a call computes, and the rows that it gets."""
+
+
+def slide(
+    x: DomainTensor,
+    ways: Mapping[int, Way],
+    function: Callable[[torch.Tensor, Tiles], torch.Tensor],
+    *,
+    channels: int | None = None,
+    parameters: Sequence[torch.Tensor | None] = (),
+    periodic: bool = False,
+) -> DomainTensor:
+    """Return the function of the windows of x, put together from tiles.
+
+    channels: of the result, in the dimension before the first of `ways`; None: as x. parameters: weight and bias, which
+    must have gradients on every rank. periodic: rows beyond the ends are those of the other end, else zeros.
+    """
+    local, halo, pieces, tiles, layouts, shape = x.local, None, {}, {}, {}, list(x.local.shape)
+    for dim, way in sorted(ways.items(), key=lambda way: way[0] not in x.domain.axes):  # first what others send
+        if isinstance(way, int):
+            shape[dim] = way
+            continue
+        axis, owned = x.domain.axes.get(dim), sized([shape[dim]])
+        layout, rank = (owned, 0) if axis is None else (axis.layout, axis.rank)
+        plan = way(layout)
+        wanted, source = plan_rows(layout.ranges, layout.length, plan.wanted, periodic)
+        reach = Reach(dim, plan.wanted, periodic)
+        if source == "ranks" and local is x.local and not pieces:
+            if x.is_meta and x.asked is not None:
+                x.asked.setdefault((dim, layout), reach)
+            found = current(x.halo, local)
+            if found is not None and found.reach == reach:
+                halo, found.use.is_taken = found.rows, True
+        if source == "ranks" and (halo is None or pieces):
+            local, halo, pieces = put_together(local, halo, pieces), None, {}
+            local = exchange(local, layout, wanted, dim=dim, group=axis.group)
+        elif source != "own":
+            pieces[dim] = plan_pieces(layout.ranges[rank], layout.length, wanted[rank])
+        layouts[dim], tiles[dim] = plan.layout, plan.tiles[rank]
+        shape[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles[dim])
+    local = put_together(local, halo, pieces)
+    if channels is not None:
+        shape[min(ways) - 1] = channels
+    if 0 in shape:
+        weight, bias = (*parameters, None, None)[:2]
+        result = connected(connected(local.new_zeros(shape), local, weight), bias)
+    else:
+        result = _tile_by_tile(local, [*tiles.items()], function, {})
+    return DomainTensor(result, x.domain.layouts(layouts))
+
+
+def _tile_by_tile(x: torch.Tensor, tiles: list, function: Callable, chosen: dict[int, Tile]) -> torch.Tensor:
+    if not tiles:
+        return function(x, chosen)
+    (dim, parts), *others = tiles
+    results, place = [], 0
+    for tile in parts:
+        rows = tile.inputs[1] - tile.inputs[0]
+        part = x if len(parts) == 1 else x.narrow(dim, place, rows)
+        results.append(_tile_by_tile(part, others, function, chosen | {dim: tile}))
+        place += rows
+    return results[0] if len(results) == 1 else torch.cat(results, dim)
+
+
+def _numbers(name: str) -> list[str]:
+    """Return the names of a function of torch for one to three dimensions."""
+    return [f"{name}{n}d" for n in (1, 2, 3)]
+
+
+def spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
+    """Return the last `number` dimensions of x; refuse sharded channels, the dimension before them."""
+    first = x.ndim - number
+    refuse_unless(first - 1 not in x.domain.axes, function, x, "sharded channels")
+    return range(first, x.ndim)
+
+
+def per_axis(value: int | str | Sequence, dims: Sequence[int]) -> tuple:
+    """Return one value for each spatial dimension, given for all of them or one by one.
+
+    Raises:
+        ValueError: another number of values.
+    """
+    values = (value,) * len(dims) if isinstance(value, int | str) else tuple(value)
+    values *= len(dims) if len(values) == 1 else 1
+    if len(values) != len(dims):
+        raise ValueError(f"{values} has {len(values)} entries for {len(dims)} spatial dimensions; give one for each")
+    return values
+
+
+def _windows(
+    function, x, kernel_size, stride, padding, dilation=1, output_padding=0, *, ceil: bool = False
+) -> dict[int, Window]:
+    """Return the window of each spatial dimension; `same` pads the odd row behind, as PyTorch does."""
+    dims = spatial_dims(function, x, int(function.__name__[-2]))
+    options = (per_axis(option, dims) for option in (kernel_size, stride, padding, dilation, output_padding))
+    windows = {}
+    for dim, kernel, step, pad, gap, extra in zip(dims, *options, strict=True):
+        reach = gap * (kernel - 1) * (pad == "same")
+        before, after = (reach // 2, reach - reach // 2) if isinstance(pad, str) else (pad, pad)
+        windows[dim] = Window(kernel, step, before, after, gap, extra, ceil)
+    return windows
+
+
+# ---- convolutions
+
+
+@rule(*_numbers("conv"), first_only=True)
+def conv(
+    function, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, periodic: bool = False
+) -> DomainTensor:
+    """With stride 1 and as many outputs as inputs the layout stays; else it is that of rows at multiples of the stride.
+
+    weight: (C_out, C / groups, *kernel), whole on every rank. periodic: the padding is rows of the other end.
+    """
+    windows = _windows(function, x, weight.shape[2:], stride, padding, dilation)
+    ways: dict[int, Way] = {d: partial(window_plan, window=w) for d, w in windows.items()}
+    around = dict.fromkeys(windows, 0)
+    for dim, window in windows.items():
+        if dim not in x.domain.axes and window.before == window.after and not periodic:
+            ways[dim], around[dim] = outputs_of(x.shape[dim], window), window.before
+    steps, gaps = zip(*((w.stride, w.dilation) for w in windows.values()), strict=True)
+
+    def compute(part: torch.Tensor, _: Tiles) -> torch.Tensor:
+        return function(part, weight, bias, steps, tuple(around.values()), gaps, groups)
+
+    return slide(x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic)
+
+
+@rule(*_numbers("conv_transpose"), first_only=True)
+def conv_transpose(
+    function, x, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
+) -> DomainTensor:
+    """The owner of input row i computes the outputs [i * stride, (i + 1) * stride).
+
+    weight: (C, C_out / groups, *kernel), whole on every rank.
+    """
+    windows = _windows(function, x, weight.shape[2:], stride, padding, dilation, output_padding)
+    steps, gaps = zip(*((w.stride, w.dilation) for w in windows.values()), strict=True)
+    ways: dict[int, Way] = {
+        d: partial(transposed_plan, window=w) if d in x.domain.axes else transposed_outputs(x.shape[d], w)
+        for d, w in windows.items()
+    }
+
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        cuts = {dim: _cut(tile, windows[dim]) for dim, tile in tiles.items()}
+        around = ((0, cuts[dim][2]) if dim in cuts else (w.before, w.extra) for dim, w in windows.items())
+        y = function(part, weight, bias, steps, *zip(*around, strict=True), groups, gaps)
+        for dim, (start, rows, _) in cuts.items():
+            y = y.narrow(dim, start, rows)
+        return y
+
+    return slide(x, ways, compute, channels=weight.shape[1] * groups, parameters=(weight, bias))
+
+
+def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
+    """Return of the transposed convolution of a tile's inputs: first output wanted, how many, how many are missing."""
+    (start, stop), (first, last) = tile
+    offset = first * window.stride - window.before
+    computed = (last - first - 1) * window.stride + window.reach + 1
+    return start - offset, stop - start, max(stop - offset - computed, 0)
+
+
+# ---- pools
+
+
+@rule(*_numbers("max_pool"), first_only=True)
+def max_pool(
+    function, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
+) -> DomainTensor:
+    windows = _windows(function, x, kernel_size, stride or kernel_size, padding, dilation, ceil=ceil_mode)
+    axes = x.domain.axes
+    ways: dict[int, Way] = {
+        d: partial(window_plan, window=w, within=True) if d in axes else outputs_of(x.shape[d], w)
+        for d, w in windows.items()
+    }
+    native = tuple(0 if dim in axes else w.before for dim, w in windows.items())
+    kernels, steps, gaps = zip(*((w.kernel, w.stride, w.dilation) for w in windows.values()), strict=True)
+
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        for dim, tile in tiles.items():
+            (first, stop), window = tile.outputs, windows[dim]
+            before = tile.inputs[0] - (first * window.stride - window.before)
+            after = (stop - 1) * window.stride - window.before + window.reach + 1 - tile.inputs[1]
+            if before or after:  # PyTorch's padding is no element, which minus infinity is too
+                part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf)
+        return function(part, kernels, steps, native, gaps, ceil_mode)
+
+    return slide(x, ways, compute)
+
+
+@rule(*_numbers("avg_pool"), first_only=True)
+def avg_pool(
+    function,
+    x,
+    kernel_size,
+    stride=None,
+    padding=0,
+    ceil_mode=False,
+    count_include_pad=True,
+    divisor_override=None,
+) -> DomainTensor:
+    windows = _windows(function, x, kernel_size, stride or kernel_size, padding, ceil=ceil_mode)
+    kernels, steps = zip(*((w.kernel, w.stride) for w in windows.values()), strict=True)
+
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        total = part.to(wide(part.dtype))  # a sum may overflow in float16
+        if len(windows) == 1:  # the function for one dimension has no divisor
+            total = F.avg_pool2d(total.unsqueeze(-2), (1, *kernels), (1, *steps), divisor_override=1).squeeze(-2)
+        else:
+            total = function(total, kernels, steps, divisor_override=1)
+        if divisor_override is not None:
+            return (total / divisor_override).to(part.dtype)
+        for dim, tile in tiles.items():
+            window, margin = windows[dim], windows[dim].before * count_include_pad
+            starts = (output * window.stride - window.before for output in range(*tile.outputs))
+            counts = [min(each + window.kernel, x.shape[dim] + margin) - max(each, -margin) for each in starts]
+            counts = to_device(torch.tensor(counts, dtype=total.dtype), total.device)
+            total = total / counts.view(-1, *[1] * (total.ndim - 1 - dim))
+        return total.to(part.dtype)
+
+    return slide(x, {d: partial(window_plan, window=w) for d, w in windows.items()}, compute)
+
+
+@rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
+def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
+    """Of a sharded dimension each output is a mean, or a maximum, over ranks, and whole on every rank."""
+    refuse_unless(not return_indices, function, x, "the indices of a pool")
+    dims = range(x.ndim - int(function.__name__[-2]), x.ndim)
+    reduction = torch.mean if function.__name__[:12] == "adaptive_avg" else torch.amax
+    sizes = per_axis(output_size, dims)
+    for dim, size in zip(dims, sizes, strict=True):
+        if dim in x.domain.axes and size is not None:
+            ends = [(i * x.shape[dim] // size, -(-(i + 1) * x.shape[dim] // size)) for i in range(size)]
+            x = torch.cat([reduction(x.narrow(dim, a, b - a), dim, keepdim=True) for a, b in ends], dim)
+    return on_samples(function, x, sizes)
+
+
+def spatial_is_whole(x: DomainTensor, number: int) -> bool:
+    """Return whether the last `number` dimensions are whole."""
+    return all(dim < x.ndim - number for dim in x.domain.axes)
+
+
+def on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainTensor:
+    """Apply a function to a shard, which may be empty, of a tensor whose spatial dimensions are whole."""
+    if x.local.numel():
+        return wrapped(function(x.local, *options), x.domain)
+    shape = function(torch.empty(x.shape, device="meta"), *options).shape
+    return wrapped(connected(x.local.new_zeros(x.domain.local_shape(shape)), x.local), x.domain)
+
+
+# ---- the windows themselves
+
+
+@rule("unfold", first_only=True)
+def unfold(function, x, *args, **kwargs) -> DomainTensor:
+    """Tensor.unfold, the windows of one dimension; and F.unfold, the columns of an image: (N, C * kernel, outputs)."""
+    return (_windows_of if function is torch.Tensor.unfold else _columns)(x, *args, **kwargs)
+
+
+def _windows_of(x: DomainTensor, dimension: int, size: int, step: int, dilation: int = 1) -> DomainTensor:
+    dim = dimension % x.ndim
+    starts = x.shape[dim] - (size - 1) * dilation
+    rows = (slice(row * dilation, row * dilation + starts, step) for row in range(size))
+    return torch.stack([x[(*[slice(None)] * dim, each)] for each in rows], -1)
+
+
+def _columns(x: DomainTensor, kernel_size, dilation=1, padding=0, stride=1) -> DomainTensor:
+    dims = -2, -1
+    options = (per_axis(option, dims) for option in (kernel_size, stride, dilation, padding))
+    for dim, size, step, gap, around in zip(dims, *options, strict=True):
+        x = F.pad(x, (*(0, 0) * (-dim - 1), around, around))
+        x = _windows_of(x, dim, size, step, gap).movedim(-1, -3)
+    return x.flatten(-5, -3).flatten(-2)  # of (N, C, kernel rows, kernel columns, rows, columns)

@@ -1,0 +1,1 @@
+"""Context parallelism of models that this project did not write. `longshard` has the public names."""

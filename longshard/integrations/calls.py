@@ -1,0 +1,169 @@
+"""Attention calls of models that this project did not write, and the attention function for transformers' registry."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from longshard.context.planning.options import ContextParallelError
+
+NOT_COMPILED = "`intercept_sdpa` cannot be compiled; the model runs as it is inside the context"
+# The compiler breaks its graph at a function with this mark; where it may not (fullgraph), it raises with this reason.
+outside_of_graphs = torch.compiler.disable(reason=NOT_COMPILED)
+
+# Arguments of transformers' attention functions that do not change attention; any other one must be empty.
+_WITHOUT_EFFECT = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+    | {"output_router_logits", "num_items_in_batch", "sliding_window"}
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One attention call of a model: q (B, H, S, D), k and v (B, K, S, D), and its options.
+
+    window: how many keys a query sees, its own among them; 0: no window. sinks: (H,), as for the operator. positions:
+    that the model gives its attention. hides_from: the distance from which on tokens are hidden in another way than by
+    a window, or 0. refusal: why the call cannot be context parallel, or None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float | None
+    is_causal: bool
+    window: int = 0
+    sinks: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    hides_from: int = 0
+    refusal: str | None = None
+
+
+def attend(q: torch.Tensor, call: Call) -> torch.Tensor:
+    """Hand a call to the `Interception` in force; ContextParallelError if none is."""
+    if has_torch_function_unary(q):
+        return handle_torch_function(attend, (q,), call)
+    raise ContextParallelError(
+        "context-parallel attention was called outside its context; enter "
+        "`context_parallel(..., intercept=intercept_sdpa())` around the forward and the backward"
+    )
+
+
+def is_intercepted(x: torch.Tensor) -> bool:
+    """Return whether an `Interception` is in force here."""
+    return has_torch_function_unary(x) and handle_torch_function(is_intercepted, (x,), x)
+
+
+def refusal_of_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float
+) -> str | None:
+    """Return why attention of these inputs cannot be context parallel, or None."""
+    if mask is not None:
+        return (
+            f"this attention got a mask of shape {tuple(mask.shape)}, which says nothing of the tokens of other ranks; "
+            "give the model no mask (transformers: an all-ones `attention_mask`, cut as a buffer), and packed "
+            "documents as `context_parallel(mask=...)`"
+        )
+    if dropout > 0:
+        return f"attention with dropout {dropout} cannot be context parallel; set the model's attention dropout to 0"
+    if not q.ndim == k.ndim == v.ndim == 4 or q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+        return (
+            f"attention of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} cannot be intercepted; give "
+            "queries (B, H, S, D), and keys and values (B, K, S, D)"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        return f"queries of size {q.shape[-1]} do not fit keys of size {k.shape[-1]}; both must be of one size"
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        return f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads; their number must divide it"
+    return None
+
+
+# ---- transformers
+
+
+def register_transformers_attention(name: str = "context_parallel") -> None:
+    """Register context-parallel attention for transformers' models: `model.set_attn_implementation(name)`.
+
+    It runs inside `context_parallel(..., intercept=intercept_sdpa())`, and is an error elsewhere. Unlike an intercepted
+    F.scaled_dot_product_attention, it honours sliding windows and attention sinks. Needs transformers 5.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, _transformers_attention)
+    AttentionMaskInterface.register(name, _transformers_mask)
+
+
+def _transformers_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend by transformers' interface: query (B, H, S, D), unrepeated key and value, sinks -> (B, S, H, D)."""
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window, hides_from = others.get("sliding_window") or 0, 0
+    # A note of `_transformers_mask` is an expanded tensor on the CPU, so that it has no memory, can be read without
+    # waiting for a GPU, and remains what it is when it is detached or sliced.
+    mask = attention_mask
+    if mask is not None and mask.dtype == torch.int32 and mask.device.type == "cpu" and not any(mask.stride()):
+        noted = int(attention_mask[0, 0, 0, 0])
+        attention_mask = None
+        window, hides_from = (noted, 0) if noted > 0 else (window, -noted)
+    refusal = refusal_of_call(query, key, value, attention_mask, dropout)
+    given = {name for name, value in others.items() if value is not None and value is not False}
+    if unknown := given - _WITHOUT_EFFECT:
+        refusal = (
+            f"this model passes {', '.join(map(repr, sorted(unknown)))} to its attention, which context-parallel "
+            "attention does not know; use a model without"
+        )
+    elif window and not is_causal:
+        refusal = f"a window of {window} tokens to both sides cannot be intercepted; use a causal model"
+    positions = others.get("position_ids")
+    call = Call(query, key, value, scaling, is_causal, window, s_aux, positions, hides_from, refusal)
+    return attend(call.q, call).transpose(1, 2), None
+
+
+def _transformers_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> torch.Tensor | None:
+    """Return None if the mask is causal or full, and a note for `_transformers_attention` if it hides distant tokens.
+
+    A note is the size of a window, or minus that of another form.
+
+    The window of some models is in their mask only (Qwen2-MoE, Phimoe), whose length here is that of a rank's part. Any
+    other mask is returned as one that attention refuses.
+    """
+    is_simple = (allow_is_causal_skip or allow_is_bidirectional_skip) and q_length == kv_length
+    if not is_simple or not (attention_mask is None or bool(attention_mask.all())):
+        return torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    if not local_size:
+        return None
+    note = torch.tensor(local_size if _is_window(mask_function, local_size) else -local_size, dtype=torch.int32)
+    return note.expand(1, 1, q_length, kv_length)
+
+
+def _is_window(mask_function: Callable[..., torch.Tensor], size: int) -> bool:
+    """Return whether a mask function of transformers shows each query `size` keys, the last of them its own."""
+    query = torch.tensor([size, size + 1, 2 * size, 2 * size + 1])
+    zero = torch.zeros_like(query)
+    seen = [mask_function(zero, zero, query, query + offset) for offset in (-size, 1 - size, 0, 1)]
+    return torch.stack(seen).tolist() == [[False] * 4, [True] * 4, [True] * 4, [False] * 4]

@@ -1,0 +1,231 @@
+"""Convolutions and scans of transformers' models, run over the ranks of a context by this project's operators.
+
+Layers of transformers call them as functions of their own file, under the same names in each. `bind` puts in the place
+of such a function one that hands its call to the `Interception` in force, and calls the function where none is. A
+layer whose functions are all known is exact over ranks; others stay refused.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from longshard.context.convolution import context_parallel_convolution
+from longshard.context.linear_attention import linear_attention
+from longshard.context.live import LivePlan
+from longshard.context.planning.mask import Mask
+from longshard.context.planning.options import ContextParallelError
+from longshard.integrations.calls import is_intercepted
+from longshard.integrations.inspection import SCAN_PARAMETERS
+from longshard.sharding.tensors import wide
+
+
+class Where(NamedTuple):
+    """The handle of the plan; positions (B, S) of this rank's rows in their documents, None for one document; and the
+    activations that the layer's file knows, by name."""
+
+    handle: torch.Tensor
+    positions: torch.Tensor | None
+    activations: Any
+
+
+def run_scan(x: torch.Tensor, name: str, function: Callable, given: dict[str, Any]) -> Any:
+    """Hand a call to the `Interception` in force, which must be. x: a tensor of its arguments; given: all, by name."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(run_scan, (x,), x, name, function, given)
+    raise AssertionError(f"{name} is bound to a context, and none is in force")
+
+
+def scanned(name: str, function: Callable, given: dict[str, Any], handle: torch.Tensor, live: LivePlan) -> Any:
+    """Return what a function of transformers returns for the whole sequence, of this rank's rows.
+
+    Raises:
+        ContextParallelError: a state that is given or asked for, or documents that the mask does not tell.
+    """
+    if given.get("initial_state", given.get("initial_states")) is not None or any(map(given.get, _ASKED)):
+        raise ContextParallelError(
+            f"{name} was called with a cache, whose states are those of one process; pass `use_cache=False`"
+        )
+    packed = [key for key in _PACKED if given.get(key, given.get("kwargs", {}).get(key)) is not None]
+    if packed:
+        raise ContextParallelError(
+            f"{name} got {packed[0]}, which says nothing of the tokens of other ranks; give packed documents as "
+            "`context_parallel(mask=documents(...))`, and the model an all-ones `attention_mask`"
+        )
+    live.calls += _KNOWN[name].run is not _not_fused
+    device = next(x.device for x in given.values() if isinstance(x, torch.Tensor))
+    where = Where(handle, positions_of(live, device), inspect.unwrap(function).__globals__.get("ACT2FN"))
+    return _KNOWN[name].run(where, given)
+
+
+_ASKED = ("output_final_state", "return_final_states", "return_last_state")
+_PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
+
+
+def positions_of(live: LivePlan, device: torch.device) -> torch.Tensor | None:
+    """Return the positions of this rank's rows in their documents, (sequences of the mask, S), None for one document.
+
+    Raises:
+        ContextParallelError: the mask is not one of documents.
+    """
+    if live.mask is None:
+        return None
+    rows = live.layout.indices(live.rank)
+    starts = [_starts(live.mask, number) for number in range(live.mask.sequences)]
+    if all(len(found) <= 1 for found in starts):
+        return None
+    firsts = np.stack([found[np.searchsorted(found, rows, side="right") - 1] for found in starts])
+    return torch.from_numpy(rows - firsts).to(device)
+
+
+def _starts(mask: Mask, number: int) -> np.ndarray:
+    bands = mask.sequence(number).bands
+    found = sorted({band.kv_start for band in bands})
+    ends = [*found[1:], mask.q_len]
+    for band in bands:
+        end = ends[found.index(band.kv_start)]
+        if mask.q_len != mask.kv_len or not band.kv_start <= band.q_start < band.q_stop <= end or band.kv_stop > end:
+            raise ContextParallelError(
+                f"a scan of states cannot follow the mask {band}, which is not one of documents; give "
+                "`documents(lengths)`, or no mask"
+            )
+    return np.array(found or [0])
+
+
+# ---- the functions, by their names in transformers; their arguments by name
+
+
+def _convolution(where: Where, given: dict[str, Any]) -> torch.Tensor:
+    """hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S)."""
+    x, weight, bias, activation = (given[key] for key in _KNOWN["causal_conv1d_fn"].parameters)
+    rows = x.to(weight.dtype).transpose(1, 2)
+    out = context_parallel_convolution(rows, weight.unsqueeze(1), where.handle, _repeated(where.positions, rows))
+    out = out if bias is None else out + bias
+    out = out if activation is None else where.activations[activation](out)
+    return out.transpose(1, 2).to(x.dtype)
+
+
+def _delta_rule(where: Where, given: dict[str, Any]) -> tuple[torch.Tensor, None]:
+    """query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V)."""
+    q, k, v, g, beta = (given[key] for key in _DELTA)
+    if given.get("use_qk_l2norm_in_kernel"):
+        q, k = (wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    settings = where.handle, _repeated(where.positions, v), k.shape[-1] ** -0.5
+    return linear_attention(q, k, wide(v), g, beta, *settings)[0].to(v.dtype), None
+
+
+def _mamba2(where: Where, given: dict[str, Any]) -> torch.Tensor:
+    """hidden_states: (B, S, H, P); dt: (B, S, H); A: (H,); B, C: (B, S, groups, N); D: (H,) -> (B, S, H, P)."""
+    x, step, rate, k, q = (given[key] for key in _KNOWN["mamba2_chunk_scan"].parameters[:5])
+    step = step if given["dt_bias"] is None else step + given["dt_bias"].to(step.dtype)
+    step = wide((F.softplus(step) if given["dt_softplus"] else step).clamp(*given["dt_limit"]))
+    positions, x = _repeated(where.positions, x), wide(x)
+    scan = q, k, x * step.unsqueeze(-1), rate * step, None
+    out = linear_attention(*map(wide, scan[:4]), None, where.handle, positions, 1.0)[0]
+    return out if given["D"] is None else out + given["D"].unsqueeze(-1) * x
+
+
+def _mamba1(where: Where, given: dict[str, Any]) -> torch.Tensor:
+    """hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S). A channel is a head."""
+    x, step, rate, k, q = (given[key] for key in _KNOWN["mamba_selective_scan"].parameters[:5])
+    step = step if given["delta_bias"] is None else step + given["delta_bias"].to(step.dtype).unsqueeze(-1)
+    step = wide(F.softplus(step) if given["delta_softplus"] else step).transpose(1, 2)
+    v, positions = wide(x).transpose(1, 2) * step, _repeated(where.positions, x)
+    q, k = (wide(part).transpose(1, 2).unsqueeze(2) for part in (q, k))
+    log_decay = wide(rate) * step.unsqueeze(-1)
+    out = linear_attention(q, k, v.unsqueeze(-1), log_decay, None, where.handle, positions, 1.0)[0]
+    out = out.squeeze(-1).transpose(1, 2)
+    out = out if given["D"] is None else out + x * given["D"].unsqueeze(-1)
+    return out if given["z"] is None else out * F.silu(given["z"])
+
+
+def _not_fused(where: Where, given: dict[str, Any]) -> None:
+    """Return what transformers takes for: there is no such kernel, run the parts."""
+
+
+def _repeated(positions: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    return positions if positions is None else positions.expand(x.shape[0], -1)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """How a function runs over ranks, and the first parameters that it must have."""
+
+    run: Callable[[Where, dict[str, Any]], Any]
+    parameters: tuple[str, ...]
+    is_scan: bool = True
+
+
+_DELTA = ("query", "key", "value", "g", "beta")
+_MAMBA = ("hidden_states", "dt", "A", "B", "C")
+_KNOWN = {
+    "causal_conv1d_fn": _Known(_convolution, ("hidden_states", "weight", "bias", "activation"), is_scan=False),
+    "torch_chunk_gated_delta_rule": _Known(_delta_rule, _DELTA),
+    "chunk_kimi_delta_attention": _Known(_delta_rule, _DELTA),
+    "mamba2_chunk_scan": _Known(_mamba2, _MAMBA),
+    "mamba_selective_scan": _Known(_mamba1, _MAMBA),
+    "mamba2_split_conv1d_scan_combined": _Known(_not_fused, (), is_scan=False),
+    "mamba_inner_fn": _Known(_not_fused, (), is_scan=False),
+}
+
+
+# ---- binding
+
+
+def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Bind the functions that these modules call, and return the modules with what is in them that are exact then."""
+    found = set()
+    for module in modules:
+        calls = _bound(type(module))
+        scans = any(_KNOWN[name].is_scan for name in calls)
+        has_state = any(name.rpartition(".")[2] in SCAN_PARAMETERS for name, _ in module.named_parameters())
+        if scans or ("causal_conv1d_fn" in calls and not has_state):
+            found.update(module.modules())
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _bound(cls: type[nn.Module]) -> frozenset[str]:
+    """Bind the known functions that the forward of a class calls, in the file of the class, and return their names."""
+    forward = inspect.unwrap(getattr(cls, "forward", None))  # a class of torch.jit has none
+    called = inspect.getclosurevars(forward).globals if inspect.isfunction(forward) else {}
+    bound = set()
+    for name in _KNOWN.keys() & called.keys():
+        function = called[name]
+        if callable(function) and (parameters := _parameters(function)) is not None:
+            first = _KNOWN[name].parameters
+            if parameters[: len(first)] == first:
+                bound.add(name)
+                if not hasattr(function, "of_ranks"):
+                    forward.__globals__[name] = _binding(name, function)
+    return frozenset(bound)
+
+
+def _parameters(function: Callable) -> tuple[str, ...] | None:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of a kernel in C++
+        return None
+
+
+def _binding(name: str, function: Callable) -> Callable:
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not is_intercepted(x):
+            return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return run_scan(x, name, function, given.arguments)
+
+    bound.of_ranks = True
+    return bound

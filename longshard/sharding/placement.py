@@ -1,0 +1,104 @@
+"""How a tensor goes from whole to sharded and back, with typed gradients.
+
+The gradient of a tensor that every rank has whole has one of two placements, which the caller names:
+
+    partial      The ranks' gradients add up to the whole gradient. Use it if gradients are summed over the ranks anyway
+                 (FSDP over `dp_shard_cp`, as in the trainer) and each rank's loss is its part of the sum.
+    replicated   Every rank has the whole gradient. Use it if nothing is summed afterwards.
+
+                shard(x)                      unshard(y)                     replicate(w)
+    forward     own rows                      all rows, on every rank        w
+    partial     own rows' gradient,           own rows of the sum of all     (not needed)
+                zeros elsewhere               ranks' gradients
+    replicated  own rows' gradients of all    own rows of the gradient       sum of all ranks' gradients
+                ranks, put together
+"""
+
+from functools import lru_cache, partial
+
+import torch
+import torch.distributed as dist
+
+from longshard.sharding.exchange import all_reduce, exchange
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.tensors import to_device, with_adjoint
+
+PLACEMENTS = ("partial", "replicated")
+
+
+def shard(
+    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
+) -> torch.Tensor:
+    """Return this rank's rows of x, which every rank has whole: `layout.length` rows in `dim`.
+
+    grad: placement of the gradient of x: `partial`, or `replicated` (a collective in the backward).
+
+    Raises:
+        ValueError: another placement, or another number of rows.
+    """
+    _check(x, dim, layout.length, grad)
+    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
+    return own_rows(x) if grad == "partial" else with_adjoint(x, own_rows, all_rows)
+
+
+def unshard(
+    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
+) -> torch.Tensor:
+    """Return all rows, in their global order, of which x has this rank's; a collective.
+
+    grad: placement of the gradient of the result: `partial` (summed over the ranks in the backward, a collective), or
+    `replicated` (the backward takes this rank's rows).
+
+    Raises:
+        ValueError: another placement, or another number of rows.
+    """
+    _check(x, dim, layout.local_length(group.rank()), grad)
+    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
+    return all_rows(x) if grad == "partial" else with_adjoint(x, all_rows, own_rows)
+
+
+def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return x, with the sum of all ranks' gradients as gradient on every rank; a collective in the backward."""
+    return with_adjoint(x, lambda x: x.view_as(x), lambda gradient: summed(gradient, group))
+
+
+def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over the ranks, of floats computed in at least float32. Not differentiable."""
+    dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+    return all_reduce(x.to(dtype, copy=True, memory_format=torch.contiguous_format), group).to(x.dtype)
+
+
+def added_up(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over the ranks, as `summed`, whose gradient is the sum of the ranks' gradients."""
+    add = partial(summed, group=group)
+    return with_adjoint(x, add, add)
+
+
+def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
+    if x.shape[dim] != rows:
+        raise ValueError(
+            f"a tensor with {x.shape[dim]} rows in dimension {dim} does not fit a layout with {rows}; give the "
+            "dimension that is sharded, or the layout of the tensor"
+        )
+    if grad not in PLACEMENTS:
+        raise ValueError(f"grad = {grad!r} is none of {', '.join(map(repr, PLACEMENTS))}")
+
+
+@lru_cache(maxsize=64)
+def rows_on(layout: AxisLayout, rank: int, device: torch.device) -> torch.Tensor:
+    """Return the global positions of a rank's rows on a device, copied once: (local length,) int64, to read only."""
+    return to_device(torch.from_numpy(layout.indices(rank)), device)
+
+
+@lru_cache(maxsize=64)
+def places_on(layout: AxisLayout, device: torch.device) -> torch.Tensor:
+    """Return the place of each row among those of all shards, one after another: (length,) int64, to read only."""
+    return to_device(torch.from_numpy(layout.order().argsort()), device)
+
+
+def _all_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return exchange(x, layout, [[(0, layout.length)]] * layout.degree, dim=dim, group=group)
+
+
+def _own_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return x.index_select(dim, rows_on(layout, group.rank(), x.device))

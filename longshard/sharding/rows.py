@@ -1,0 +1,150 @@
+"""A sharded axis, and rows that a rank wants of it: from other ranks only if some rank lacks them, and zeros."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from longshard.sharding.exchange import exchange
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.ranges import Range, Ranges, difference, intersection, size, union
+from longshard.sharding.tensors import planned
+
+Wanted = tuple[tuple[Range, ...], ...]
+"""For each rank the ranges of rows that it wants, one after another; they may overlap and leave the axis."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A sharded axis: the ranks of `group` own its rows as `layout` says."""
+
+    layout: AxisLayout
+    group: dist.ProcessGroup
+
+    def __post_init__(self) -> None:
+        if self.layout.degree != self.group.size():
+            raise ValueError(
+                f"a layout for {self.layout.degree} ranks does not fit a group of {self.group.size()}; give one size "
+                "for each rank of the group, 0 if it has no rows"
+            )
+
+    @property
+    def degree(self) -> int:
+        return self.layout.degree
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.group.rank()
+
+    @property
+    def rows(self) -> int:
+        return self.layout.local_length(self.rank)
+
+
+@planned
+def plan_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> tuple[Wanted, str]:
+    """Return the rows wanted, and their source: `own` (each rank has exactly its own), `local` (no rank wants others'),
+    or `ranks`. The wishes of all ranks decide it, so that either all of them communicate or none does.
+
+    owned: by each rank. periodic: rows beyond the ends are those at the other end, else zeros.
+    """
+    if periodic:
+        wanted = tuple(tuple(p for part in parts for p in wrapped(part, length)) for parts in wanted)
+    wanted = tuple(tuple(part for part in parts if part[0] < part[1]) for parts in wanted)
+    if wanted == owned:
+        return wanted, "own"
+    whole = ((0, length),)
+    foreign = (difference(intersection(union(parts), whole), own) for parts, own in zip(wanted, owned, strict=True))
+    return wanted, "ranks" if any(foreign) else "local"
+
+
+def wrapped(part: Range, length: int) -> list[Range]:
+    """Return a range of a periodic axis as ranges within [0, length)."""
+    start, stop = part
+    if start < stop and not length:
+        raise ValueError("a periodic axis of length 0 has no rows; give it at least one row, or zeros as boundary")
+    pieces = []
+    while start < stop:
+        first = start % length
+        step = min(stop - start, length - first)
+        pieces.append((first, first + step))
+        start += step
+    return pieces
+
+
+def fetch(x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, periodic: bool = False) -> torch.Tensor:
+    """Return the rows of dimension `dim` that this rank wants, differentiable; zeros beyond the ends, unless periodic.
+
+    axis: None if every rank has the dimension whole. wanted: of every rank of the axis, the same on all of them; of
+    this rank alone without an axis. Nothing is copied if every rank wants its own rows, and nothing is sent if no rank
+    wants rows of another one; else it is one exchange.
+    """
+    owned: tuple[Ranges, ...] = (((0, x.shape[dim]),),) if axis is None else axis.layout.ranges
+    length, rank = (x.shape[dim], 0) if axis is None else (axis.layout.length, axis.rank)
+    wanted, source = plan_rows(owned, length, wanted, periodic)
+    if source == "own":
+        return x
+    if source == "local":
+        return put_together(x, None, {dim: plan_pieces(owned[rank], length, wanted[rank])})
+    return exchange(x, axis.layout, wanted, dim=dim, group=axis.group)
+
+
+Pieces = tuple[tuple[int, int, int], ...]
+"""Rows of a dimension as parts (source, start, stop): 0 are zeros, 1 rows of the shard, 2 of the halo."""
+
+
+@planned
+def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces:
+    """Return the rows wanted of an axis: what is not owned is of the halo, in order, and beyond the ends zeros."""
+    pieces, in_halo, whole = [], 0, ((0, length),)
+    for part in wanted:
+        parts = [(*x, 0) for x in difference((part,), whole)]
+        parts += [(*x, 1) for x in intersection((part,), owned)]
+        parts += [(*x, 2) for x in difference(intersection((part,), whole), owned)]
+        for start, stop, source in sorted(parts):
+            place = 0
+            if source == 1:
+                place = size(intersection(owned, ((0, start),)))
+            elif source == 2:
+                place, in_halo = in_halo, in_halo + stop - start
+            pieces.append((source, place, place + stop - start))
+    return tuple(pieces)
+
+
+@planned
+def _has_copies(pieces: Pieces) -> bool:
+    """Return whether a row of the shard is there more than once, so that gradients are added up."""
+    taken = [(start, stop) for source, start, stop in pieces if source == 1]
+    return size(union(taken)) < size(taken)
+
+
+def put_together(x: torch.Tensor, halo: torch.Tensor | None, pieces: dict[int, Pieces]) -> torch.Tensor:
+    """Return the rows that the pieces of each dimension name; differentiable, nothing is sent.
+
+    x: the shard. halo: rows of other ranks that have arrived, in the first of these dimensions; None if there are none.
+    """
+    for dim, parts in pieces.items():
+        dtype, shape = x.dtype, [*x.shape]
+        if x.is_floating_point() and _has_copies(parts):
+            x = x.to(torch.promote_types(dtype, torch.float32))
+        sources = [x] if halo is None else [x, halo]
+        rows = [source.narrow(dim, 0, 0) for source in sources]  # so that every rank joins the backward of each
+        for source, start, stop in parts:
+            shape[dim] = stop - start
+            rows.append(sources[source - 1].narrow(dim, start, stop - start) if source else x.new_zeros(shape))
+        x, halo = torch.cat(rows, dim).to(dtype), None
+    return x
+
+
+def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """Return a result without elements that depends on the inputs: every rank joins the exchanges of the backward.
+
+    It is linear in each input, as a convolution is in rows and weights: derivatives depend on the other inputs.
+    """
+    factor = None
+    for x in inputs:
+        if x is not None:
+            one = 1 + x.reshape(-1)[:0].sum()
+            factor = one if factor is None else factor * one
+    return empty if factor is None else empty + factor

@@ -1,0 +1,255 @@
+"""FSDP, HSDP and DDP through `fully_shard`, with gradients that are SUMS over the ranks.
+
+The loss is already divided by the number of valid tokens of the whole step, so FSDP's averaging is switched off.
+Gradients then match a single-device run for all degrees, also when ranks hold different numbers of valid tokens, or
+none.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from longshard.sharding.exchange import all_gather_single, allocate, reduce_scatter
+from trainer.job.record import ResolvedJob
+
+REDUCE_SCATTER = "fsdp_reduce_scatter"
+"""Purpose of the groups over which gradients are reduced."""
+
+
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """Settings of `apply_data_parallel`."""
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    reshard_after_forward: bool = True
+    reshard_last: bool = False
+    """Whether to free the last unit after the forward too, although the backward needs it first."""
+    cpu_offload: bool = False
+    forward_prefetch: int = 0
+    """How many units to gather ahead of the running one; 0: one, which is FSDP's default."""
+    backward_prefetch: int = 0
+    zero_copy: bool = False
+    """Whether messages lie in memory of the process groups, where these have some."""
+
+    @classmethod
+    def of(cls, job: ResolvedJob) -> "DataParallelOptions":
+        config = job.config
+        storage = getattr(torch, config.training.dtype)
+        reduce = storage if storage == torch.float64 else getattr(torch, config.training.mixed_precision_reduce)
+        how = config.parallelism.fsdp_reshard_after_forward
+        pipelined = job.pipeline is not None
+        return cls(
+            param_dtype=getattr(torch, job.compute_dtype),
+            reduce_dtype=reduce,
+            # In a pipeline parameters stay gathered for the next micro-batch.
+            reshard_after_forward=how == "always" or (how == "default" and not pipelined),
+            reshard_last=how == "always",
+            cpu_offload=config.training.enable_cpu_offload,
+            forward_prefetch=config.parallelism.fsdp_forward_prefetch,
+            backward_prefetch=config.parallelism.fsdp_backward_prefetch,
+            zero_copy=config.parallelism.fsdp_zero_copy,
+        )
+
+
+@dataclass(frozen=True)
+class InnerUnits:
+    """Modules within units that are units of their own, with parameters on another mesh."""
+
+    mesh: DeviceMesh
+    of_unit: Mapping[nn.Module, nn.Module]
+    placement: Callable[[nn.Parameter], Shard] | None = None
+    """Which dimension of a parameter to shard; None: the first."""
+    reduce_group: dist.ProcessGroup | None = None
+    """See `apply_data_parallel`."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Modules whose parameters are gathered together. All other parameters of the model belong to the root."""
+
+    in_order: Sequence[nn.Module]
+    """Units that are gathered one at a time, in the order of the forward."""
+    last: nn.Module | None = None
+    """One more unit, whose parameters the backward needs first; it stays gathered unless `reshard_last`."""
+    inner: InnerUnits | None = None
+    """Units inside units of `in_order`."""
+    exact: Sequence[nn.Module] = ()
+    """Small modules within units, whose parameters are not cast."""
+
+
+def apply_data_parallel(
+    model: nn.Module,
+    units: Units,
+    mesh: DeviceMesh,
+    options: DataParallelOptions,
+    reduce_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Shard (and replicate) the parameters of `model` over `mesh`, in place.
+
+    The model is not changed where there is nothing to shard, to cast or to offload. But plain parameters beside
+    tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
+
+    Args:
+        model: The whole model, or the stage of this rank.
+        units: The modules whose parameters are gathered together.
+        mesh: The ranks that shard, or (replicate, shard).
+        options: Data types, memory and prefetching.
+        reduce_group: The ranks that shard, for reduce-scatter alone; None: the group of the mesh.
+    """
+    inner = units.inner
+    is_sharded = mesh.size() > 1 or (inner is not None and inner.mesh.size() > 1)
+    if not is_sharded and not _needs_fsdp(model, options):
+        return
+    settings = {
+        "mesh": mesh,
+        # Inputs keep their dtype: rotary tables stay float32 beside bfloat16 activations.
+        "mp_policy": MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy(),
+    }
+    uncast = {"mp_policy": MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)}
+    for module in units.exact:
+        if next(module.parameters()).dtype != options.param_dtype:
+            fully_shard(module, **settings | uncast)
+    if inner is not None:
+        for unit in inner.of_unit.values():
+            own = settings | {"mesh": inner.mesh, "shard_placement_fn": inner.placement}
+            fully_shard(unit, reshard_after_forward=_frees(inner.mesh, options), **own)
+    reshard = dict.fromkeys(units.in_order, _frees(mesh, options))
+    if units.last is not None:
+        reshard[units.last] = options.reshard_last and _frees(mesh, options)
+    for unit, after_forward in reshard.items():
+        fully_shard(unit, reshard_after_forward=after_forward, **settings)
+    fully_shard(model, **settings)
+    if inner is not None:
+        # Each gathers the next one at least: a host that waits for the routing of tokens is not ahead of the device.
+        ahead, behind = max(2 * options.forward_prefetch, 1), 2 * options.backward_prefetch
+        options = replace(options, forward_prefetch=ahead, backward_prefetch=behind)
+    _prefetch(_order(reshard, inner), options, last_is_apart=units.last is not None)
+    _set_reductions(model, mesh, reduce_group, inner, options)
+
+
+def _set_reductions(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    reduce_group: dist.ProcessGroup | None,
+    inner: InnerUnits | None,
+    options: DataParallelOptions,
+) -> None:
+    """Let all units sum gradients, the inner ones over their own mesh, and choose their communicators."""
+    inner_units = set() if inner is None else {*inner.of_unit.values()}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            over, group = (inner.mesh, inner.reduce_group) if module in inner_units else (mesh, reduce_group)
+            sum_gradients(module, over)
+            _set_communicators(module, over, group, options)
+
+
+def _needs_fsdp(model: nn.Module, options: DataParallelOptions) -> bool:
+    """Return whether one rank wraps its parameters too: to cast or offload them, or as they are of two kinds."""
+    kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
+    casts = next(model.parameters()).dtype != options.param_dtype
+    return casts or options.cpu_offload or len(kinds) > 1
+
+
+def _order(reshard: Iterable[nn.Module], inner: InnerUnits | None) -> list[nn.Module]:
+    """Return the units in the order in which they are gathered: each outer unit before its inner one."""
+    if inner is None:
+        return [*reshard]
+    pairs = ((unit, inner.of_unit.get(unit)) for unit in reshard)
+    return [module for pair in pairs for module in pair if module is not None]
+
+
+def _set_communicators(
+    module: FSDPModule, mesh: DeviceMesh, reduce_group: dist.ProcessGroup | None, options: DataParallelOptions
+) -> None:
+    if reduce_group is not None:
+        module.set_custom_reduce_scatter(OverGroup(reduce_scatter, reduce_group, options.zero_copy))
+    if options.zero_copy and mesh.size(mesh.ndim - 1) > 1:
+        module.set_custom_all_gather(OverGroup(all_gather_single, mesh.get_group(mesh.ndim - 1), zero_copy=True))
+
+
+def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
+    """Return whether units are freed after the forward. One rank would only cast its weights again for the backward,
+    unless they are on the host, where memory is short on the device."""
+    return options.reshard_after_forward and (options.cpu_offload or mesh.size(mesh.ndim - 1) > 1)
+
+
+class OverGroup:
+    """A collective of FSDP over a given group, with buffers in the group's memory if `zero_copy`, where it has some.
+
+    Reduce-scatters have a group of their own, so that they run beside the all-gathers of the backward: both share a
+    communicator by default, and NCCL runs its operations one after another. FSDP has the same as
+    `set_separate_reduce_scatter_group` from torch 2.13 on; but each call of that splits NCCL's group of all ranks, so
+    that pipeline stages with and without experts would wait for each other.
+    """
+
+    def __init__(self, collective: Callable[..., dist.Work | None], group: dist.ProcessGroup, zero_copy: bool) -> None:
+        self._collective, self._group, self._zero_copy = collective, group, zero_copy
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer."""
+        of_group = allocate(self._group, size, dtype=dtype, device=device) if self._zero_copy else None
+        return torch.empty(*size, dtype=dtype, device=device) if of_group is None else of_group
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **settings: Any
+    ) -> dist.Work | None:
+        """Run the collective, with FSDP's `async_op` and `op`, over this group in place of `group`."""
+        return self._collective(output_tensor, input_tensor, group=self._group, **settings)
+
+
+def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:
+    """Set which units each unit prefetches while it runs.
+
+    last_is_apart: the last unit runs after the model's forward. There FSDP waits for all layers before it gathers, so
+    that the unit before always gathers it.
+    """
+    for i, unit in enumerate(units):
+        ahead = max(options.forward_prefetch, int(last_is_apart and i == len(units) - 2))
+        if ahead:
+            unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + ahead]))
+        if options.backward_prefetch:
+            unit.set_modules_to_backward_prefetch(list(units[max(i - options.backward_prefetch, 0) : i][::-1]))
+
+
+def sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
+    """Reduce gradients by plain sums. Both calls are needed, because gloo has no pre-multiplied sum."""
+    if mesh.size() > 1:  # FSDP of one rank would divide by it, which is a pass over the gradients
+        module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_across_replicas(model: nn.Module, now: bool) -> None:
+    """Set whether the next backward sums gradients over dp_replicate too; the last micro-batch of a step must."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(now)
+
+
+class _Held:
+    """A tensor in an object in which FSDP finds none."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def keep_on_host(model: nn.Module, *names: str) -> None:
+    """Hide these arguments, given by name, from FSDP's hooks of `model`. Call it after `fully_shard`."""
+
+    def hide(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {
+            name: _Held(x) if name in names and isinstance(x, torch.Tensor) else x for name, x in kwargs.items()
+        }
+
+    def show(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {name: x.tensor if isinstance(x, _Held) else x for name, x in kwargs.items()}
+
+    model.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)  # before the hook of `fully_shard`
+    model.register_forward_pre_hook(show, with_kwargs=True)

@@ -1,0 +1,228 @@
+"""Expert parallelism: the ranks of `ep` divide the experts of a layer, and tokens are sent to their experts.
+
+    4 experts on 2 ranks, 2 for each token          rank 0 has experts 0 1       rank 1 has experts 2 3
+    tokens of rank 0 choose (0 1) (0 3) (2 3)       keeps the first two          gets the last two
+    tokens of rank 1 choose (2 0)                   gets it                      keeps it
+
+A token is sent once to a rank, however many of its experts are there, with its weights and the numbers of its experts.
+One weighted sum comes back. The backward sends gradients on the same ways, and adds those of a token at its owner.
+
+What needs no exchange, an expert that all tokens share, is computed while tokens are sent, and its backward while their
+gradients come back:
+
+    forward    start dispatch | shared expert | wait, experts, combine
+    backward   start dispatch | shared expert | wait        after the backward of combine and experts
+
+Autograd runs nodes that are ready from the last of the forward to the first, and so in this order.
+
+Only routing knows how many rows are sent. Each forward gathers a small table of counts over the ranks, and the host
+reads it: once a layer and forward (again where the layer is recomputed). The backward uses the same counts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from longshard.sharding.exchange import Pending, all_gather, all_to_all
+from longshard.sharding.forward import replace_forward
+from longshard.sharding.ranges import aligned
+from longshard.sharding.tensors import added_rows, with_adjoint
+from trainer.parallel.data_parallel import REDUCE_SCATTER, InnerUnits
+from trainer.parallel.parallel_dims import ParallelDims
+from trainer.parallel.tensor_parallel import shard_rows
+
+Tensors = Sequence[torch.Tensor]
+Beside = Callable[[], torch.Tensor | None]
+Sums = tuple[torch.Tensor, torch.Tensor | None]
+"""Weighted sums of experts, and what was computed beside."""
+
+
+class ExpertParallel(ParallelStyle):
+    """Style that divides stacked experts over a 1-D mesh, whose size divides their number.
+
+    The module's parameters have a row for each expert, and its forward is `(x, chosen, weights, beside=...)`, see
+    `dispatched_sums`. With parameters of some of the experts, `module.sums(parameters, x, chosen, weights, sizes=...)`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+
+        def forward(self: nn.Module, *tokens: torch.Tensor, beside: Beside = lambda: None) -> Sums:
+            parameters = {name: w.to_local() for name, w in self.named_parameters(recurse=False)}
+            experts = len(next(iter(parameters.values())))
+            return dispatched_sums(*tokens, partial(self.sums, parameters), experts, group, beside)
+
+        replace_forward(module, "expert parallelism", MethodType(forward, module))
+        return distribute_module(module, device_mesh, shard_rows)
+
+
+def expert_units(experts: Mapping[nn.Module, nn.Module], dims: ParallelDims) -> InnerUnits | None:
+    """Return how FSDP shards experts, over all ranks that have tokens for them; None if there are none.
+
+    experts: block -> its experts. The experts of a rank are divided among its `efsdp` ranks, or each one's rows are,
+    where their number cannot be divided.
+    """
+    if dims.degrees.ep is None:
+        return None
+    ranks, ep = dims.degrees.efsdp, dims.degrees.ep
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        whole_experts = parameter.shape[0] // ep % ranks == 0
+        return Shard(0 if whole_experts or parameter.shape[1] % ranks else 1)
+
+    return InnerUnits(dims.expert_mesh, experts, placement, dims.own_group("efsdp", REDUCE_SCATTER))
+
+
+def dispatched_sums(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    sums: Callable[..., torch.Tensor],
+    experts: int,
+    group: dist.ProcessGroup,
+    beside: Beside = lambda: None,
+) -> Sums:
+    """Return the weighted sums of the experts of all ranks for this rank's tokens, (N, dim); a collective.
+
+    x: (N, dim); chosen: (N, k) int64; weights: (N, k). sums: (x, chosen, weights, *, sizes) -> those of this rank's
+    experts; experts: their number E. Expert i of all is number i % E of rank i // E. A rank may have no token.
+    beside: what is computed while tokens are sent; it is called once, on every rank.
+    """
+    plan, flight = plan_dispatch(chosen, experts, group), []
+    arriving = _StartDispatch.apply(x, weights, chosen, plan, flight)
+    other = beside()
+    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)
+    return _combined(sums(rows, numbers, row_weights, sizes=plan.pairs), plan), other
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """Which tokens of this rank are sent where, and what arrives. A rank counts as its own peer.
+
+    tokens: of this rank; places: (T,), tokens in the order of the ranks to which they go; peers: (T,), these ranks.
+    """
+
+    tokens: int
+    places: torch.Tensor
+    peers: torch.Tensor
+    sent: tuple[int, ...]
+    """Tokens that go to each rank, as `received`."""
+    received: tuple[int, ...]
+    pairs: tuple[int, ...]
+    """For each expert of this rank, how many tokens have chosen it."""
+    group: dist.ProcessGroup
+
+
+def plan_dispatch(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup) -> DispatchPlan:
+    """Return the plan of one forward; a collective, and one reading by the host.
+
+    chosen: (N, k) int64, this rank's choices; experts: number of experts of each rank.
+    """
+    ranks, own = group.size(), group.rank()
+    goes = torch.zeros(len(chosen), ranks, dtype=torch.int64, device=chosen.device)
+    goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)
+    counts = torch.zeros(ranks * (1 + experts), dtype=torch.int64, device=chosen.device)
+    counts[:ranks] = goes.sum(0)
+    counts[ranks:].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+    table = all_gather(counts, group).tolist()
+    sent, received = table[own][:ranks], [row[own] for row in table]
+    first = ranks + own * experts
+    pairs = (sum(row[i] for row in table) for i in range(first, first + experts))
+    order = goes.t().flatten().argsort(descending=True, stable=True)[: sum(sent)]
+    peers = order.div(max(len(chosen), 1), rounding_mode="floor")
+    return DispatchPlan(
+        len(chosen), order - peers * len(chosen), peers, tuple(sent), tuple(received), tuple(pairs), group
+    )
+
+
+class _StartDispatch(torch.autograd.Function):
+    """Tokens -> rows at the experts of this rank, which `_Arrived` waits for. A rank without tokens or rows joins too.
+
+    flight: a list with the exchange that has started, of the forward or of the backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weights, chosen, plan, flight):
+        experts = len(plan.pairs)
+        numbers = chosen[plan.places] - plan.peers.unsqueeze(1) * experts
+        numbers = numbers.masked_fill((numbers < 0) | (numbers >= experts), experts).to(torch.int32)
+        ctx.plan, ctx.flight = plan, flight
+        parts = [x[plan.places], weights[plan.places], numbers]
+        arriving, pending = _start_exchange(parts, plan.sent, plan.received, plan.group, "expert_dispatch")
+        flight.append(pending)
+        ctx.mark_non_differentiable(arriving[2])
+        ctx.set_materialize_grads(False)  # those that come are not read
+        return tuple(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *_sent):
+        arrived, pending = ctx.flight.pop()
+        pending.wait()
+        return *(added_rows(part, ctx.plan.places, ctx.plan.tokens) for part in arrived), None, None, None
+
+
+class _Arrived(torch.autograd.Function):
+    """Rows that are being sent -> rows."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, numbers, plan, flight):
+        ctx.plan, ctx.flight = plan, flight
+        flight.pop().wait()
+        numbers = numbers.long()
+        ctx.mark_non_differentiable(numbers)
+        return rows.contiguous(), weights.contiguous(), numbers
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, drows, dweights, _dnumbers):
+        plan, kind = ctx.plan, "expert_dispatch_backward"
+        ctx.flight.append(_start_exchange([drows, dweights], plan.received, plan.sent, plan.group, kind))
+        return drows, dweights, None, None, None  # for autograd; those of the tokens are sent
+
+
+def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+    """Return the sums of this rank's tokens from those at the experts of all ranks."""
+
+    def combine(sums: torch.Tensor) -> torch.Tensor:
+        (arrived,), pending = _start_exchange([sums], plan.received, plan.sent, plan.group, "expert_combine")
+        pending.wait()
+        return added_rows(arrived, plan.places, plan.tokens)
+
+    def dispatch(dout: torch.Tensor) -> torch.Tensor:
+        kind = "expert_combine_backward"
+        (drows,), pending = _start_exchange([dout[plan.places]], plan.sent, plan.received, plan.group, kind)
+        pending.wait()
+        return drows.contiguous()
+
+    return with_adjoint(sums, combine, dispatch)
+
+
+def _start_exchange(
+    tensors: Tensors, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, kind: str
+) -> tuple[list[torch.Tensor], Pending]:
+    """Start sending rows of several tensors (T, C) side by side, as bytes; return views of what arrives, and a handle.
+
+    sent, received: rows to and from each rank.
+    """
+    places, width = [], 0
+    for x in tensors:
+        size = x.shape[1] * x.itemsize
+        places.append(slice(width, width + size))
+        width += aligned(size)
+    message = tensors[0].new_empty(len(tensors[0]), width, dtype=torch.uint8)
+    for x, place in zip(tensors, places, strict=True):
+        message[:, place].view(x.dtype).copy_(x)
+    sizes = ([rows * width for rows in counts] for counts in (sent, received))
+    arrived, pending = all_to_all(message.view(-1), *sizes, group, kind=kind)
+    rows = arrived.view(-1, width)
+    return [rows[:, place].view(x.dtype) for x, place in zip(tensors, places, strict=True)], pending

@@ -1,0 +1,217 @@
+"""The meshes of a job, built from its degrees.
+
+Eight ranks for dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1); the ranks of a tp group are adjacent:
+
+    dp_replicate 0:  dp_shard 0: [0 1]   dp_shard 1: [2 3]
+    dp_replicate 1:  dp_shard 0: [4 5]   dp_shard 1: [6 7]
+                                 tp                tp
+
+    Rank 0 shards its parameters with rank 2 (dp_shard_cp), replicates them on rank 4 (dp_replicate) and cuts its
+    matrices with rank 1 (tp). It reads the same data as rank 1, and other data than ranks 2, 4 and 6 (dp).
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the back end)
+
+from longshard.sharding.exchange import all_gather
+from longshard.sharding.tensors import flattened
+from trainer.job.degrees import Degrees
+from trainer.runtime.console import logger
+
+
+@dataclass(frozen=True)
+class Factorisation:
+    """One way to write the number of ranks as a product of degrees, and the meshes that follow from it.
+
+    dims: names of `Degrees.sizes`, outermost first; the dimension that communicates most is innermost, inside a node.
+    flattened: 1-D meshes over several dims. They are there at size one too, so that no caller branches.
+    """
+
+    dims: tuple[str, ...]
+    flattened: Mapping[str, tuple[str, ...]]
+
+
+_CP = ("cp_ring", "cp_a2a")  # the ring over head groups, and the ranks of a head group
+
+
+def factorisation(shared: tuple[str, ...]) -> Factorisation:
+    """Return the factorisation in which the dims `shared` divide a sample: a sequence, or a field along its axes."""
+    dims = ("pp", "dp_replicate", "dp_shard", *shared, "tp")
+    return Factorisation(
+        dims,
+        {
+            "cp": shared,  # who shares a sample
+            "dp": ("dp_replicate", "dp_shard"),  # who reads which data
+            "dp_shard_cp": ("dp_shard", *shared),  # who shards parameters
+            "dp_cp": ("dp_replicate", "dp_shard", *shared),  # who sums losses and token counts
+            "pp_cp_tp": ("pp", *shared, "tp"),  # who reads the same batch
+            "world": dims,
+        },
+    )
+
+
+# The ranks of dp_shard x cp x tp once more, for the weights of experts: each has tokens of its own.
+_EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
+EXPERT_FACTORISATION = Factorisation(_EXPERT_DIMS, {"dp_cp_tp": _EXPERT_DIMS[1:]})
+
+
+Rows = tuple[tuple[int, ...], ...]
+"""The ranks of each group of a mesh: a partition of all ranks."""
+
+
+def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -> Rows:
+    """Return the groups of a mesh over the dims `along`, of a grid of `dims` with these sizes."""
+    grid = torch.arange(math.prod(sizes[name] for name in dims)).view([sizes[name] for name in dims])
+    others = [place for place, name in enumerate(dims) if name not in along]
+    inner = [place for place, name in enumerate(dims) if name in along]
+    rows = grid.permute(others + inner).reshape(-1, math.prod(sizes[name] for name in along))
+    return tuple(map(tuple, rows.tolist()))
+
+
+def new_group(rows: Rows, description: str) -> dist.ProcessGroup:
+    """Return a new group of this rank's row. A collective of all ranks.
+
+    One rank alone has no communicator: its group is of the back end `fake`, which copies inputs to outputs. NCCL splits
+    the group of all ranks, once for all rows. `new_group` would split it once for each row, of one rank too.
+    """
+    (mine,) = (row for row in rows if dist.get_rank() in row)
+    world, settings = dist.group.WORLD, {"use_local_synchronization": True, "group_desc": description}
+    if len(mine) == 1:
+        return dist.new_group(list(mine), backend="fake", **settings)
+    if world.bound_device_id is not None:
+        return dist.split_group(world, [list(row) for row in rows], group_desc=description)
+    return dist.new_group(list(mine), **settings)
+
+
+class ParallelDims:
+    """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in its factorisations.
+
+    Names whose groups have the same ranks are one mesh, so that each set of ranks has one communicator.
+
+    Needs an initialised process group of `degrees.world_size` ranks.
+    """
+
+    def __init__(self, degrees: Degrees, device_type: str) -> None:
+        self.degrees = degrees
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._roots: list[DeviceMesh] = []
+        sizes = degrees.sizes()
+        ways = [factorisation(tuple(degrees.domain_axes) if degrees.domain else _CP)]
+        ways += [EXPERT_FACTORISATION] * (degrees.ep is not None)
+        self._of_rows: dict[Rows, DeviceMesh] = {}
+        self._own: dict[tuple[Rows, str], dist.ProcessGroup] = {}
+        started = time.monotonic()
+        for way in ways:
+            self._add(way, device_type, sizes)
+        several = sum(1 < len(rows[0]) < degrees.world_size for rows in self._of_rows)
+        seconds = time.monotonic() - started
+        if several:
+            logger.info(f"process groups beside that of all ranks: {several}, made in {seconds:.1f} s")
+
+    def _add(self, way: Factorisation, device_type: str, sizes: Mapping[str, int]) -> None:
+        """Add the meshes of a factorisation; each is that of an earlier name if its groups have the same ranks."""
+        rows = {name: lines(way.dims, (name,), sizes) for name in way.dims}
+        groups = {of_dim: self._group(of_dim, name) for of_dim, name in {rows[name]: name for name in way.dims}.items()}
+        grid = torch.arange(self.degrees.world_size).view([sizes[name] for name in way.dims])
+        of_dims = [groups[rows[name]] for name in way.dims]
+        root = DeviceMesh.from_group(of_dims, device_type, grid, mesh_dim_names=way.dims)
+        for name in way.dims:
+            self._meshes.setdefault(name, self._of_rows.setdefault(rows[name], root[name]))
+        for name, parts in way.flattened.items():
+            of_parts = lines(way.dims, parts, sizes)
+            if of_parts not in self._of_rows:
+                self._of_rows[of_parts] = flattened(root[parts], name)
+            self._meshes[name] = self._of_rows[of_parts]
+        self._roots.append(root)
+
+    def _group(self, rows: Rows, name: str) -> dist.ProcessGroup:
+        """Return this rank's group of a partition of all ranks: that of a mesh, or a new one."""
+        if rows in self._of_rows:
+            return self._of_rows[rows].get_group()
+        return dist.group.WORLD if len(rows) == 1 else new_group(rows, f"mesh_{name}")
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        return self._meshes[name]
+
+    def meshes(self) -> Mapping[str, DeviceMesh]:
+        """Return all 1-D meshes by name; names whose groups have the same ranks share one."""
+        return self._meshes
+
+    def size(self, name: str) -> int:
+        return self._meshes[name].size()
+
+    def rank(self, name: str) -> int:
+        """Return this process's rank in the mesh of that name."""
+        return self._meshes[name].get_local_rank()
+
+    def host_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
+        """Return a group of the ranks of a mesh for tensors in host memory. A collective of all ranks.
+
+        timeout: of the group, if one is made because the mesh has none.
+        """
+        mesh = self[name]
+        if mesh.device_type == "cpu" or mesh.size() == 1:
+            return mesh.get_group()
+        return self._gloo_group(mesh, timeout)
+
+    def _gloo_group(self, mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
+        ranks = torch.tensor(dist.get_process_group_ranks(mesh.get_group()), device=mesh.device_type)
+        of_all = {tuple(row) for row in all_gather(ranks, self["world"]).tolist()}
+        group, _ = dist.new_subgroups_by_enumeration([list(row) for row in sorted(of_all)], timeout, backend="gloo")
+        return group
+
+    def own_group(self, name: str, purpose: str) -> dist.ProcessGroup | None:
+        """Return a group of a mesh's ranks for one purpose alone; None for one rank. A collective of all ranks.
+
+        NCCL runs the operations of a communicator one after another. Another call returns the same group.
+        """
+        rows = next(rows for rows, mesh in self._of_rows.items() if mesh is self[name])
+        if len(rows[0]) > 1 and (rows, purpose) not in self._own:
+            self._own[rows, purpose] = new_group(rows, purpose)
+        return self._own.get((rows, purpose))
+
+    def stage_group(self) -> dist.ProcessGroup:
+        """Return the group of all ranks of this one's pipeline stage, which share its parameters.
+
+        A collective of all ranks, where no mesh has these ranks.
+        """
+        root, sizes = self._roots[0], self.degrees.sizes()
+        rows = lines(root.mesh_dim_names, root.mesh_dim_names[1:], sizes)
+        if (rows, "stage") not in self._own:
+            self._own[rows, "stage"] = self._group(rows, "stage")
+        return self._own[rows, "stage"]
+
+    def group_names(self) -> str:
+        """Return the names of this rank's process groups; they depend on the degrees and the order of creation."""
+        return " ".join(mesh.get_group().group_name for mesh in self._meshes.values())
+
+    @property
+    def hybrid_mesh(self) -> DeviceMesh:
+        """The 2-D mesh (ring, all-to-all) of the ranks that share a sequence."""
+        return self._roots[0][_CP]
+
+    @property
+    def parameter_mesh(self) -> DeviceMesh:
+        """The mesh for `fully_shard`: 1-D (dp_shard_cp), or 2-D (dp_replicate, dp_shard_cp) with replicas.
+
+        With a 2-D mesh `fully_shard` does HSDP; plain data parallelism is HSDP with a second size of one.
+        """
+        return self._with_replicas("dp_shard_cp")
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The mesh for `fully_shard` of experts: 1-D (efsdp), or 2-D (dp_replicate, efsdp) with replicas."""
+        return self._with_replicas("efsdp")
+
+    def _with_replicas(self, name: str) -> DeviceMesh:
+        if self.size("dp_replicate") == 1:
+            return self[name]
+        return DeviceMesh._concatenate([self["dp_replicate"], self[name]])

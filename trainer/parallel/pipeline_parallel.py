@@ -1,0 +1,188 @@
+"""The stages of this rank and the schedule that runs them (torch.distributed.pipelining).
+
+The shape of the hidden states is known, (sequences of a micro-batch, tokens of this rank, dim), so that the schedule
+runs no extra forward to find it. Gradients are sums; they are not divided by the number of micro-batches.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from longshard.sharding.exchange import Transfer, send_receive
+from trainer.config.errors import ConfigError
+from trainer.job.pipeline_stages import PipelinePlan
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has the first and the last stage
+
+LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The hidden states that one stage of a pipeline sends to the next: (sequences * rows, length / tp, dim)."""
+
+    dim: int
+    dtype: torch.dtype
+    tp: int = 1
+    """Tensor-parallel ranks, which shard them along the sequence."""
+    rows: int = 1
+    """Rows for each sequence of a step: one, and one for each further token."""
+
+    def shape(self, sequences: int, length: int) -> tuple[int, int, int]:
+        """Return the shape on one rank, without rows of further tokens."""
+        return sequences, length // self.tp, self.dim
+
+
+class Pipeline:
+    """Runs batches through all stages, forward and backward, cut into micro-batches.
+
+    Args:
+        plan: The stages of all ranks, and their schedule.
+        model_parts: The stages of this rank, in the order of `plan.stages_of(rank)`.
+        mesh: The 1-D pipeline mesh.
+        device: The device of this rank.
+        hidden: What a stage sends to the next one.
+
+    Raises:
+        ConfigError: the schedule of the plan's CSV file cannot run, or this PyTorch cannot run the schedule.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        model_parts: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        device: torch.device,
+        hidden: HiddenStates,
+    ) -> None:
+        self.plan = plan
+        self.model_parts = model_parts
+        self._mesh = mesh
+        self._device = device
+        self._hidden = hidden
+        self._numbers = plan.stages_of(mesh.get_local_rank())
+        self.has_first, self.has_last = 0 in self._numbers, len(plan.stages) - 1 in self._numbers
+        self._shape: tuple[int, int] | None = None
+        self._schedule = None
+        self._group = mesh.get_group()
+        self._loss: LossFunction | None = None
+        # At an error PyTorch would print the whole schedule on every rank.
+        logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
+        self._prepare((plan.micro_batches, hidden.tp))  # any shape shows whether the schedule can run
+
+    def step(
+        self, tokens: torch.Tensor, labels: torch.Tensor, loss: LossFunction, **per_sequence: torch.Tensor | None
+    ) -> None:
+        """Run forward and backward of the whole batch, and add to the gradients. A collective over the pipeline.
+
+        tokens, labels: (B, S), used by the first and the last stage; loss: (last model part, its hidden states, labels)
+        of a micro-batch -> a sum to differentiate; per_sequence: (B, ...), arguments of every model part's forward,
+        which are cut into micro-batches too.
+        """
+        if self._shape != tokens.shape:
+            self._prepare(tuple(tokens.shape))
+        self._loss = loss
+        given = {name: x for name, x in per_sequence.items() if x is not None}
+        arguments = (tokens,) if self.has_first else ()
+        try:
+            self._schedule.step(*arguments, target=labels if self.has_last else None, return_outputs=False, **given)
+        except RuntimeError as error:
+            # PyTorch wraps a stage's exception in one that only lists the stage's arguments.
+            raise (error.__cause__ or error) from None
+        finally:
+            self._loss = None
+            for stage in self._stages:
+                stage.clear_runtime_states()  # else gradients of received tensors live on to the next step
+
+    def __call__(self, tokens: torch.Tensor, **arguments: torch.Tensor | None) -> torch.Tensor | None:
+        """Run the forward of a batch through all stages, one after another; return the last stage's hidden states.
+
+        None on the ranks without the last stage. Gradients are off. Hidden states are sent in the order of the stages,
+        whatever the schedule. A collective over the pipeline.
+        """
+        rank, stages = self._mesh.get_local_rank(), len(self.plan.stages)
+        owners = {number: r for r in range(self._mesh.size()) for number in self.plan.stages_of(r)}
+        shape = self._hidden.shape(*tokens.shape)
+        sent, hidden = [], None
+        for number, part in zip(self._numbers, self.model_parts, strict=True):
+            if number == 0:
+                x = tokens
+            elif owners[number - 1] == rank:
+                x = hidden
+            else:
+                x = torch.empty(shape, dtype=self._hidden.dtype, device=self._device)
+                arriving = Transfer(x, owners[number - 1], is_send=False)
+                send_receive([arriving], self._group, kind="pipeline").wait()
+            hidden = part(x, **arguments)
+            if number + 1 < stages and owners[number + 1] != rank:
+                leaving = Transfer(hidden.contiguous(), owners[number + 1], is_send=True)
+                sent.append(send_receive([leaving], self._group, kind="pipeline"))
+        for pending in sent:
+            pending.wait()
+        return hidden if self.has_last else None
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long stages wait for each other's messages; a collective over the pipeline.
+
+        `set_group_timeout` changes collectives alone: for messages, a gloo group keeps the time-out with which it was
+        made. So the stages get a new group.
+        """
+        if dist.get_backend(self._group) != "gloo":
+            return
+        ranks = dist.get_process_group_ranks(self._group)
+        self._group = dist.new_group(
+            ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True, group_desc="pp_messages"
+        )
+        if self._shape is not None:
+            self._prepare(self._shape)
+
+    def _prepare(self, shape: tuple[int, int]) -> None:
+        sequences, length = shape[0] // self.plan.micro_batches, shape[1]
+        tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
+        hidden_shape = self._hidden.shape(sequences * self._hidden.rows, length)
+        hidden = torch.empty(hidden_shape, dtype=self._hidden.dtype, device="meta")
+        hidden.requires_grad_()
+        self._stages = [
+            PipelineStage(
+                part,
+                number,
+                len(self.plan.stages),
+                self._device,
+                input_args=tokens if number == 0 else hidden,
+                output_args=hidden,
+                group=self._group,
+            )
+            for number, part in zip(self._numbers, self.model_parts, strict=True)
+        ]
+        self._schedule, self._shape = self._build(self._stages), shape
+
+    def _build(self, stages: list[PipelineStage]) -> object:
+        if self.plan.schedule in V_SHAPED and torch.__version__ < (2, 12) and dist.get_backend(self._group) == "gloo":
+            raise ConfigError(
+                f"parallelism.pipeline_parallel_schedule = {self.plan.schedule!r} needs PyTorch 2.12 or newer on CPUs; "
+                f"this is {torch.__version__}, whose ranks send themselves a message; use 'Interleaved1F1B'"
+            )
+        settings = {"loss_fn": lambda hidden, labels: self._loss(self.model_parts[-1], hidden, labels)}
+        settings["scale_grads"] = False
+        if self.plan.csv is not None:
+            schedule = torch_schedules._PipelineScheduleRuntime(stages, self.plan.micro_batches, **settings)
+            try:
+                schedule._load_csv(self.plan.csv)
+            except (AssertionError, ValueError) as error:
+                reason = str(error).split("\n")[0]
+                raise ConfigError(
+                    f"parallelism.pipeline_parallel_schedule_csv = {self.plan.csv!r} cannot run ({reason}); order the "
+                    "computations so that each comes after what it needs"
+                ) from None
+            return schedule
+        kind = torch_schedules.get_schedule_class(self.plan.schedule)
+        single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+        return kind(stages[0] if single else stages, self.plan.micro_batches, **settings)
