@@ -36,7 +36,11 @@ from trainer.observer import OBSERVERS
 
 
 def register_model(
-    name: str, flavors: Mapping[str, ModelArgs], *, spec: str, hugging_face: HFConfig | None = None
+    name: str,
+    flavors: Mapping[str, ModelArgs],
+    *,
+    spec: str,
+    hugging_face: HFConfig | None = None,
 ) -> None:
     """Add a model family, for `model.name`.
 
@@ -93,9 +97,13 @@ def register_table(name: str, table: type[Any]) -> None:
     they have an effect.
     """
     if name in {table.name for table in fields(JobConfig)}:
-        raise ConfigError(f"a table named {name!r} exists already; register yours under another name")
+        raise ConfigError(
+            f"a table named {name!r} exists already; register yours under another name"
+        )
     if not (isinstance(table, type) and is_dataclass(table)):
-        raise ConfigError(f"register_table({name!r}) needs a frozen dataclass, and got {table!r}")
+        raise ConfigError(
+            f"register_table({name!r}) needs a frozen dataclass, and got {table!r}"
+        )
     TABLES.add(name, table)
 
 
@@ -107,7 +115,9 @@ def register_optimizer(name: str, place: str) -> None:
     sets `lr` of its groups. Settings of its own stand in a table of its own, see `register_table`.
     """
     if name in OPTIMIZERS_HERE:
-        raise ConfigError(f"an optimizer named {name!r} exists already; register yours under another name")
+        raise ConfigError(
+            f"an optimizer named {name!r} exists already; register yours under another name"
+        )
     check_place(f"register_optimizer({name!r}): place", place)
     OPTIMIZERS.add(name, place)
     CHOICES.setdefault("optimizer.name", []).append(name)
@@ -116,7 +126,9 @@ def register_optimizer(name: str, place: str) -> None:
 def register_method(name: str, method: Method) -> None:
     """Add a method of context parallelism, for `parallelism.context_parallel_method`; `auto` weighs it, too."""
     if METHODS.setdefault(name, method) is not method:
-        raise ConfigError(f"a method named {name!r} exists already; register yours under another name")
+        raise ConfigError(
+            f"a method named {name!r} exists already; register yours under another name"
+        )
     CHOICES.setdefault("parallelism.context_parallel_method", []).append(name)
 
 

@@ -9,7 +9,9 @@ _TRAINING = ("torch", "tiktoken")
 
 def check_installed(*, training: bool) -> None:
     """End the process with exit code 2 if a package is missing. training: also those that only training needs."""
-    missing = [name for name in (*_EVERY_COMMAND, *_TRAINING * training) if find_spec(name) is None]
+    missing = [
+        name for name in (*_EVERY_COMMAND, *_TRAINING * training) if find_spec(name) is None
+    ]
     if missing:
         print(
             f"error: {sys.executable} lacks {' '.join(missing)}; run `make train` once, which installs them into "

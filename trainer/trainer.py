@@ -17,7 +17,12 @@ from trainer.components.early_update import EarlyUpdates
 from trainer.components.lr_scheduler import build_lr_scheduler, check_restart, scheduled_rate
 from trainer.components.metrics import MetricsLogger, StepRecord
 from trainer.components.norms import UpdateNorms, clip_gradients, settle_gradients, squared_norm
-from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups, mask_update
+from trainer.components.optimizer import (
+    build_optimizer,
+    can_mask_update,
+    check_groups,
+    mask_update,
+)
 from trainer.components.preparation import prepare_machine, prepare_process
 from trainer.components.profiling import profiling
 from trainer.components.qk_clip import QKClip
@@ -47,7 +52,9 @@ from trainer.transforms.float8 import precompute_scales
 
 _NO_DATA = "the data of the next step cannot be read: stopped"
 _SAVED = "checkpoint saved: the same command resumes from it"
-_NOT_SAVED = "nothing saved: with --checkpoint.enable a run saves, and the same command resumes it"
+_NOT_SAVED = (
+    "nothing saved: with --checkpoint.enable a run saves, and the same command resumes it"
+)
 
 
 class Trainer:
@@ -75,25 +82,37 @@ class Trainer:
         self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
         prepare_process(config.training)
         raise_on_all_ranks(partial(prepare_machine, job, self.dims, device), self.dims["world"])
-        say_waiting(f"reading the data {config.training.dataset_path or config.training.dataset}")
+        say_waiting(
+            f"reading the data {config.training.dataset_path or config.training.dataset}"
+        )
         self.task = self.build_task()
         self.data = BatchesAhead(self.task.build_loader(), job.micro_batches, self._to_device)
-        check_same(data_identity(self.data.state_dict(), config.training), self.dims["world"], "data")
+        check_same(
+            data_identity(self.data.state_dict(), config.training), self.dims["world"], "data"
+        )
         self.spec = model_spec(config.model.name)
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
         self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
-        self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
+        self.parameters = [
+            p for part in self.model_parts for p in part.parameters() if p.requires_grad
+        ]
         self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = self.build_optimizer()
         self.observers += self.build_observers_of_updates()
-        self.early = EarlyUpdates(*self.model_parts, self.optimizer, device) if config.training.updates_early else None
+        self.early = (
+            EarlyUpdates(*self.model_parts, self.optimizer, device)
+            if config.training.updates_early
+            else None
+        )
         self.updates_masked = self.early is None and can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.unread: Callable[[], None] | None = None
         """The rest of the last step, which reads its outcome; None if it is done."""
-        self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+        self.lr_scheduler = build_lr_scheduler(
+            self.optimizer, config.lr_scheduler, config.training.steps
+        )
         self.checkpoint = self.build_checkpointer()
         self.validation = self.build_validation() if job.validates else None
         self._has_validated = False
@@ -101,7 +120,9 @@ class Trainer:
         check_restart(config.lr_scheduler, self.start_step)
         if job.task.uses_model:
             self.task.use_model(self)
-        self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
+        self.metrics = MetricsLogger(
+            job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before
+        )
 
     def build_stop(self) -> Stop:
         """Build what ends the run early: signals, and `job.max_minutes`."""
@@ -124,7 +145,9 @@ class Trainer:
 
     def build_observers(self) -> list[Observer]:
         """Build what takes part in each step: the model's, the task's, and those of packages, in this order."""
-        added = [build(self.job, self.dims, self.model_parts) for build in registered_observers()]
+        added = [
+            build(self.job, self.dims, self.model_parts) for build in registered_observers()
+        ]
         of_model = self.spec.observer(self.model_parts, self.dims)
         return [of_model, *self.task.observers(), self.guard, *added]
 
@@ -133,7 +156,11 @@ class Trainer:
         config = self.config
         found: list[Observer] = []
         if config.optimizer.qk_clip is not None and config.task == "tokens":
-            found.append(clip := QKClip(self.model_parts, self.optimizer, self.dims, config.optimizer.qk_clip))
+            found.append(
+                clip := QKClip(
+                    self.model_parts, self.optimizer, self.dims, config.optimizer.qk_clip
+                )
+            )
             self.task.see_scores = clip.see
         if config.metrics.log_update_norms:
             found.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
@@ -164,7 +191,9 @@ class Trainer:
     def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline:
         """Return the pipeline, which runs these stages of this rank by its schedule."""
         model = self.job.model
-        hidden = HiddenStates(model.dim, self.compute_dtype, self.dims.size("tp"), rows=1 + mtp_layers_of(model))
+        hidden = HiddenStates(
+            model.dim, self.compute_dtype, self.dims.size("tp"), rows=1 + mtp_layers_of(model)
+        )
         build = partial(Pipeline, plan, model_parts, self.dims["pp"], self.device, hidden)
         pipeline = raise_on_all_ranks(build, self.dims["world"])
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
@@ -178,8 +207,10 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
             SharedConfigError: the data of a step cannot be read; the step before is saved.
         """
-        config, steps = self.config, self.config.training.steps
-        folder, rank = Path(config.job.dump_folder), self.dims.rank("world")
+        config = self.config
+        steps = self.config.training.steps
+        folder = Path(config.job.dump_folder)
+        rank = self.dims.rank("world")
         compilations = Recompilations(self.job.compilation, self.start_step + 1)
         try:
             with (
@@ -199,10 +230,15 @@ class Trainer:
                     last = step == steps or self.stop_reason is not None
                     with self.limits.paused():
                         best = self._validate(step, last, compilations)
-                        tokens, due = self.metrics.tokens_seen(step), self.save_is_due
-                        saved = self.checkpoint.save(step, tokens_seen=tokens, last=last, due=due, best=best)
+                        tokens = self.metrics.tokens_seen(step)
+                        due = self.save_is_due
+                        saved = self.checkpoint.save(
+                            step, tokens_seen=tokens, last=last, due=due, best=best
+                        )
                     if self.stop_reason:
-                        logger.info(f"{self.stop_reason} after step {step}; {_SAVED if saved else _NOT_SAVED}")
+                        logger.info(
+                            f"{self.stop_reason} after step {step}; {_SAVED if saved else _NOT_SAVED}"
+                        )
                         if self.stop_reason == _NO_DATA:
                             raise_on_all_ranks(self.data.check, self.dims["world"])
                         return
@@ -231,22 +267,35 @@ class Trainer:
             self.forward_backward(batch, valid.clamp(min=1), last=i == len(batches) - 1)
             for i, batch in enumerate(batches)
         ]
-        sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
-        self._make_next_batches(step)  # while the device works; all ranks learn of bad data with the totals
-        self.read_step()  # the step before; no update is launched after a step that ends the run
+        # of each sample
+        sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))
+        # while the device works; all ranks learn of bad data with the totals
+        self._make_next_batches(step)
+        # the step before; no update is launched after a step that ends the run
+        self.read_step()
         with region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
-            votes = [*self.stop.votes(), self.checkpoint.vote(), float(self.data.failed), self.limits.vote()]
-            totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), votes, self.dims)
+            votes = [
+                *self.stop.votes(),
+                self.checkpoint.vote(),
+                float(self.data.failed),
+                self.limits.vote(),
+            ]
+            totals = StepTotals(
+                loss_part, squared_norm(self.parameters, self.dims), votes, self.dims
+            )
         left_out = totals.not_finite
         if self.updates_masked:
             mask_update(self.optimizer, left_out)
             self.optimizer_step(totals.norm)
         for observer in self.observers:
             observer.end_step(left_out)
-        lr, at_once = scheduled_rate(self.lr_scheduler, self.config.optimizer.lr), self.needs_outcome(step)
-        record = self.metrics.record(step, sums, counts, lr=lr, data=self.data, late=not at_once)
+        lr = scheduled_rate(self.lr_scheduler, self.config.optimizer.lr)
+        at_once = self.needs_outcome(step)
+        record = self.metrics.record(
+            step, sums, counts, lr=lr, data=self.data, late=not at_once
+        )
         self.unread = partial(self.finish_step, step, totals, record)
         if at_once:
             self.read_step()
@@ -261,7 +310,9 @@ class Trainer:
         check_same_batch(self.task, batches[0], self.dims)
         return batches
 
-    def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_backward(
+        self, batch: Batch, valid: torch.Tensor, *, last: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of one micro-batch, and add to the gradients.
 
         valid: number of targets of the whole step, over all ranks; last: no micro-batch of this step follows.
@@ -288,13 +339,23 @@ class Trainer:
                     self.pipeline.step(share.inputs, share.targets, loss, **share.arguments)
             else:
                 self._run_parts(share.parts, loss, last=last)
-            losses = torch.cat(parts[::-1], 1) if share.chunks else torch.cat(parts) if parts else None
+            losses = (
+                torch.cat(parts[::-1], 1)
+                if share.chunks
+                else torch.cat(parts)
+                if parts
+                else None
+            )
             for observer in self.observers if parts else ():
                 observer.losses(batch, losses)
         counts = self.task.counts(batch)
-        return torch.zeros_like(counts, dtype=torch.float64) if losses is None else losses.double().sum(1), counts
+        return torch.zeros_like(
+            counts, dtype=torch.float64
+        ) if losses is None else losses.double().sum(1), counts
 
-    def _run_parts(self, parts: Sequence[RankInputs], loss: LossFunction, *, last: bool) -> None:
+    def _run_parts(
+        self, parts: Sequence[RankInputs], loss: LossFunction, *, last: bool
+    ) -> None:
         """Run forward and backward of a micro-batch, or of its chunks, from the last to the first."""
         (model,) = self.model_parts
         with region("forward"), torch.no_grad():
@@ -312,14 +373,18 @@ class Trainer:
 
     def needs_outcome(self, step: int) -> bool:
         """Return whether a step is read at once: its update, or what is done after it, depends on the outcome."""
-        ends = step in (self.start_step + 1, self.config.training.steps) or self.stop_reason is not None
+        ends = (
+            step in (self.start_step + 1, self.config.training.steps)
+            or self.stop_reason is not None
+        )
         saves = self.save_is_due or self.checkpoint.due(step)
         validates = self.validation is not None and self.validation.due(step, last=False)
         return not self.updates_masked or ends or saves or validates
 
     def read_step(self) -> None:
         """Do the rest of the last step, if it is left."""
-        rest, self.unread = self.unread, None
+        rest = self.unread
+        self.unread = None
         if rest is not None:
             rest()
 
@@ -329,7 +394,11 @@ class Trainer:
         if updated and not self.updates_masked:
             self.optimizer_step(grad_norm)
         if updated and record is not None:
-            more = {key: x for each in self.observers for key, x in each.record(record.positions).items()}
+            more = {
+                key: x
+                for each in self.observers
+                for key, x in each.record(record.positions).items()
+            }
             self.metrics.log(step, loss=loss, grad_norm=grad_norm, record=record, more=more)
 
     def reduce_step(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
@@ -340,7 +409,8 @@ class Trainer:
         """
         loss, norm, (*votes, save, no_data, slow) = totals.read()
         self.limits.step_was_read(slow > 0)
-        self.stop_reason, self.save_is_due = self.stop.reason(votes) or (_NO_DATA if no_data else None), save > 0
+        self.stop_reason = self.stop.reason(votes) or (_NO_DATA if no_data else None)
+        self.save_is_due = save > 0
         return loss, norm, not self.guard.should_skip(step, loss, norm)
 
     def optimizer_step(self, norm: float | torch.Tensor) -> None:
@@ -353,17 +423,26 @@ class Trainer:
     def _validate(self, step: int, last: bool, compilations: Recompilations) -> float | None:
         """Validate if it is due; return the loss if its checkpoint is kept as the best so far."""
         # A run that is stopped has little time left to save.
-        if self.validation is None or self.stop_reason or not self.validation.due(step, last=last):
+        if (
+            self.validation is None
+            or self.stop_reason
+            or not self.validation.due(step, last=last)
+        ):
             return None
         first_compiles = self.job.compilation.any and not self._has_validated
         with self.metrics.paused(), region("validation"):
             say_waiting(f"validating after step {step}")
-            with self.limits.while_compiling() if first_compiles else nullcontext():  # stages compile in turn
+            # stages compile in turn
+            with self.limits.while_compiling() if first_compiles else nullcontext():
                 result = self.validation.run(self.model_parts, self.pipeline)
         self._has_validated = True
         compilations.expected()  # a forward without gradients is a graph of its own
         self.metrics.log_validation(step, result)
-        return result.loss if self.config.validation.keep_best and result.loss < self.checkpoint.best else None
+        return (
+            result.loss
+            if self.config.validation.keep_best and result.loss < self.checkpoint.best
+            else None
+        )
 
     def _make_next_batches(self, step: int) -> None:
         """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data.
@@ -387,4 +466,7 @@ class Trainer:
         """Copy the tensors of a batch to the device, from pinned memory and on CUDA asynchronously, if no task does."""
         if self.job.task.copies_batches:
             return batch
-        return {name: to_device(x, self.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+        return {
+            name: to_device(x, self.device) if isinstance(x, torch.Tensor) else x
+            for name, x in batch.items()
+        }

@@ -136,10 +136,24 @@ def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 @context_parallel_attention.register_fake
-def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None, keep_exchanged=False, softcap=0.0, up=None):
+def _(
+    q,
+    k,
+    v,
+    plan,
+    scale,
+    is_causal=True,
+    window=0,
+    sinks=None,
+    keep_exchanged=False,
+    softcap=0.0,
+    up=None,
+):
     b, h, s, d = q.shape
     d = d if up is None else value_dim(q, k, up)
-    sizes = (torch.library.get_ctx().new_dynamic_size() if keep_exchanged else 0 for _ in range(2))
+    sizes = (
+        torch.library.get_ctx().new_dynamic_size() if keep_exchanged else 0 for _ in range(2)
+    )
     kept = (q.new_empty(size, dtype=torch.uint8) for size in sizes)
     out = q.new_empty(b, s, h, d).transpose(1, 2)
     return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32)), *kept
@@ -151,7 +165,9 @@ def _(dout, saved, kv_heads, plan, scale, is_causal, window, sinks, softcap, up)
         gradients = (_like(dout, heads) for heads in (dout.shape[1], kv_heads, kv_heads))
     else:
         gradients = map(torch.empty_like, saved[:3])
-    return *gradients, *(dout.new_empty(0) if x is None else torch.empty_like(x) for x in (sinks, up))
+    return *gradients, *(
+        dout.new_empty(0) if x is None else torch.empty_like(x) for x in (sinks, up)
+    )
 
 
 def _like(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -160,7 +176,19 @@ def _like(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, keep_exchanged, ctx.softcap, up = inputs
+    (
+        q,
+        k,
+        v,
+        plan,
+        ctx.scale,
+        ctx.is_causal,
+        ctx.window,
+        sinks,
+        keep_exchanged,
+        ctx.softcap,
+        up,
+    ) = inputs
     ctx.kv_heads = k.shape[1]
     out, lse, *kept = output
     ctx.save_for_backward(*(kept if keep_exchanged else (q, k, v, out, lse)), plan, sinks, up)
@@ -171,9 +199,19 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, dout: torch.Tensor, *_: None):
     *saved, plan, sinks, up = ctx.saved_tensors
     dq, dk, dv, dsinks, dup = _context_parallel_attention_backward(
-        dout, saved, ctx.kv_heads, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, ctx.softcap, up
+        dout,
+        saved,
+        ctx.kv_heads,
+        plan,
+        ctx.scale,
+        ctx.is_causal,
+        ctx.window,
+        sinks,
+        ctx.softcap,
+        up,
     )
-    dsinks, dup = None if sinks is None else dsinks, None if up is None else dup
+    dsinks = None if sinks is None else dsinks
+    dup = None if up is None else dup
     return dq, dk, dv, None, None, None, None, dsinks, None, None, dup
 
 
@@ -204,8 +242,12 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 _QKV_UP = 0, 1, 2, 10
 for _device_type in ("cpu", "cuda"):
-    add_autocast_rule(torch.ops.longshard.context_parallel_attention.default, _device_type, casts=_QKV_UP)
-    add_autocast_rule(torch.ops.longshard.context_parallel_attention_backward.default, _device_type, casts=())
+    add_autocast_rule(
+        torch.ops.longshard.context_parallel_attention.default, _device_type, casts=_QKV_UP
+    )
+    add_autocast_rule(
+        torch.ops.longshard.context_parallel_attention_backward.default, _device_type, casts=()
+    )
 
 
 # ---- the style
@@ -244,14 +286,18 @@ class ContextParallelAttention(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Dropout would need the same random pairs in every tile and in the backward.
         rates = [part.p for part in module.modules() if isinstance(part, nn.Dropout)]
-        rates += [getattr(module, name, 0.0) for name in ("dropout", "dropout_p", "attention_dropout")]
+        rates += [
+            getattr(module, name, 0.0) for name in ("dropout", "dropout_p", "attention_dropout")
+        ]
         for rate in rates:
             if isinstance(rate, int | float) and rate > 0:
                 raise ContextParallelError(
                     f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, or drop "
                     "elsewhere, such as after the output projection"
                 )
-        forward = _forward_of(self.is_causal, self.sliding_window or 0, self.keep_exchanged, self.softcap or 0.0)
+        forward = _forward_of(
+            self.is_causal, self.sliding_window or 0, self.keep_exchanged, self.softcap or 0.0
+        )
         replace_forward(module, "context parallelism", forward)
         module._context_parallel_mark = Mark(device_mesh.get_group())
         return module
@@ -263,7 +309,13 @@ def _forward_of(is_causal: bool, window: int, keep_exchanged: bool, softcap: flo
 
     Modules of one kind share it: the compiler guards on the object, and would compile each layer again.
     """
-    return partial(_forward, is_causal=is_causal, window=window, keep_exchanged=keep_exchanged, softcap=softcap)
+    return partial(
+        _forward,
+        is_causal=is_causal,
+        window=window,
+        keep_exchanged=keep_exchanged,
+        softcap=softcap,
+    )
 
 
 def _forward(

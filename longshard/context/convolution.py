@@ -28,7 +28,10 @@ Tiles = Sequence[tuple[int, int]]
 
 @torch.library.custom_op("longshard::context_parallel_convolution", mutates_args=())
 def context_parallel_convolution(
-    x: torch.Tensor, weight: torch.Tensor, plan: torch.Tensor, positions: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: torch.Tensor,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convolve each channel of this rank's rows with the rows before them; a collective over the plan's mesh.
 
@@ -46,20 +49,29 @@ def context_parallel_convolution(
 
 @torch.library.custom_op("longshard::context_parallel_convolution_backward", mutates_args=())
 def _context_parallel_convolution_backward(
-    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, plan: torch.Tensor, positions: torch.Tensor | None
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: torch.Tensor,
+    positions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dx, and this rank's part of the gradient of the weight."""
-    kernel, reach = weight.shape[2], None
+    kernel = weight.shape[2]
+    reach = None
     if positions is not None:
         # Positions of later rows are sent with their gradients, as one more channel; small numbers are exact.
-        dout = torch.cat((dout, positions.clamp(max=kernel - 1).unsqueeze(-1).to(dout.dtype)), -1)
+        dout = torch.cat(
+            (dout, positions.clamp(max=kernel - 1).unsqueeze(-1).to(dout.dtype)), -1
+        )
     rows, tiles = _fetched(dout, x, plan, Window(kernel, after=kernel - 1))
     if positions is not None:
         rows, reach = rows[..., :-1], rows[..., -1]
     return gradients(rows, reach, x, weight, tiles)
 
 
-def _fetched(rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Window) -> tuple[torch.Tensor, Tiles]:
+def _fetched(
+    rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Window
+) -> tuple[torch.Tensor, Tiles]:
     """Return the rows that the windows of this rank's rows read, and its tiles. rows: x (B, S, C), or its gradient."""
     live, _ = resolve(plan)
     axis = Axis(live.layout, live.mesh.get_group())
@@ -72,7 +84,8 @@ def _fetched(rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Wi
         return rows, []
     live.other_calls += 1
     windows = window_plan(live.layout, window)
-    tiles, first = [], 0
+    tiles = []
+    first = 0
     for outputs, inputs in windows.tiles[axis.rank]:
         tiles.append((first, outputs[1] - outputs[0]))
         first += inputs[1] - inputs[0]
@@ -114,7 +127,11 @@ class ContextParallelConvolution(ParallelStyle):
 
 
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, *, positions: torch.Tensor | None = None, plan: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run as the forward of a parallelised module."""
     if plan is None:
@@ -128,33 +145,45 @@ def _forward(
 # ---- arithmetic
 
 
-def convolved(rows: torch.Tensor, weight: torch.Tensor, reach: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+def convolved(
+    rows: torch.Tensor, weight: torch.Tensor, reach: torch.Tensor | None, tiles: Tiles
+) -> torch.Tensor:
     """Return the convolution at the rows of all tiles, one after another: (B, S, C), as the rows.
 
     rows: (B, R, C), where R is S + kernel - 1 for one tile; weight: (C, 1, kernel); reach: (B, S). Sums are float32 at
     least.
     """
     last = weight.shape[2] - 1
-    taps = weight.to(torch.promote_types(rows.dtype, torch.float32)).unbind(2)  # kernel x (C, 1)
+    # kernel x (C, 1)
+    taps = weight.to(torch.promote_types(rows.dtype, torch.float32)).unbind(2)
     total = _of_tiles(rows, tiles, last) * taps[last].squeeze(1)
     for tap in range(1, last + 1):
-        total += _reached(_of_tiles(rows, tiles, last - tap), reach, tap) * taps[last - tap].squeeze(1)
+        total += _reached(_of_tiles(rows, tiles, last - tap), reach, tap) * taps[
+            last - tap
+        ].squeeze(1)
     return total.to(rows.dtype)
 
 
 def gradients(
-    rows: torch.Tensor, reach: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles
+    rows: torch.Tensor,
+    reach: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tiles: Tiles,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of the tiles' own rows x (B, S, C), and their part of the gradient of the weight.
 
     rows: (B, R, C), gradients of the outputs; reach: (B, R), of these outputs.
     """
-    last, dtype = weight.shape[2] - 1, torch.promote_types(rows.dtype, torch.float32)
-    dx, taps = x.new_zeros(x.shape, dtype=dtype), weight.to(dtype).unbind(2)
+    last = weight.shape[2] - 1
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dx = x.new_zeros(x.shape, dtype=dtype)
+    taps = weight.to(dtype).unbind(2)
     dweight = weight.new_zeros(weight.shape, dtype=dtype)
     for tap in range(last + 1):
         here = None if reach is None else _of_tiles(reach, tiles, tap)
-        dy = _reached(_of_tiles(rows, tiles, tap), here, tap)  # of the output that read x by this tap
+        # of the output that read x by this tap
+        dy = _reached(_of_tiles(rows, tiles, tap), here, tap)
         dx += dy * taps[last - tap].squeeze(1)
         dweight[:, 0, last - tap] = (dy.to(dtype) * x).sum((0, 1))
     return dx.to(x.dtype), dweight.to(weight.dtype)
@@ -170,4 +199,6 @@ def _of_tiles(rows: torch.Tensor, tiles: Tiles, offset: int) -> torch.Tensor:
 
 def _reached(rows: torch.Tensor, reach: torch.Tensor | None, tap: int) -> torch.Tensor:
     """Return rows (B, S, C) with zeros where a tap begins before its output's document."""
-    return rows if reach is None or tap == 0 else rows.masked_fill((reach < tap).unsqueeze(-1), 0)
+    return (
+        rows if reach is None or tap == 0 else rows.masked_fill((reach < tap).unsqueeze(-1), 0)
+    )

@@ -54,7 +54,11 @@ def linear_attention(
         ends = Given(states_before(maps, place.axis, v.shape[3], reverse=False))
     out, entries, last = local.forward(ends)
     kept = [entries] if maps is None else [entries, maps[..., v.shape[3] :]]
-    return out.to(v.dtype), torch.cat([x.reshape(-1) for x in kept]).view(torch.uint8), last.clone()
+    return (
+        out.to(v.dtype),
+        torch.cat([x.reshape(-1) for x in kept]).view(torch.uint8),
+        last.clone(),
+    )
 
 
 @torch.library.custom_op("longshard::linear_attention_backward", mutates_args=())
@@ -72,7 +76,8 @@ def _linear_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k, v, log_decay and beta ((0,) without one)."""
     place, local = _local(Tokens(q, k, v, log_decay, beta, positions, scale), plan)
-    kept, size = kept.view(torch.promote_types(v.dtype, torch.float32)), math.prod(local.shape)
+    kept = kept.view(torch.promote_types(v.dtype, torch.float32))
+    size = math.prod(local.shape)
     local.begin_backward(dout, kept[:size].view(local.shape))
     if place.has_maps:
         transitions = kept[size:].view(*local.shape[:-1], 1 if beta is None else q.shape[3])
@@ -88,10 +93,23 @@ def _linear_attention_backward(
 
 def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, ChunkedPass | KernelPass]:
     """Check the inputs of the operator, and return where they are and what computes them."""
-    q, k, v, log_decay, beta = x.q, x.k, x.v, x.log_decay, x.beta
-    alike = q.ndim == v.ndim == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2] and v.shape[2] % q.shape[2] == 0
+    q = x.q
+    k = x.k
+    v = x.v
+    log_decay = x.log_decay
+    beta = x.beta
+    alike = (
+        q.ndim == v.ndim == 4
+        and q.shape == k.shape
+        and q.shape[:2] == v.shape[:2]
+        and v.shape[2] % q.shape[2] == 0
+    )
     decays = (v.shape[:3], (*v.shape[:3], q.shape[-1]))
-    if not alike or log_decay.shape not in decays or (beta is not None and beta.shape != v.shape[:3]):
+    if (
+        not alike
+        or log_decay.shape not in decays
+        or (beta is not None and beta.shape != v.shape[:3])
+    ):
         raise ContextParallelError(
             f"linear attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, decays "
             f"{tuple(log_decay.shape)} and beta {None if beta is None else tuple(beta.shape)}; give (B, S, H, K) "
@@ -105,7 +123,11 @@ def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, ChunkedPass | K
 def _(q, k, v, log_decay, beta, plan, positions, scale):
     dtype = torch.promote_types(v.dtype, torch.float32)
     last = v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
-    size = math.prod(last.shape) * last.itemsize if plan is None else torch.library.get_ctx().new_dynamic_size()
+    size = (
+        math.prod(last.shape) * last.itemsize
+        if plan is None
+        else torch.library.get_ctx().new_dynamic_size()
+    )
     return v.new_empty(v.shape), v.new_empty(size, dtype=torch.uint8), last
 
 
@@ -131,4 +153,6 @@ linear_attention.register_autograd(_differentiate, setup_context=_save)
 
 for _device_type in ("cpu", "cuda"):
     add_autocast_rule(torch.ops.longshard.linear_attention.default, _device_type, casts=())
-    add_autocast_rule(torch.ops.longshard.linear_attention_backward.default, _device_type, casts=())
+    add_autocast_rule(
+        torch.ops.longshard.linear_attention_backward.default, _device_type, casts=()
+    )

@@ -62,7 +62,9 @@ class Place:
                 f"linear attention got {q.shape[1]} rows of the sequence and its plan has {rows} for this rank; cut "
                 "the inputs by naming them in `context_parallel(buffers=...)`"
             )
-        layout, group, rows = live.layout, live.mesh.get_group(), None
+        layout = live.layout
+        group = live.mesh.get_group()
+        rows = None
         if torch.are_deterministic_algorithms_enabled():
             layout = aligned(live.layout, CHUNK)
             rows = Axis(live.layout, group), Axis(layout, group)
@@ -83,14 +85,22 @@ class Place:
     @cached_property
     def fragments(self) -> Fragments:
         """The chunks of each fragment."""
-        return list(pairwise(accumulate((-(-length // self.size) for length in self.lengths), initial=0)))
+        return list(
+            pairwise(
+                accumulate((-(-length // self.size) for length in self.lengths), initial=0)
+            )
+        )
 
     @cached_property
     def run(self) -> int:
         """Chunks of a run of a fragment; see `Chunks`."""
         longest = max((end - first for first, end in self.fragments), default=1)
         most = LONGEST_RUN.get(self.device_type, longest)
-        return longest if longest <= most or torch.are_deterministic_algorithms_enabled() else math.isqrt(longest)
+        return (
+            longest
+            if longest <= most or torch.are_deterministic_algorithms_enabled()
+            else math.isqrt(longest)
+        )
 
     @property
     def has_runs(self) -> bool:
@@ -100,7 +110,11 @@ class Place:
     def ends(self, zeros: torch.Tensor, *, reverse: bool) -> Given:
         """Return zeros for all fragments, (B, F, H, K, V), or what goes from fragment to fragment in order."""
         known = Given(zeros)
-        return known if self.has_maps or not self.sends else InOrder(known.zero, self.axis, reverse=reverse)
+        return (
+            known
+            if self.has_maps or not self.sends
+            else InOrder(known.zero, self.axis, reverse=reverse)
+        )
 
     def _moved(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
         """Return rows (B, S, ...) as they are computed with, or back as they were given; collective."""
@@ -112,7 +126,10 @@ class Place:
     def chunked(self, x: torch.Tensor) -> torch.Tensor:
         """(B, S, H, D) -> (B, H, N, C, D), each fragment filled up with zeros at its end."""
         x = self._moved(x)
-        parts = [F.pad(part, (0, 0, 0, 0, 0, -part.shape[1] % self.size)) for part in x.split(list(self.lengths), 1)]
+        parts = [
+            F.pad(part, (0, 0, 0, 0, 0, -part.shape[1] % self.size))
+            for part in x.split(list(self.lengths), 1)
+        ]
         rows = torch.cat(parts, 1) if parts else x
         chunks = rows.shape[1] // self.size
         return rows.unflatten(1, (chunks, self.size)).permute(0, 3, 1, 2, 4).contiguous()
@@ -132,9 +149,12 @@ class ChunkedPass:
     """
 
     def __init__(self, x: Tokens, place: Place) -> None:
-        self._place, self._heads, self._scale = place, x.q.shape[2], x.scale
+        self._place = place
+        self._heads = x.q.shape[2]
+        self._scale = x.scale
         self._chunks = Chunks(_inputs(x, place), place.run)
-        k, v = self._chunks.x.k, self._chunks.x.v
+        k = self._chunks.x.k
+        v = self._chunks.x.v
         self.shape = k.shape[0], len(place.lengths), k.shape[1], k.shape[-1], v.shape[-1]
 
     @cached_property
@@ -151,7 +171,8 @@ class ChunkedPass:
 
     def maps(self) -> torch.Tensor:
         """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 diagonal."""
-        x, v_dim = self._chunks.x, self.shape[-1]
+        x = self._chunks.x
+        v_dim = self.shape[-1]
         columns = v_dim + (1 if x.beta is None else x.k.shape[-1])
         like = x.k.new_empty(*x.k.shape[:2], x.k.shape[-1], columns)
         return stacked([joined(maps, v_dim) for maps in self._of_runs], like)
@@ -167,7 +188,8 @@ class ChunkedPass:
 
     def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
         """Take the gradient of the outputs, (B, S, H, V), and the states before fragments."""
-        place, chunks = self._place, self._chunks
+        place = self._place
+        chunks = self._chunks
         self._before, _ = chunks.states(place.fragments, Given(entries), self._maps_of_runs())
         self._dout = place.chunked(dout.to(entries.dtype))
         self._read = chunks.read(self._dout)
@@ -187,14 +209,16 @@ class ChunkedPass:
 
     def biases(self) -> torch.Tensor:
         """Return the gradients of the states before fragments, of `shape`, if those of the states behind are zero."""
-        zero, maps = Given(self.zeros).zero, self._maps_back
+        zero = Given(self.zeros).zero
+        maps = self._maps_back
         if maps is None:
             return stacked([bias.squeeze(2) for bias in self._biases_of_runs], zero)
         return stacked([through_runs(zero, x, reverse=True)[1] for x in maps], zero)
 
     def backward(self, ends: Given) -> tuple[torch.Tensor, ...]:
         """Return the gradients of q, k, v, log_decay and, if there is one, beta, or anything in its place."""
-        place, chunks = self._place, self._chunks
+        place = self._place
+        chunks = self._chunks
         dadded, dbehind = chunks.adjoint(place.fragments, self._read, ends, self._maps_back)
         found = chunks.gradients(self._dout, self._before, dadded, dbehind)
         dq, dk, dv = (place.rows_of(x) for x in (found.q * self._scale, found.k, found.v))
@@ -206,12 +230,17 @@ class ChunkedPass:
 
 def _inputs(x: Tokens, place: Place) -> Inputs:
     """Return the tokens in chunks."""
-    dtype, shared = torch.promote_types(x.v.dtype, torch.float32), x.v.shape[2] // x.q.shape[2]
+    dtype = torch.promote_types(x.v.dtype, torch.float32)
+    shared = x.v.shape[2] // x.q.shape[2]
     q, k = (place.chunked(part.to(dtype).repeat_interleave(shared, 2)) for part in (x.q, x.k))
-    decay = x.log_decay.to(dtype) if x.log_decay.ndim == 4 else x.log_decay.to(dtype).unsqueeze(-1)
+    decay = (
+        x.log_decay.to(dtype) if x.log_decay.ndim == 4 else x.log_decay.to(dtype).unsqueeze(-1)
+    )
     document = None
     if x.positions is not None:
-        document = place.chunked((x.positions == 0).long()[..., None, None]).squeeze(-1).cumsum(-1)
+        document = (
+            place.chunked((x.positions == 0).long()[..., None, None]).squeeze(-1).cumsum(-1)
+        )
     return Inputs(
         q * x.scale,
         k,

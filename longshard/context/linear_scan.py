@@ -39,9 +39,12 @@ BLOCKS = 8
 @lru_cache(maxsize=64)
 def fragments_of(layout: AxisLayout) -> AxisLayout:
     """Return the layout of the fragments of all ranks, in the order of their tokens: a row is a fragment."""
-    owners = sorted((start, rank) for rank, ranges in enumerate(layout.ranges) for start, _ in ranges)
+    owners = sorted(
+        (start, rank) for rank, ranges in enumerate(layout.ranges) for start, _ in ranges
+    )
     shards = (
-        union((i, i + 1) for i, (_, owner) in enumerate(owners) if owner == rank) for rank in range(layout.degree)
+        union((i, i + 1) for i, (_, owner) in enumerate(owners) if owner == rank)
+        for rank in range(layout.degree)
     )
     return AxisLayout("fragments", len(owners), tuple(shards))
 
@@ -50,7 +53,10 @@ def fragments_of(layout: AxisLayout) -> AxisLayout:
 def aligned(layout: AxisLayout, size: int) -> AxisLayout:
     """Return the layout with its cuts at multiples of `size`: a rank has the chunks of which it had the last token."""
     shards = (
-        union((start // size * size, stop if stop == layout.length else stop // size * size) for start, stop in ranges)
+        union(
+            (start // size * size, stop if stop == layout.length else stop // size * size)
+            for start, stop in ranges
+        )
         for ranges in layout.ranges
     )
     return AxisLayout(f"{layout.name} in chunks of {size}", layout.length, tuple(shards))
@@ -63,12 +69,17 @@ class InOrder(Given):
     """
 
     def __init__(self, zero: torch.Tensor, axis: Axis, *, reverse: bool) -> None:
-        self.zero, self._axis, self._step = zero, axis, -1 if reverse else 1
-        self._owners, self._own, self._last = _owners(axis.layout), _own(axis), zero
+        self.zero = zero
+        self._axis = axis
+        self._step = -1 if reverse else 1
+        self._owners = _owners(axis.layout)
+        self._own = _own(axis)
+        self._last = zero
         self._group = own_group(axis.group, "states", zero.device.type)
 
     def before(self, fragment: int) -> torch.Tensor:
-        state, sender = self._last, self._rank(fragment, -self._step)
+        state = self._last
+        sender = self._rank(fragment, -self._step)
         if sender is None:
             return self.zero
         if sender != self._axis.rank:
@@ -82,7 +93,9 @@ class InOrder(Given):
             self._send_or_receive(state.contiguous(), receiver, is_send=True)
 
     def _send_or_receive(self, state: torch.Tensor, rank: int, *, is_send: bool) -> None:
-        send_receive([Transfer(state, rank, is_send=is_send)], self._group, kind="states").wait()
+        send_receive(
+            [Transfer(state, rank, is_send=is_send)], self._group, kind="states"
+        ).wait()
 
     def _rank(self, fragment: int, step: int) -> int | None:
         """Return the rank of the next fragment, or of the one before; None at an end of the sequence."""
@@ -119,15 +132,20 @@ def maps_before(fragments: AxisLayout) -> Wanted:
 
 def maps_behind(fragments: AxisLayout) -> Wanted:
     """Return the reverse maps that each rank wants: those of all fragments behind its first one."""
-    return tuple(((ranges[0][0] + 1, fragments.length),) if ranges else () for ranges in fragments.ranges)
+    return tuple(
+        ((ranges[0][0] + 1, fragments.length),) if ranges else () for ranges in fragments.ranges
+    )
 
 
 def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
-    own, last = _own(axis), axis.layout.length - 1
+    own = _own(axis)
+    last = axis.layout.length - 1
     rows = fetch(maps, axis, (maps_behind if reverse else maps_before)(axis.layout), 1)
     if reverse:
-        own, rows = [last - i for i in reversed(own)], rows.flip(1)
-    state, found = maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim), []
+        own = [last - i for i in reversed(own)]
+        rows = rows.flip(1)
+    state = maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim)
+    found = []
     for number in range(own[-1] + 1 if own else 0):
         if number in own:
             found.append(state)
@@ -138,20 +156,27 @@ def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> t
 
 
 def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
-    order = [*enumerate(_owners(axis.layout))]  # fragments with their ranks; a place is a number in this order
+    # fragments with their ranks; a place is a number in this order
+    order = [*enumerate(_owners(axis.layout))]
     order = order[::-1] if reverse else order
     numbers = {number: i for i, number in enumerate(_own(axis))}
     changes = {place: maps[:, numbers[n]] for place, (n, _) in enumerate(order) if n in numbers}
-    states = {place: maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim) for place in changes}
+    states = {
+        place: maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim) for place in changes
+    }
     size = -(-v_dim // BLOCKS)
     blocks = [slice(first, min(first + size, v_dim)) for first in range(0, v_dim, size)]
     group = own_group(axis.group, "states", maps.device.type)
     for step in range(len(order) + len(blocks) - 2):
-        transfers, arriving = [], []
+        transfers = []
+        arriving = []
         for place in range(max(step - len(blocks) + 1, 0), min(step + 1, len(order) - 1)):
-            (_, sender), (_, receiver), columns = order[place], order[place + 1], blocks[step - place]
+            (_, sender) = order[place]
+            (_, receiver) = order[place + 1]
+            columns = blocks[step - place]
             if sender == axis.rank:
-                bias, transition = changes[place][..., :v_dim], changes[place][..., v_dim:]
+                bias = changes[place][..., :v_dim]
+                transition = changes[place][..., v_dim:]
                 change = torch.cat((bias[..., columns], transition), -1)
                 block = changed(states[place][..., columns], change, reverse=reverse)
                 if receiver == axis.rank:
@@ -160,16 +185,27 @@ def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> to
                     transfers.append(Transfer(block, receiver, is_send=True))
             elif receiver == axis.rank:
                 target = states[place + 1][..., columns]
-                arriving.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
+                arriving.append(
+                    (target, torch.empty_like(target, memory_format=torch.contiguous_format))
+                )
                 transfers.append(Transfer(arriving[-1][1], sender, is_send=False))
         send_receive(transfers, group, kind="states").wait()
         for target, block in arriving:
             target.copy_(block)
     found = [states[place] for place in sorted(states, reverse=reverse)]
-    return torch.stack(found, 1) if found else maps.new_zeros(maps.shape[0], 0, *maps.shape[2:4], v_dim)
+    return (
+        torch.stack(found, 1)
+        if found
+        else maps.new_zeros(maps.shape[0], 0, *maps.shape[2:4], v_dim)
+    )
 
 
 def _owners(fragments: AxisLayout) -> list[int]:
     """Return the rank of each fragment, in the order of the tokens."""
-    owners = {i: rank for rank, ranges in enumerate(fragments.ranges) for a, b in ranges for i in range(a, b)}
+    owners = {
+        i: rank
+        for rank, ranges in enumerate(fragments.ranges)
+        for a, b in ranges
+        for i in range(a, b)
+    }
     return [owners[i] for i in range(fragments.length)]

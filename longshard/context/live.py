@@ -71,7 +71,9 @@ class LivePlan:
         if self.see is None:
             return
         if self.padding is not None:
-            lse = lse.masked_fill(self._padded_rows(tuple(sequences), lse.device)[:, None], -torch.inf)
+            lse = lse.masked_fill(
+                self._padded_rows(tuple(sequences), lse.device)[:, None], -torch.inf
+            )
         self.see(layer, lse)
 
     def _padded_rows(self, sequences: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -104,20 +106,33 @@ class LivePlan:
             OptionError: the kernel cannot do it.
         """
         # With one mask for all sequences, the plan does not depend on which sequences these are.
-        sequences = tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()
+        sequences = (
+            tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()
+        )
         of_up = None if up is None else up.shape
-        key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), of_up, sequences, is_causal, window, softcap
+        key = (
+            *((x.shape, x.dtype, x.device.type) for x in (q, k, v)),
+            of_up,
+            sequences,
+            is_causal,
+            window,
+            softcap,
+        )
         if key not in self._executions:
             self._check(q, k, v, sequences=sequences, up=up)
             mask = self._mask(sequences, is_causal, window)
             if self.chunk is None:
-                ways = {"kv_layout": self.kv_layout, "head_degree": self.options.head_degree(self.mesh.size())}
+                ways = {
+                    "kv_layout": self.kv_layout,
+                    "head_degree": self.options.head_degree(self.mesh.size()),
+                }
                 plan = make_plan(self.layout, mask, self.options.method, self.rank, **ways)
             else:
                 plan = chunk_plan(self.layout, mask, self.rank)
             fixed = self.mask is None and not window
             needs = {"bands": mask.has_windows, "fixed": fixed, "softcap": softcap}
-            groups, waiting = self.groups or (self.mesh.get_group(),) * 2, self.chunk and self.chunk[1]
+            groups = self.groups or (self.mesh.get_group(),) * 2
+            waiting = self.chunk and self.chunk[1]
             run = build_execution(plan, q, groups, self.options, waiting, **needs)
             self._executions[key] = run
         if self.chunk is None:
@@ -129,13 +144,20 @@ class LivePlan:
             )
         return replace(self._executions[key], layer=layer)
 
-    def _check(self, *qkv: torch.Tensor, sequences: tuple[int, ...], up: torch.Tensor | None) -> None:
+    def _check(
+        self, *qkv: torch.Tensor, sequences: tuple[int, ...], up: torch.Tensor | None
+    ) -> None:
         """Check the inputs of an attention call; sequences: of the batch, () for any."""
         q, k, v = qkv
         alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
         if up is not None:
             _check_latents(q, k, v, up)
-        elif not alike or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
+        elif (
+            not alike
+            or q.shape[0] != k.shape[0]
+            or q.shape[3] != k.shape[3]
+            or q.shape[1] % max(k.shape[1], 1)
+        ):
             raise ContextParallelError(
                 f"context-parallel attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of types "
                 f"{q.dtype}, {k.dtype}, {v.dtype}; give (B, H, S, D) and twice (B, K, T, D) of one type, K dividing H"
@@ -152,7 +174,9 @@ class LivePlan:
                 "handle's entries of the same sequences"
             )
         try:
-            check_heads(q.shape[1], self.options.head_degree(self.mesh.size()), self.options.method)
+            check_heads(
+                q.shape[1], self.options.head_degree(self.mesh.size()), self.options.method
+            )
         except OptionError as error:
             raise ContextParallelError(str(error)) from None
 
@@ -171,7 +195,12 @@ class LivePlan:
 
 def _check_latents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, up: torch.Tensor) -> None:
     alike = q.dtype == k.dtype == up.dtype and (q.ndim, k.ndim, v.ndim, up.ndim) == (4, 4, 4, 3)
-    fits = alike and k.shape[:2] == (q.shape[0], 1) and up.shape[0] == q.shape[1] and v.shape == (*k.shape[:3], 0)
+    fits = (
+        alike
+        and k.shape[:2] == (q.shape[0], 1)
+        and up.shape[0] == q.shape[1]
+        and v.shape == (*k.shape[:3], 0)
+    )
     if not fits or up.shape[2] > k.shape[3] or not 0 < value_dim(q, k, up) <= q.shape[3]:
         raise ContextParallelError(
             f"latent attention got q {tuple(q.shape)}, latents {tuple(k.shape)}, values {tuple(v.shape)} and up "
@@ -181,7 +210,9 @@ def _check_latents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, up: torch.
 
 
 @contextmanager
-def opened(live: LivePlan, sequences: int | None, *, local_attention: bool = True) -> Iterator[torch.Tensor]:
+def opened(
+    live: LivePlan, sequences: int | None, *, local_attention: bool = True
+) -> Iterator[torch.Tensor]:
     """Enter a plan into the table and yield its handle, (sequences,) int64, for the forward AND the backward.
 
     Args:

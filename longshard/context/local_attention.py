@@ -23,7 +23,11 @@ ATTENTION_CALLS = frozenset({F.scaled_dot_product_attention, _ATEN, _ATEN.defaul
 """The calls that an interception gives to the plan."""
 
 _CLOSED_CALLS = frozenset(
-    {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
+    {
+        F.multi_head_attention_forward,
+        torch._native_multi_head_attention,
+        torch._transformer_encoder_layer_fwd,
+    }
 )
 # Operators of one kernel, with their namespace: of PyTorch, flash-attn, xformers, SageAttention.
 _KERNELS = re.compile(
@@ -44,7 +48,8 @@ def attends(function: Callable) -> bool:
     if isinstance(function, OpOverloadPacket):
         name = str(function)  # namespace.name
     elif isinstance(function, OpOverload):
-        name = f"{function.namespace}::{function.__name__}"  # the compiler cannot trace `name()`
+        # the compiler cannot trace `name()`
+        name = f"{function.namespace}::{function.__name__}"
     elif isinstance(function, HigherOrderOperator | BuiltinFunctionType):
         name = function.__name__
     else:
@@ -67,7 +72,11 @@ class RefusedLocalAttention(TorchFunctionMode):
         self._ranks = ranks
 
     def __torch_function__(
-        self, function: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Callable,
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if attends(function):
             raise ContextParallelError(

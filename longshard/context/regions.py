@@ -84,9 +84,11 @@ def region(
             raise ContextParallelError(
                 f"a layout for {part.degree} ranks does not fit a region over {mesh.size()} ranks; make it for them"
             )
-    q_len, kv_len = layout.length, (kv_layout or layout).length
+    q_len = layout.length
+    kv_len = (kv_layout or layout).length
     if mask is not None and (
-        (mask.q_len, mask.kv_len) != (q_len, kv_len) or mask.sequences not in (1, sequences or mask.sequences)
+        (mask.q_len, mask.kv_len) != (q_len, kv_len)
+        or mask.sequences not in (1, sequences or mask.sequences)
     ):
         raise ContextParallelError(
             f"the mask is for {mask.sequences} x {mask.q_len} queries and {mask.kv_len} keys, and there are "
@@ -139,13 +141,17 @@ def context_parallel(
     options = _with_names(options or ContextParallelOptions(), method, load_balancer)
     flat, _ = flat_mesh(mesh, options)
     if check_consistency:  # before checks that might fail on one rank alone
-        _check_ranks_agree(flat, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
+        _check_ranks_agree(
+            flat, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers
+        )
     cuts, seq_len = _cuts(buffers, buffer_seq_dims)
     _refuse_open(flat)
     layout = _layout(load_balancer, options, mask, seq_len, flat.size())
     unwatched = local_attention or intercept is not None  # an interception watches on its own
     with (
-        region(mesh, layout, mask, options, sequences=sequences, local_attention=unwatched) as cp,
+        region(
+            mesh, layout, mask, options, sequences=sequences, local_attention=unwatched
+        ) as cp,
         _cut(cuts, layout, flat.get_local_rank(), no_restore_buffers or ()),
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):
@@ -156,8 +162,13 @@ def _with_names(
     options: ContextParallelOptions, method: str | None, load_balancer: str | AxisLayout | None
 ) -> ContextParallelOptions:
     """Return the options with the method and the load balancer that are named."""
-    names = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
-    return replace(options, **{field: name for field, name in names.items() if name is not None})
+    names = {
+        "method": method,
+        "load_balancer": load_balancer if isinstance(load_balancer, str) else None,
+    }
+    return replace(
+        options, **{field: name for field, name in names.items() if name is not None}
+    )
 
 
 def _refuse_open(mesh: DeviceMesh) -> None:
@@ -175,7 +186,11 @@ def _layout(
     degree: int,
 ) -> AxisLayout:
     """Return the layout that is given in place of a load balancer, if it fits; else the layout of the options."""
-    layout = load_balancer if isinstance(load_balancer, AxisLayout) else options.layout(seq_len, degree, mask)
+    layout = (
+        load_balancer
+        if isinstance(load_balancer, AxisLayout)
+        else options.layout(seq_len, degree, mask)
+    )
     if (layout.length, layout.degree) != (seq_len, degree):
         raise ContextParallelError(
             f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
@@ -206,13 +221,18 @@ def sequence_chunks(
     with ExitStack() as stack:
         chunks = ((number, rows) for number in range(layout.degree))
         shown = {"see": see, "padding": padding}
-        plans = (LivePlan(mesh, layout, mask, options, chunk=chunk, **shown) for chunk in chunks)
+        plans = (
+            LivePlan(mesh, layout, mask, options, chunk=chunk, **shown) for chunk in chunks
+        )
         yield tuple(stack.enter_context(opened(plan, sequences)) for plan in plans)
 
 
 @contextmanager
 def _cut(
-    cuts: Sequence[tuple[torch.Tensor, int]], layout: AxisLayout, rank: int, not_restored: Collection[torch.Tensor]
+    cuts: Sequence[tuple[torch.Tensor, int]],
+    layout: AxisLayout,
+    rank: int,
+    not_restored: Collection[torch.Tensor],
 ) -> Iterator[None]:
     """Cut each buffer to the rank's rows of its dimension; restore it at the end."""
     dropped = {id(x) for x in not_restored}
@@ -233,7 +253,9 @@ def _cut(
                 x.set_(original)
 
 
-def _cuts(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[list[tuple[torch.Tensor, int]], int]:
+def _cuts(
+    buffers: Sequence[torch.Tensor], dims: Sequence[int]
+) -> tuple[list[tuple[torch.Tensor, int]], int]:
     """Check the buffers; return (buffer, non-negative dimension) for each tensor, once, and the sequence length."""
     if not buffers or len(buffers) != len(dims):
         raise ContextParallelError(
@@ -271,7 +293,10 @@ def _cuts(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[list[tu
 def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.Tensor]) -> None:
     """Raise on all ranks if some ranks have another plan or other data than most ranks; a collective."""
     of_plan = torch.frombuffer(bytearray(repr(plan).encode()), dtype=torch.uint8)
-    hashes_here = content_hash({"plan": of_plan}), content_hash({str(i): x for i, x in enumerate(buffers)})
+    hashes_here = (
+        content_hash({"plan": of_plan}),
+        content_hash({str(i): x for i, x in enumerate(buffers)}),
+    )
     pair = torch.tensor(hashes_here, dtype=torch.int64, device=mesh.device_type)
     table = [tuple(row) for row in all_gather(pair, mesh).tolist()]
     for column, what in enumerate(("plan (layout, mask, method)", "batch (buffers)")):

@@ -49,7 +49,9 @@ def along(*names: str) -> Callable[[Rule], Rule]:
                 return sharded(function, x, *args, **kwargs)
             result = function(x.local, *args, **kwargs)
             is_dropped = next(flat(result)).ndim < x.ndim
-            return wrapped(result, x.domain.reduced(dims, keepdim=False) if is_dropped else x.domain)
+            return wrapped(
+                result, x.domain.reduced(dims, keepdim=False) if is_dropped else x.domain
+            )
 
         return applied
 
@@ -88,13 +90,17 @@ def normalize(function, x, p=2.0, dim=1, eps=1e-12, out=None) -> DomainTensor:
 def extreme_along(function, x, dim, keepdim=False) -> Any:
     """Equal maxima: the first one of the first rank that has it."""
     chosen = _best(x, dim, 1, lambda part, dim: function(part, dim, keepdim=True))
-    return getattr(torch.return_types, function.__name__)(chosen if keepdim else [t.squeeze(dim) for t in chosen])
+    return getattr(torch.return_types, function.__name__)(
+        chosen if keepdim else [t.squeeze(dim) for t in chosen]
+    )
 
 
 @rule("max", "min")
 def extreme_of(function, x, dim=None, keepdim=False) -> Any:
     if isinstance(dim, DomainTensor | torch.Tensor):  # of two tensors
-        return elementwise(torch.maximum if function.__name__ == "max" else torch.minimum, x, dim)
+        return elementwise(
+            torch.maximum if function.__name__ == "max" else torch.minimum, x, dim
+        )
     return extreme(function, x) if dim is None else extreme_along(function, x, dim, keepdim)
 
 
@@ -120,11 +126,17 @@ def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[Doma
     axis = x.domain.axes[dim]
     few = sized([min(number, axis.layout.local_length(rank)) for rank in range(axis.degree)])
     domain = Domain(x.domain.axes | {dim: Axis(few, axis.group)})
-    values, places = choose(x.local, dim) if x.local.shape[dim] else (x.local, torch.zeros_like(x.local).long())
+    values, places = (
+        choose(x.local, dim)
+        if x.local.shape[dim]
+        else (x.local, torch.zeros_like(x.local).long())
+    )
     rows = rows_on(axis.layout, axis.rank, x.device)[places]
     values, rows = (gather(DomainTensor(part, domain), [dim]) for part in (values, rows))
     best, places = choose(values.local, dim)
-    return [DomainTensor(part, values.domain) for part in (best, rows.local.gather(dim, places))]
+    return [
+        DomainTensor(part, values.domain) for part in (best, rows.local.gather(dim, places))
+    ]
 
 
 # ---- rows that stay
@@ -150,7 +162,11 @@ def select(function, x, dim, index) -> DomainTensor:
 
 @along("narrow")
 def narrow(function, x, dim, start, length) -> DomainTensor:
-    return _rows(x, dim, slice(start % x.shape[dim] if start < 0 else start, start % x.shape[dim] + length))
+    return _rows(
+        x,
+        dim,
+        slice(start % x.shape[dim] if start < 0 else start, start % x.shape[dim] + length),
+    )
 
 
 @rule("diff", first_only=True)
@@ -175,7 +191,9 @@ def _rows(x: DomainTensor, dim: int, rows: slice | int) -> DomainTensor:
 
 @along("sort", "argsort", "mode")
 def by_move(function, x, dim=-1, *args: Any, **named: Any) -> Any:
-    return whole_along(lambda part: function(part, dim % x.ndim, *args, **named), x, dim % x.ndim)
+    return whole_along(
+        lambda part: function(part, dim % x.ndim, *args, **named), x, dim % x.ndim
+    )
 
 
 @along("cumprod", "cummax", "cummin", "logcumsumexp", "median", "nanmedian")
@@ -199,13 +217,22 @@ def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: i
         return wrapped(_of_shard(function, x.local), x.domain)
     free = [other for other in range(x.ndim) if other not in x.domain.axes]
     target = max(free, key=x.size) if free else None  # without one every rank computes all
-    y = gather(x, [dim]) if target is None else move(x, dim, target, balanced(x.shape[target], axis.degree))
+    y = (
+        gather(x, [dim])
+        if target is None
+        else move(x, dim, target, balanced(x.shape[target], axis.degree))
+    )
 
     def back(part: torch.Tensor) -> DomainTensor:
-        is_dropped, rows = part.ndim < x.ndim, 0 if part.ndim < x.ndim else part.shape[dim]
+        is_dropped = part.ndim < x.ndim
+        rows = 0 if part.ndim < x.ndim else part.shape[dim]
         if is_dropped or rows == 1:
             part = DomainTensor(part, y.domain.reduced([dim], keepdim=not is_dropped))
-            return part if target is None else gather(part, [target - (is_dropped and target > dim)])
+            return (
+                part
+                if target is None
+                else gather(part, [target - (is_dropped and target > dim)])
+            )
         layout = axis.layout if rows == axis.layout.length else balanced(rows, axis.degree)
         if target is not None:
             return move(DomainTensor(part, y.domain), target, dim, layout)
@@ -213,7 +240,11 @@ def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: i
         return DomainTensor(own, Domain(y.domain.axes | {dim: Axis(layout, axis.group)}))
 
     result = _of_shard(function, y.local)
-    return back(result) if isinstance(result, torch.Tensor) else type(result)([back(part) for part in result])
+    return (
+        back(result)
+        if isinstance(result, torch.Tensor)
+        else type(result)([back(part) for part in result])
+    )
 
 
 def _of_shard(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
@@ -221,16 +252,28 @@ def _of_shard(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
     if x.numel() or x.is_meta:
         return function(x)
     shapes = function(torch.empty_like(x, device="meta"))
-    return mapped(lambda part: connected(torch.zeros_like(part, device=x.device), x).to(part.dtype), shapes)
+    return mapped(
+        lambda part: connected(torch.zeros_like(part, device=x.device), x).to(part.dtype),
+        shapes,
+    )
 
 
-@rule(*[f"fft_{name}{end}" for name in ("fft", "ifft", "rfft", "irfft") for end in ("", "2", "n")], first_only=True)
+@rule(
+    *[
+        f"fft_{name}{end}"
+        for name in ("fft", "ifft", "rfft", "irfft")
+        for end in ("", "2", "n")
+    ],
+    first_only=True,
+)
 def fourier(function, x, s=None, dim=None, norm=None, n=None) -> DomainTensor:
     """One dimension after another; the last one first in the transform of real numbers, and last in its inverse."""
     kind = function.__name__.removeprefix("fft_")
-    one, sizes = kind.rstrip("2n"), n if s is None else s
+    one = kind.rstrip("2n")
+    sizes = n if s is None else s
     if one == kind:
-        dims, sizes = [-1 if dim is None else dim], [sizes]
+        dims = [-1 if dim is None else dim]
+        sizes = [sizes]
     else:
         number = 2 if kind[-1] == "2" else x.ndim if sizes is None else len(sizes)
         dims = [*range(-number, 0)] if dim is None else [*dim]
@@ -246,6 +289,11 @@ def fourier(function, x, s=None, dim=None, norm=None, n=None) -> DomainTensor:
 
 @rule("fft_fftshift", "fft_ifftshift", first_only=True)
 def shifted_frequencies(function, x, dim=None) -> DomainTensor:
-    dims: Sequence[int] = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    halves = [x.shape[d] // 2 if function.__name__ == "fft_fftshift" else -(x.shape[d] // 2) for d in dims]
+    dims: Sequence[int] = (
+        range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    )
+    halves = [
+        x.shape[d] // 2 if function.__name__ == "fft_fftshift" else -(x.shape[d] // 2)
+        for d in dims
+    ]
     return x.roll(halves, [*dims])

@@ -35,7 +35,15 @@ from longshard.sharding.rows import connected
 
 @rule("scaled_dot_product_attention", draws=True)
 def attention(
-    function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    function,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
 ) -> DomainTensor:
     """query, key, value: (B, H, S, D), or as torch broadcasts them; D is gathered.
 
@@ -45,11 +53,16 @@ def attention(
     x = next(filter(is_sharded, (q, k, v, attn_mask)), None)
     if x is None and not dropout_p:
         parts = (unwrapped(t) for t in (q, k, v, attn_mask))
-        return DomainTensor(function(*parts, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa), Domain({}))
+        return DomainTensor(
+            function(*parts, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa),
+            Domain({}),
+        )
     x = q if x is None else x
     q, k, v = (gather(t, [t.ndim - 1]) if t.ndim - 1 in t.domain.axes else t for t in (q, k, v))
     if enable_gqa and (q.ndim - 3 in q.domain.axes or k.shape[-3] != v.shape[-3]):
-        k, v, enable_gqa = _repeated(k, q, shares=True), _repeated(v, q, shares=True), False
+        k = _repeated(k, q, shares=True)
+        v = _repeated(v, q, shares=True)
+        enable_gqa = False
     q, k, v = _broadcast(q, k, v, shares=enable_gqa)
     if dropout_p:  # drawn by place, of whole tensors too
         weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale, shares=enable_gqa)
@@ -64,7 +77,10 @@ def attention(
         q = _some_queries(q, of_keys)
     travels = travels and q.domain.axes[rows].group is of_keys.group
     domain = q.domain
-    keys = Domain({dim: axis for dim, axis in domain.axes.items() if dim < rows} | ({rows: of_keys} if travels else {}))
+    keys = Domain(
+        {dim: axis for dim, axis in domain.axes.items() if dim < rows}
+        | ({rows: of_keys} if travels else {})
+    )
     both = gather(both, [dim for dim in both.domain.axes if dim not in keys.axes])
     local = own_part(both, keys, torch.Size([*q.shape[:-2], *both.shape[-2:]]))
     parts = local.split([k.shape[-1], v.shape[-1]], -1)
@@ -89,7 +105,9 @@ def _broadcast(
     q, k, v = (t[(None,) * (rows + 2 - t.ndim)] if t.ndim < rows + 2 else t for t in (q, k, v))
     batch = rows - shares  # heads that share keys are no broadcast
     beside = torch.broadcast_shapes(k.shape[:batch], v.shape[:batch])
-    k, v = (t if t.shape[:batch] == beside else t.expand(*beside, *t.shape[batch:]) for t in (k, v))
+    k, v = (
+        t if t.shape[:batch] == beside else t.expand(*beside, *t.shape[batch:]) for t in (k, v)
+    )
     before = [*torch.broadcast_shapes(q.shape[:batch], beside), *q.shape[batch:-2]]
     return q if [*q.shape[:-2]] == before else q.expand(*before, *q.shape[-2:]), k, v
 
@@ -97,7 +115,9 @@ def _broadcast(
 def _some_queries(q: DomainTensor, of_keys: Axis) -> DomainTensor:
     """Shard whole queries evenly over the ranks that share the keys: each rank computes some of the queries."""
     rows = q.ndim - 2
-    domain = Domain(q.domain.axes | {rows: Axis(balanced(q.shape[rows], of_keys.degree), of_keys.group)})
+    domain = Domain(
+        q.domain.axes | {rows: Axis(balanced(q.shape[rows], of_keys.degree), of_keys.group)}
+    )
     return DomainTensor(own_part(q, domain, q.shape), domain)
 
 
@@ -113,16 +133,24 @@ def _by_function(
     if q.numel():
         return function(q, k, v, attn_mask=mask, **options)
     empty = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    return connected(empty, q, k, v, *([] if mask is None or not mask.is_floating_point() else [mask]))
+    return connected(
+        empty, q, k, v, *([] if mask is None or not mask.is_floating_point() else [mask])
+    )
 
 
-def _rows_of_mask(mask: Any, q: DomainTensor, keys: int, *, is_causal: bool) -> torch.Tensor | None:
+def _rows_of_mask(
+    mask: Any, q: DomainTensor, keys: int, *, is_causal: bool
+) -> torch.Tensor | None:
     """Return what a mask says of this rank's queries; causality of whole keys is a mask, too."""
     if (mask := _seen(mask, q, keys, is_causal=is_causal)) is None:
         return None
     before = q.ndim - mask.ndim
     shape = torch.Size([*q.shape[:before], *mask.shape])
-    axes = {dim: axis for dim, axis in q.domain.axes.items() if dim >= before and shape[dim] == q.shape[dim]}
+    axes = {
+        dim: axis
+        for dim, axis in q.domain.axes.items()
+        if dim >= before and shape[dim] == q.shape[dim]
+    }
     return own_part(mask, Domain(axes), shape)
 
 
@@ -139,26 +167,44 @@ def _repeated(keys: DomainTensor, q: DomainTensor, *, shares: bool) -> DomainTen
 
 
 def _weights(
-    q: DomainTensor, k: DomainTensor, mask: Any, *, is_causal: bool, scale: float | None, shares: bool = False
+    q: DomainTensor,
+    k: DomainTensor,
+    mask: Any,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    shares: bool = False,
 ) -> DomainTensor:
     """Return the softmax of the masked products of queries and keys: (B, H, S, S of keys)."""
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ _repeated(k, q, shares=shares).mT
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ _repeated(
+        k, q, shares=shares
+    ).mT
     if (mask := _seen(mask, q, k.shape[-2], is_causal=is_causal)) is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
     return scores.softmax(-1)
 
 
 def _over_ranks(
-    *qkv: torch.Tensor, axes: tuple[Axis, Axis], scale: float | None, is_causal: bool, shares: bool
+    *qkv: torch.Tensor,
+    axes: tuple[Axis, Axis],
+    scale: float | None,
+    is_causal: bool,
+    shares: bool,
 ) -> torch.Tensor:
     """Return attention of this rank's rows; a collective. axes: of queries and of keys; shares: heads share keys."""
     (q, k, v), (of_queries, of_keys) = qkv, axes
     *lead, rows, width = q.shape
-    batch, values = len(lead) - shares, v.shape[-1]
+    batch = len(lead) - shares
+    values = v.shape[-1]
     size = max(width, values)  # the engine takes one size of heads
     k, v = (t.expand(*lead[:batch], *t.shape[batch:]) for t in (k, v))
     q, k, v = (F.pad(t, (0, size - t.shape[-1])) for t in (q, k, v))
-    q, k, v = (t.reshape(math.prod(lead[:batch]), *(t.shape[batch:-2] or (1,)), *t.shape[-2:]) for t in (q, k, v))
+    q, k, v = (
+        t.reshape(math.prod(lead[:batch]), *(t.shape[batch:-2] or (1,)), *t.shape[-2:])
+        for t in (q, k, v)
+    )
     if q.is_meta:
         return q.new_empty(*lead, rows, values)
     if torch.is_autocast_enabled(q.device.type):
@@ -168,7 +214,9 @@ def _over_ranks(
     if is_causal:  # the first query stands at the first key
         mask = replace(mask, bands=tuple(band._replace(upper=0) for band in mask.bands))
     options = ContextParallelOptions(method="ring")
-    plan = make_plan(of_queries.layout, mask, options.method, of_queries.rank, kv_layout=of_keys.layout)
+    plan = make_plan(
+        of_queries.layout, mask, options.method, of_queries.rank, kv_layout=of_keys.layout
+    )
     run = build_execution(plan, q, (of_queries.group,) * 2, options, fixed=True)
     out = _Attention.apply(q, k, v, run, width**-0.5 if scale is None else scale)
     return out[..., :values].reshape(*lead, rows, values)
@@ -179,7 +227,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Execution, scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        run: Execution,
+        scale: float,
     ) -> torch.Tensor:
         out, lse = run.forward(q, k, v, terms=Terms(scale))
         ctx.save_for_backward(q, k, v, out, lse)
@@ -189,7 +242,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dq, dk, dv, *_ = ctx.run.backward(BackwardInputs(dout, *ctx.saved_tensors), Terms(ctx.scale))
+        dq, dk, dv, *_ = ctx.run.backward(
+            BackwardInputs(dout, *ctx.saved_tensors), Terms(ctx.scale)
+        )
         return dq, dk, dv, None, None
 
 
@@ -200,7 +255,8 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, Domai
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     inputs = given.query, given.key, given.value
-    x, share = next(filter(is_sharded, inputs), None), given.dropout_p if given.training else 0.0
+    x = next(filter(is_sharded, inputs), None)
+    share = given.dropout_p if given.training else 0.0
     if x is None and not share:
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     x = given.query if x is None else x
@@ -209,10 +265,13 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, Domai
     biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
     projected = []
     for t, w, b in zip(inputs, weights, biases, strict=True):
-        heads = F.linear(t, w, b).unflatten(-1, (given.num_heads, -1))  # (S, N, H, D), or (S, H, D)
+        # (S, N, H, D), or (S, H, D)
+        heads = F.linear(t, w, b).unflatten(-1, (given.num_heads, -1))
         projected.append(heads.movedim(0, -2))
     q, *projected = projected
-    of_keys = zip(projected, (given.static_k, given.static_v), (given.bias_k, given.bias_v), strict=True)
+    of_keys = zip(
+        projected, (given.static_k, given.static_v), (given.bias_k, given.bias_v), strict=True
+    )
     k, v = (_with_extras(*each, zero=given.add_zero_attn) for each in of_keys)
     mask = _both_masks(given, q, (given.bias_k is not None) + given.add_zero_attn)
     is_causal = given.is_causal and mask is None
@@ -221,13 +280,20 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, Domai
         out = seen @ v
         seen = seen.mean(-3) if given.average_attn_weights else seen
     else:
-        seen, out = None, F.scaled_dot_product_attention(q, k, v, mask, share, is_causal)
-    return F.linear(out.movedim(-2, 0).flatten(-2), given.out_proj_weight, given.out_proj_bias), seen
+        seen = None
+        out = F.scaled_dot_product_attention(q, k, v, mask, share, is_causal)
+    return F.linear(
+        out.movedim(-2, 0).flatten(-2), given.out_proj_weight, given.out_proj_bias
+    ), seen
 
 
 def _with_extras(t: DomainTensor, given: Any, bias: Any, *, zero: bool) -> DomainTensor:
     """Return keys or values (N, H, S, D), or those given in their place, with a learned one and a zero behind them."""
-    t = t if given is None else wrapped(given, Domain({})).view(*t.shape[:-2], *given.shape[-2:])
+    t = (
+        t
+        if given is None
+        else wrapped(given, Domain({})).view(*t.shape[:-2], *given.shape[-2:])
+    )
     shape = *t.shape[:-2], 1, t.shape[-1]
     extras = [] if bias is None else [bias.view(t.shape[-3], 1, -1).expand(shape)]
     extras += [torch.zeros(shape, dtype=t.dtype, device=t.device)] * zero
@@ -240,7 +306,8 @@ def _both_masks(given: SimpleNamespace, q: DomainTensor, extras: int) -> Any:
     extras: number of keys behind the others, which the masks show. Where `is_causal` says what the mask is, and nothing
     of the weights is asked, causality takes its place.
     """
-    mask, padding = given.attn_mask, given.key_padding_mask
+    mask = given.attn_mask
+    padding = given.key_padding_mask
     if extras:
         mask, padding = (None if t is None else F.pad(t, (0, extras)) for t in (mask, padding))
     if given.is_causal and padding is None and not given.need_weights:
@@ -248,11 +315,17 @@ def _both_masks(given: SimpleNamespace, q: DomainTensor, extras: int) -> Any:
     if mask is not None and mask.ndim == 3:  # (N * heads, S, S of keys)
         mask = mask.unflatten(0, (-1, given.num_heads))
     if padding is not None:
-        padding = _added(padding.unsqueeze(-2).unsqueeze(-2) if padding.ndim == 2 else padding, q.dtype)
+        padding = _added(
+            padding.unsqueeze(-2).unsqueeze(-2) if padding.ndim == 2 else padding, q.dtype
+        )
     mask = None if mask is None else _added(mask, q.dtype)
     return mask if padding is None else padding if mask is None else mask + padding
 
 
 def _added(mask: Any, dtype: torch.dtype) -> Any:
     """Return a mask that is added: minus infinity where a mask of truths hides."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
+    return (
+        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+        if mask.dtype == torch.bool
+        else mask
+    )

@@ -94,7 +94,8 @@ class DomainTensor:
     asked: Reaches | None = None
     halo: Halo | None = None
     __iter__: ClassVar[None] = None  # else Python iterates by __getitem__
-    __array_ufunc__: ClassVar[None] = None  # else a number of numpy on the left takes this for an array
+    # else a number of numpy on the left takes this for an array
+    __array_ufunc__: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if _in_autograd_function():
@@ -106,10 +107,14 @@ class DomainTensor:
             )
         self.shape = torch.Size(self.domain.shape(self.local))
         if any(axis.degree == 1 for axis in self.domain.axes.values()):
-            self.domain = Domain({dim: axis for dim, axis in self.domain.axes.items() if axis.degree > 1})
+            self.domain = Domain(
+                {dim: axis for dim, axis in self.domain.axes.items() if axis.degree > 1}
+            )
 
     @classmethod
-    def __torch_function__(cls, function: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None):
+    def __torch_function__(
+        cls, function: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None
+    ):
         return call(function, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -117,7 +122,9 @@ class DomainTensor:
             return getattr(self.local, name)
         method = getattr(torch.Tensor, name, None)
         if name.startswith("__") or not callable(method):
-            raise AttributeError(f"a DomainTensor has no attribute {name!r}; its shard is the attribute `local`")
+            raise AttributeError(
+                f"a DomainTensor has no attribute {name!r}; its shard is the attribute `local`"
+            )
         return partial(call, method, self)
 
     def __repr__(self) -> str:
@@ -189,14 +196,20 @@ int array
 """
 for _name in _OPERATORS.split():
     _method = getattr(torch.Tensor, f"__{_name}__")
-    setattr(DomainTensor, f"__{_name}__", lambda self, *args, _method=_method: call(_method, self, *args))
+    setattr(
+        DomainTensor,
+        f"__{_name}__",
+        lambda self, *args, _method=_method: call(_method, self, *args),
+    )
 DomainTensor.__hash__ = object.__hash__  # __eq__ compares elements
 
 # Activation checkpointing and compilers find the shard in the arguments of a module, and so does FSDP of torch 2.11.
 pytree.register_pytree_node(
     DomainTensor,
     lambda x: ([x.local], (x.domain, x.base)),
-    lambda leaves, context: DomainTensor(*leaves, *context) if isinstance(leaves[0], torch.Tensor) else leaves[0],
+    lambda leaves, context: (
+        DomainTensor(*leaves, *context) if isinstance(leaves[0], torch.Tensor) else leaves[0]
+    ),
     serialized_type_name="longshard.domain.DomainTensor",
 )
 
@@ -237,7 +250,11 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     if not (is_sharded(x) or is_parallel or (found is not None and found.draws)):
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     if found is None or kwargs.pop("out", None) is not None:
-        raise refused(name, x, "it has no rule for sharded axes" if found is None else "the argument `out`")
+        raise refused(
+            name,
+            x,
+            "it has no rule for sharded axes" if found is None else "the argument `out`",
+        )
     stale = None
     if not torch.compiler.is_compiling():
         stale = next((x for x in tensors if x.base and x.base.has_changed()), None)
@@ -252,7 +269,8 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
         seen = whole.results(function, args, kwargs, (torch.Tensor, DomainTensor))
     result = found.function(function, *args, **kwargs)
     if seen is not None:
-        has_format = any(isinstance(leaf, torch.memory_format) for leaf in leaves)  # the order of memory is not kept
+        # the order of memory is not kept
+        has_format = any(isinstance(leaf, torch.memory_format) for leaf in leaves)
         _check_and_mark(name, result, seen, tensors, has_format or name == "contiguous")
     return result
 
@@ -261,7 +279,11 @@ VIEW = "it may be a copy where torch has a view of another tensor"
 
 
 def _check_and_mark(
-    name: str, result: Any, seen: tuple[whole.Seen, ...], given: list[DomainTensor], may_be_view: bool
+    name: str,
+    result: Any,
+    seen: tuple[whole.Seen, ...],
+    given: list[DomainTensor],
+    may_be_view: bool,
 ) -> None:
     """Check the shapes of a rule's results, and mark what may be a view."""
     found = [x for x in flat(result) if isinstance(x, DomainTensor)]
@@ -271,7 +293,9 @@ def _check_and_mark(
         if any(x is other for other in given):
             continue
         if tuple(x.shape) != shape:
-            raise DomainOperatorError(f"the rule of {name} returned the shape {tuple(x.shape)}, torch returns {shape}")
+            raise DomainOperatorError(
+                f"the rule of {name} returned the shape {tuple(x.shape)}, torch returns {shape}"
+            )
         if is_view or may_be_view:
             x.base = given[0].base or whole.Base.of(given[0].local)
 
@@ -297,7 +321,8 @@ def wrapped(result: Any, domain: Domain) -> Any:
     if isinstance(result, torch.Tensor):
         return DomainTensor(result, domain)
     if isinstance(result, tuple | list):
-        return type(result)([wrapped(part, domain) for part in result])  # torch.return_types take a sequence too
+        # torch.return_types take a sequence too
+        return type(result)([wrapped(part, domain) for part in result])
     return result
 
 

@@ -26,7 +26,9 @@ from longshard.sharding.rows import Axis
 __all__ = ["Axis", "Domain", "balanced", "gathered", "sized"]
 
 
-def gathered(rows: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> AxisLayout:
+def gathered(
+    rows: int, group: dist.ProcessGroup, device: torch.device | str = "cpu"
+) -> AxisLayout:
     """Return the layout in which each rank owns the next `rows` rows, its own number; a collective."""
     return sized(all_gather(torch.tensor([rows], device=device), group).view(-1).tolist())
 
@@ -43,7 +45,9 @@ class Domain:
 
     def __post_init__(self) -> None:
         if any(dim < 0 for dim in self.axes):
-            raise ValueError(f"the dimensions {[*self.axes]} of a domain count from 0; write them so")
+            raise ValueError(
+                f"the dimensions {[*self.axes]} of a domain count from 0; write them so"
+            )
         if len(self.axes) > 1 and not torch.compiler.is_compiling():
             groups = [id(axis.group) for axis in self.axes.values() if axis.degree > 1]
             if len({*groups}) < len(groups):
@@ -55,18 +59,25 @@ class Domain:
     @classmethod
     def on(cls, mesh: DeviceMesh, axes: Mapping[int, tuple[str, AxisLayout]]) -> "Domain":
         """Return a domain on a mesh; axes: dimension of the tensor -> (dimension of the mesh, layout)."""
-        return cls({dim: Axis(layout, mesh[name].get_group()) for dim, (name, layout) in axes.items()})
+        return cls(
+            {dim: Axis(layout, mesh[name].get_group()) for dim, (name, layout) in axes.items()}
+        )
 
     def layouts(self, layouts: Mapping[int, AxisLayout]) -> "Domain":
         """Return the domain with other layouts of some of its dimensions."""
         if all(layouts.get(d, axis.layout) is axis.layout for d, axis in self.axes.items()):
             return self
-        return Domain({d: Axis(layouts.get(d, axis.layout), axis.group) for d, axis in self.axes.items()})
+        return Domain(
+            {d: Axis(layouts.get(d, axis.layout), axis.group) for d, axis in self.axes.items()}
+        )
 
     def is_that_of(self, other: "Domain") -> bool:
         """Return whether the other domain has the very same axes; False says nothing."""
-        mine, others = self.axes, other.axes
-        return self is other or (mine.keys() == others.keys() and all(mine[dim] is others[dim] for dim in mine))
+        mine = self.axes
+        others = other.axes
+        return self is other or (
+            mine.keys() == others.keys() and all(mine[dim] is others[dim] for dim in mine)
+        )
 
     def ranges(self, dim: int, length: int) -> Ranges:
         """Return the rows of dimension `dim`, whose global length is given, that this rank has."""
@@ -85,11 +96,16 @@ class Domain:
                     f"a tensor of shape {tuple(x.shape)} does not fit its domain, which has {axis.rows} rows for this "
                     f"rank in dimension {dim}; pass the domain that belongs to it"
                 )
-        return tuple(self.axes[dim].layout.length if dim in self.axes else n for dim, n in enumerate(x.shape))
+        return tuple(
+            self.axes[dim].layout.length if dim in self.axes else n
+            for dim, n in enumerate(x.shape)
+        )
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of this rank's shard of a tensor of a global shape."""
-        return tuple(self.axes[dim].rows if dim in self.axes else n for dim, n in enumerate(shape))
+        return tuple(
+            self.axes[dim].rows if dim in self.axes else n for dim, n in enumerate(shape)
+        )
 
     def reduced(self, dims: Sequence[int], *, keepdim: bool) -> "Domain":
         """Return the domain of a result that every rank has whole in `dims`, of size 1 (keepdim) or dropped."""
@@ -100,4 +116,6 @@ class Domain:
 
     def moved(self, by: int, *, first: int = 0) -> "Domain":
         """Return the domain after `by` dimensions were put in, or taken out, before dimension `first`."""
-        return Domain({dim + by if dim >= first else dim: axis for dim, axis in self.axes.items()})
+        return Domain(
+            {dim + by if dim >= first else dim: axis for dim, axis in self.axes.items()}
+        )

@@ -38,9 +38,28 @@ __add__ __sub__ __mul__ __truediv__ __floordiv__ __mod__ __pow__ __and__ __or__ 
 __rdiv__ __rfloordiv__ __rmod__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
 _IN_PLACE = frozenset(
-    [f"{name}_" for name in _NAMES.split() if hasattr(torch.Tensor, f"{name}_") or hasattr(F, f"{name}_")]
+    [
+        f"{name}_"
+        for name in _NAMES.split()
+        if hasattr(torch.Tensor, f"{name}_") or hasattr(F, f"{name}_")
+    ]
     + ["copy_", "fill_", "zero_"]
-    + [f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
+    + [
+        f"__i{name}__"
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "truediv",
+            "floordiv",
+            "mod",
+            "pow",
+            "and",
+            "or",
+            "xor",
+        )
+    ]
 )
 
 
@@ -48,16 +67,24 @@ _IN_PLACE = frozenset(
 def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Apply the function to the shards, after they are brought to one layout."""
     name = function.__name__
-    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, DomainTensor | torch.Tensor)]
+    operands = [
+        x for x in (*args, *kwargs.values()) if isinstance(x, DomainTensor | torch.Tensor)
+    ]
     x = operands[0]
     is_alone = len(operands) == 1 and isinstance(x, DomainTensor)
     shape = x.shape if is_alone else torch.broadcast_shapes(*(x.shape for x in operands))
     domain = x.domain if is_alone else common_domain(operands, shape)
     is_in_place = name in _IN_PLACE or kwargs.get("inplace", False)
     if is_in_place and not (
-        isinstance(x, DomainTensor) and x.shape == shape and x.domain.axes.keys() == domain.axes.keys()
+        isinstance(x, DomainTensor)
+        and x.shape == shape
+        and x.domain.axes.keys() == domain.axes.keys()
     ):
-        raise refused(name, next(filter(is_sharded, operands)), "it changes a tensor that has not the result's axes")
+        raise refused(
+            name,
+            next(filter(is_sharded, operands)),
+            "it changes a tensor that has not the result's axes",
+        )
     if is_in_place and x.base is not None:
         raise refused(name, x, f"{VIEW}; change a `clone` of it")
 
@@ -74,24 +101,39 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     halo = current(x.halo, x.local) if is_alone else None
     result = applied()
     if getattr(result, "shape", None) != domain.local_shape(shape):
-        raise refused(name, next(filter(is_sharded, operands)), "its result has another shape than its operands")
+        raise refused(
+            name,
+            next(filter(is_sharded, operands)),
+            "its result has another shape than its operands",
+        )
     result = x if is_in_place else wrapped(result, domain)
     if is_alone:
-        result.asked, result.halo = x.asked, None if halo is None else halo.after(applied(halo.rows), result.local)
+        result.asked, result.halo = (
+            x.asked,
+            None if halo is None else halo.after(applied(halo.rows), result.local),
+        )
     return result
 
 
 @rule("prelu", first_only=True)
 def prelu(function: Callable, x: DomainTensor, weight: torch.Tensor) -> DomainTensor:
     """weight: one number, or one for each channel, dimension 1, which is whole."""
-    refuse_unless(weight.numel() == 1 or 1 not in x.domain.axes, function, x, "sharded channels")
+    refuse_unless(
+        weight.numel() == 1 or 1 not in x.domain.axes, function, x, "sharded channels"
+    )
     return DomainTensor(function(x.local, weight), x.domain)
 
 
 @rule("view_as_real", "view_as_complex")
 def complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
-    refuse_unless(function.__name__ == "view_as_real" or x.ndim - 1 not in x.domain.axes, function, x, "sharded parts")
-    if function.__name__ == "view_as_real" and not x.local.numel():  # whose backward torch refuses
+    refuse_unless(
+        function.__name__ == "view_as_real" or x.ndim - 1 not in x.domain.axes,
+        function,
+        x,
+        "sharded parts",
+    )
+    # whose backward torch refuses
+    if function.__name__ == "view_as_real" and not x.local.numel():
         return DomainTensor(torch.stack([x.local.real, x.local.imag], -1), x.domain)
     return DomainTensor(function(x.local), x.domain)
 
@@ -109,13 +151,18 @@ def converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     return DomainTensor(function(x.local, *unwrapped(args), **unwrapped(kwargs)), x.domain)
 
 
-def common_domain(operands: Sequence, shape: torch.Size, *, but_for: int | None = None) -> Domain:
+def common_domain(
+    operands: Sequence, shape: torch.Size, *, but_for: int | None = None
+) -> Domain:
     """Return the domain of a result of that shape: of each dimension the layout of the first operand sharded there.
 
     but_for: the dimension in which sizes differ, because operands are put together there.
     """
     domains = [x.domain.moved(len(shape) - x.ndim) for x in operands if is_sharded(x)]
-    return merged({d: a for d, a in of.axes.items() if d == but_for or a.layout.length == shape[d]} for of in domains)
+    return merged(
+        {d: a for d, a in of.axes.items() if d == but_for or a.layout.length == shape[d]}
+        for of in domains
+    )
 
 
 def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
@@ -123,12 +170,16 @@ def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
     axes: dict[int, Axis] = {}
     for part in parts:
         for dim, axis in part.items():
-            if dim not in axes and all(axis.group is not other.group for other in axes.values()):
+            if dim not in axes and all(
+                axis.group is not other.group for other in axes.values()
+            ):
                 axes[dim] = axis
     return Domain(axes)
 
 
-def own_part(x: DomainTensor | torch.Tensor, domain: Domain, shape: Sequence[int]) -> torch.Tensor:
+def own_part(
+    x: DomainTensor | torch.Tensor, domain: Domain, shape: Sequence[int]
+) -> torch.Tensor:
     """Return the part of an operand that belongs to this rank's part of a result of that shape and domain.
 
     Rows of other layouts move to their owners; of a tensor that is whole each rank takes its rows. What is sharded in
@@ -139,18 +190,28 @@ def own_part(x: DomainTensor | torch.Tensor, domain: Domain, shape: Sequence[int
         return x.local
     before = len(shape) - x.ndim
     mine = {
-        dim - before: axis for dim, axis in domain.axes.items() if dim >= before and x.shape[dim - before] == shape[dim]
+        dim - before: axis
+        for dim, axis in domain.axes.items()
+        if dim >= before and x.shape[dim - before] == shape[dim]
     }
     if isinstance(x, DomainTensor):
         for dim, axis in x.domain.axes.items():
             if dim in mine and mine[dim].group is axis.group:
                 continue
-            there = [d for d, a in mine.items() if a.group is axis.group and d not in x.domain.axes]
+            there = [
+                d for d, a in mine.items() if a.group is axis.group and d not in x.domain.axes
+            ]
             x = move(x, dim, there[0], mine[there[0]].layout) if there else gather(x, [dim])
-        other = {d: mine[d].layout for d, a in x.domain.axes.items() if a.layout.ranges != mine[d].layout.ranges}
-        local, has = reshard(x, other).local, x.domain.axes
+        other = {
+            d: mine[d].layout
+            for d, a in x.domain.axes.items()
+            if a.layout.ranges != mine[d].layout.ranges
+        }
+        local = reshard(x, other).local
+        has = x.domain.axes
     else:
-        local, has = x, {}
+        local = x
+        has = {}
     for dim, axis in mine.items():
         if dim not in has:
             local = shard(local, axis.layout, dim, group=axis.group)

@@ -28,35 +28,58 @@ _BUCKET = 2**24
 
 
 @rule("grad", by_element=True)
-def grad(function: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+def grad(
+    function: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
+) -> tuple[Any, ...]:
     """torch.autograd.grad: the gradients of one process, of sharded and of whole inputs, which can be differentiated.
 
     One of the outputs or inputs must be sharded; what is whole must be used by every rank of the domain alike.
     """
     outputs, inputs = (list(t) if isinstance(t, Sequence) else [t] for t in (outputs, inputs))
-    seeds = list(grad_outputs) if isinstance(grad_outputs, Sequence) else [grad_outputs] * len(outputs)
+    seeds = (
+        list(grad_outputs)
+        if isinstance(grad_outputs, Sequence)
+        else [grad_outputs] * len(outputs)
+    )
     tensors = [t for t in (*outputs, *inputs) if isinstance(t, DomainTensor)]
     for halo in (x.halo for x in inputs if isinstance(x, DomainTensor) and x.halo is not None):
         halo.give_up()
     groups = {id(axis.group): axis.group for t in tensors for axis in t.domain.axes.values()}
 
     def lacking(x: Any) -> list[dist.ProcessGroup]:
-        own = [axis.group for axis in x.domain.axes.values()] if isinstance(x, DomainTensor) else []
+        own = (
+            [axis.group for axis in x.domain.axes.values()]
+            if isinstance(x, DomainTensor)
+            else []
+        )
         return [group for group in groups.values() if all(group is not other for other in own)]
 
     shares = []
     for y, seed in zip(outputs, seeds, strict=True):
-        seed = torch.ones((), dtype=y.dtype, device=y.device) if seed is None and y.shape.numel() == 1 else seed
+        seed = (
+            torch.ones((), dtype=y.dtype, device=y.device)
+            if seed is None and y.shape.numel() == 1
+            else seed
+        )
         if seed is None:
-            raise RuntimeError(f"an output of shape {tuple(y.shape)} is no number; give `grad_outputs` for it")
+            raise RuntimeError(
+                f"an output of shape {tuple(y.shape)} is no number; give `grad_outputs` for it"
+            )
         seed = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
         seed = seed.expand(unwrapped(y).shape)
-        shares.append(seed / math.prod(group.size() for group in lacking(y)))  # each rank's share of what all compute
+        # each rank's share of what all compute
+        shares.append(seed / math.prod(group.size() for group in lacking(y)))
     found = []
-    for x, part in zip(inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True):
+    for x, part in zip(
+        inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True
+    ):
         for group in lacking(x) if part is not None else ():
             part = added_up(part, group)
-        found.append(DomainTensor(part, x.domain) if isinstance(x, DomainTensor) and part is not None else part)
+        found.append(
+            DomainTensor(part, x.domain)
+            if isinstance(x, DomainTensor) and part is not None
+            else part
+        )
     return tuple(found)
 
 
@@ -76,7 +99,8 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     own = {dist.get_rank()}
     for group in mesh.get_all_groups():
-        ranks, rest = set(dist.get_process_group_ranks(group)), []
+        ranks = set(dist.get_process_group_ranks(group))
+        rest = []
         for p in parameters:
             common = averaged.get(p, own) & ranks
             if common not in (ranks, own):
@@ -95,7 +119,9 @@ def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
     found: dict[nn.Parameter, set[int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"module {name or 'model'} is of FSDP1, which is not handled; use fully_shard or DDP")
+            raise ValueError(
+                f"module {name or 'model'} is of FSDP1, which is not handled; use fully_shard or DDP"
+            )
         if isinstance(module, DistributedDataParallel):
             ranks = set(dist.get_process_group_ranks(module.process_group))
             found |= dict.fromkeys(module.parameters(), ranks)
@@ -121,7 +147,9 @@ def _average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> No
     """Average gradients over a group, in at least float32; a rank that has none where others do has zeros."""
     parameters = list(parameters)
     device = local_part(parameters[0]).device
-    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    has = torch.tensor(
+        [p.grad is not None for p in parameters], dtype=torch.int32, device=device
+    )
     gradients = []
     for p, is_there in zip(parameters, all_reduce(has, group, "max").tolist(), strict=True):
         if is_there:
@@ -129,7 +157,9 @@ def _average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> No
             gradients.append(local_part(p.grad).detach())
     for bucket in _buckets(gradients):
         dtype = torch.promote_types(bucket[0].dtype, torch.float32)
-        flat = all_reduce(torch.cat([g.reshape(-1).to(dtype) for g in bucket]), group).div_(group.size())
+        flat = all_reduce(torch.cat([g.reshape(-1).to(dtype) for g in bucket]), group).div_(
+            group.size()
+        )
         for g, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             g.copy_(mean.view(g.shape))
 
@@ -138,7 +168,9 @@ def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield tensors of one type in runs of limited size."""
     bucket: list[torch.Tensor] = []
     for x in tensors:
-        if bucket and (x.dtype != bucket[0].dtype or sum(map(torch.numel, bucket)) + x.numel() > _BUCKET):
+        if bucket and (
+            x.dtype != bucket[0].dtype or sum(map(torch.numel, bucket)) + x.numel() > _BUCKET
+        ):
             yield bucket
             bucket = []
         bucket.append(x)

@@ -89,33 +89,52 @@ def reach_of(asked: Reaches | None, domain: Domain) -> Reach | None:
 
 
 @planned
-def foreign_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> Wanted:
+def foreign_rows(
+    owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool
+) -> Wanted:
     """Return the rows that each rank wants of others, its halo; the arguments are those of `rows.plan_rows`."""
     wanted, _ = plan_rows(owned, length, wanted, periodic)
     return tuple(
-        tuple(part for parts in ranges for part in difference(intersection((parts,), ((0, length),)), own))
+        tuple(
+            part
+            for parts in ranges
+            for part in difference(intersection((parts,), ((0, length),)), own)
+        )
         for ranges, own in zip(wanted, owned, strict=True)
     )
 
 
 def send_with(
-    statistics: torch.Tensor, x: torch.Tensor, sent: Places, received: Places, axis: Axis, dim: int
+    statistics: torch.Tensor,
+    x: torch.Tensor,
+    sent: Places,
+    received: Places,
+    axis: Axis,
+    dim: int,
 ) -> tuple[torch.Tensor, list[tuple[Range, torch.Tensor]]]:
     """Return the statistics of all ranks of an axis, (ranks, *shape), and rows that came with them; one all-to-all.
 
     statistics: of one shape on every rank. x: of the same type. sent, received: as of `Movement`, places in dimension
     `dim` of x, and where what comes belongs. The rows come with their places. Not differentiable.
     """
-    number, width = statistics.numel(), math.prod((*x.shape[:dim], *x.shape[dim + 1 :]))
-    rows = [[x.narrow(dim, start, stop - start).reshape(-1) for start, stop in places] for places in sent]
+    number = statistics.numel()
+    width = math.prod((*x.shape[:dim], *x.shape[dim + 1 :]))
+    rows = [
+        [x.narrow(dim, start, stop - start).reshape(-1) for start, stop in places]
+        for places in sent
+    ]
     message = torch.cat([part for mine in rows for part in (statistics.reshape(-1), *mine)])
     sizes = [[number + size(places) * width for places in each] for each in (sent, received)]
     arrived = send_rows(message, *sizes, axis.group, kind="statistics").split(sizes[1])
-    shape, parts = [*x.shape], []
+    shape = [*x.shape]
+    parts = []
     for piece, places in zip(arrived, received, strict=True):
         first = number
         for start, stop in places:
-            shape[dim], last = stop - start, first + (stop - start) * width
+            shape[dim] = stop - start
+            last = first + (stop - start) * width
             parts.append(((start, stop), piece[first:last].view(shape)))
             first = last
-    return torch.stack([piece[:number] for piece in arrived]).view(axis.degree, *statistics.shape), parts
+    return torch.stack([piece[:number] for piece in arrived]).view(
+        axis.degree, *statistics.shape
+    ), parts

@@ -21,10 +21,17 @@ from longshard.domain.elementwise import own_part
 class _DomainBackwardHook(BackwardHook):
     """The hooks of one call of a module; `domains` are those of its inputs and of its outputs, None of other values."""
 
-    def __init__(self, module: torch.nn.Module, user_hooks: Sequence[Callable], user_pre_hooks: Sequence[Callable]):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        user_hooks: Sequence[Callable],
+        user_pre_hooks: Sequence[Callable],
+    ):
         self.domains: dict[str, list[Domain | None]] = {}
         hooks = [self._on_shards(hook, "inputs", "outputs") for hook in user_hooks]
-        super().__init__(module, hooks, [self._on_shards(hook, "outputs") for hook in user_pre_hooks])
+        super().__init__(
+            module, hooks, [self._on_shards(hook, "outputs") for hook in user_pre_hooks]
+        )
 
     def _on_shards(self, hook: Callable, *names: str) -> Callable:
         """Return a hook of domain tensors as one of shards; names: of what it gets the gradients."""
@@ -36,7 +43,9 @@ class _DomainBackwardHook(BackwardHook):
             if not isinstance(changed, tuple) or len(changed) != len(given[0]):
                 return changed  # torch says what is wrong
             return tuple(
-                own_part(new, g.domain, g.shape) if isinstance(g, DomainTensor) and new is not None else new
+                own_part(new, g.domain, g.shape)
+                if isinstance(g, DomainTensor) and new is not None
+                else new
                 for new, g in zip(changed, given[0], strict=True)
             )
 
@@ -46,12 +55,16 @@ class _DomainBackwardHook(BackwardHook):
         return self._with_shards(super().setup_input_hook, "inputs", args)
 
     def setup_output_hook(self, args: Any) -> Any:
-        found = self._with_shards(super().setup_output_hook, "outputs", args if isinstance(args, tuple) else (args,))
+        found = self._with_shards(
+            super().setup_output_hook, "outputs", args if isinstance(args, tuple) else (args,)
+        )
         return found if isinstance(args, tuple) else found[0]
 
     def _with_shards(self, set_up: Callable, name: str, args: tuple) -> tuple:
         self.domains[name] = [x.domain if isinstance(x, DomainTensor) else None for x in args]
-        found = set_up(_like(args, [x.local if isinstance(x, DomainTensor) else x for x in args]))
+        found = set_up(
+            _like(args, [x.local if isinstance(x, DomainTensor) else x for x in args])
+        )
         return _like(args, [_linked(x, shard) for x, shard in zip(args, found, strict=True)])
 
 
@@ -75,4 +88,5 @@ def _backward_hook(*args: Any) -> BackwardHook:
 
 
 torch_modules.BackwardHook = _backward_hook
-warnings.filterwarnings("ignore", r"For backward hooks to be called.*DomainTensor")  # they are called
+# they are called
+warnings.filterwarnings("ignore", r"For backward hooks to be called.*DomainTensor")

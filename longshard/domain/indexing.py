@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from longshard.domain.dispatch import DomainTensor, is_sharded, refuse_unless, refused, rule, wrapped
+from longshard.domain.dispatch import (
+    DomainTensor,
+    is_sharded,
+    refuse_unless,
+    refused,
+    rule,
+    wrapped,
+)
 from longshard.domain.domain import Axis, Domain, balanced
 from longshard.domain.elementwise import common_domain, merged, own_part
 from longshard.domain.masking import by_mask
@@ -38,14 +45,20 @@ def index_select(function, x, dim, index) -> DomainTensor:
     of_rows = x.domain.axes.get(dim)
     own, target = _own_numbers(index, of_rows)
     rest = {d: axis for d, axis in x.domain.axes.items() if d != dim}
-    if target is not None and (taken := [d for d, axis in rest.items() if axis.group is target.group]):
-        x, rest = gather(x, taken), {d: axis for d, axis in rest.items() if d not in taken}
+    if target is not None and (
+        taken := [d for d, axis in rest.items() if axis.group is target.group]
+    ):
+        x = gather(x, taken)
+        rest = {d: axis for d, axis in rest.items() if d not in taken}
     domain = Domain(rest if target is None else rest | {dim: target})
     if of_rows is None:
         return DomainTensor(x.local.index_select(dim, own), domain)
     if x.local.is_meta:
         return DomainTensor(
-            x.local.new_empty(domain.local_shape([*x.shape[:dim], len(index), *x.shape[dim + 1 :]])), domain
+            x.local.new_empty(
+                domain.local_shape([*x.shape[:dim], len(index), *x.shape[dim + 1 :]])
+            ),
+            domain,
         )
     take, give = _rows_by_number(of_rows, own, dim)
     return DomainTensor(with_adjoint(x.local, take, give), domain)
@@ -60,7 +73,9 @@ def index_add(function, x, dim, index, source, *, alpha=1) -> Any:
     source, own, target = _own_sources(mine, dim, index, source)
     source = source * alpha
     if of_rows is None:
-        sums = torch.zeros_like(mine.local, dtype=wide(source.dtype)).index_add(dim, own, source.to(wide(source.dtype)))
+        sums = torch.zeros_like(mine.local, dtype=wide(source.dtype)).index_add(
+            dim, own, source.to(wide(source.dtype))
+        )
         if target is not None:
             sums = added_up(sums, target.group)
     elif source.is_meta:
@@ -83,20 +98,32 @@ def scatter_add(function, x, dim, index, src) -> Any:
 def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -> DomainTensor:
     """index: as of `scatter_add`; reduce: sum, mean, prod, amax or amin. Equal extremes share a gradient."""
     number = _number_of_rows(function, x, dim, index, src)
-    if isinstance(src, DomainTensor) and not is_sharded(number) and (axis := src.domain.axes.get(dim % x.ndim)):
+    if (
+        isinstance(src, DomainTensor)
+        and not is_sharded(number)
+        and (axis := src.domain.axes.get(dim % x.ndim))
+    ):
         number = _dealt(number, axis)
     none = torch.zeros_like(x).detach()
     hits = none.index_add(dim, number, torch.ones_like(src).detach())
     if reduce in ("sum", "mean"):
         total = torch.zeros_like(x).index_add(dim, number, src)
-        own, counts = (x + total, hits + 1) if include_self else (torch.where(hits > 0, total, x), hits.clamp(min=1))
+        own, counts = (
+            (x + total, hits + 1)
+            if include_self
+            else (torch.where(hits > 0, total, x), hits.clamp(min=1))
+        )
         return own / counts if reduce == "mean" else own
     if reduce == "prod":
         product = _reduced_rows(x, dim % x.ndim, number, src, reduce)
         return x * product if include_self else torch.where(hits > 0, product, x)
     extreme = _reduced_rows(x.detach(), dim % x.ndim, number, src.detach(), reduce)
     better = torch.maximum if reduce == "amax" else torch.minimum
-    extreme = better(extreme, x.detach()) if include_self else torch.where(hits > 0, extreme, x.detach())
+    extreme = (
+        better(extreme, x.detach())
+        if include_self
+        else torch.where(hits > 0, extreme, x.detach())
+    )
     of_self = (x.detach() == extreme) if include_self else hits == 0
     of_src = (src.detach() == extreme.index_select(dim, number)).to(src.dtype)
     ties = none.index_add(dim, number, of_src) + of_self
@@ -110,11 +137,15 @@ def _number_of_rows(function, x: Any, dim: int, index: Numbers, src: Any) -> Num
     local = index.local if isinstance(index, DomainTensor) else index
     dim %= x.ndim
     others = [d for d in range(local.ndim) if d != dim]
-    is_whole = not is_sharded(index) or [*index.domain.axes] == [dim]  # so that every rank finds the same
+    # so that every rank finds the same
+    is_whole = not is_sharded(index) or [*index.domain.axes] == [dim]
     same = is_whole and all(local.stride(d) == 0 or local.shape[d] == 1 for d in others)
     shown = next(t for t in (x, index, src) if is_sharded(t))
     refuse_unless(
-        same and src.shape == index.shape, function, shown, "numbers that differ beside the dimension; expand them"
+        same and src.shape == index.shape,
+        function,
+        shown,
+        "numbers that differ beside the dimension; expand them",
     )
     for d in reversed(others):
         index = index.select(d, 0)
@@ -128,7 +159,9 @@ def _reduced_rows(x: Numbers, dim: int, number: Numbers, src: Any, reduce: str) 
     source, own, target = _own_sources(mine, dim, number, src)
     of_nothing = {"prod": 1.0, "amax": float("-inf"), "amin": float("inf")}[reduce]
 
-    def found(like: torch.Tensor, rows: int, places: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    def found(
+        like: torch.Tensor, rows: int, places: torch.Tensor, given: torch.Tensor
+    ) -> torch.Tensor:
         shape = [*like.shape[:dim], rows, *like.shape[dim + 1 :]]
         places = places.view(-1, *[1] * (like.ndim - dim - 1)).expand_as(given)
         return like.new_full(shape, of_nothing).scatter_reduce(dim, places, given, reduce)
@@ -146,10 +179,13 @@ def _reduced_rows(x: Numbers, dim: int, number: Numbers, src: Any, reduce: str) 
         asked = _asked(of_rows, own)
         both = asked.arriving, asked.sent
         give, back = (
-            lambda rows, sizes=sizes: send_rows(rows, *sizes, of_rows.group, kind=_KIND) for sizes in (both, both[::-1])
+            lambda rows, sizes=sizes: send_rows(rows, *sizes, of_rows.group, kind=_KIND)
+            for sizes in (both, both[::-1])
         )
         rows = found(local, sum(asked.arriving), asked.back, source).movedim(dim, 0)
-        result = found(local, of_rows.rows, asked.places, with_adjoint(rows, give, back).movedim(0, dim))
+        result = found(
+            local, of_rows.rows, asked.places, with_adjoint(rows, give, back).movedim(0, dim)
+        )
     return DomainTensor(result, mine.domain)
 
 
@@ -162,7 +198,12 @@ def take_along(function, x, index, dim) -> DomainTensor:
     dim %= x.ndim
     x = gather(x, [dim]) if dim in x.domain.axes else x
     shape = torch.Size(index.shape[d] if d == dim else n for d, n in enumerate(x.shape))
-    refuse_unless(shape == index.shape, function, x if is_sharded(x) else index, "numbers of some rows only")
+    refuse_unless(
+        shape == index.shape,
+        function,
+        x if is_sharded(x) else index,
+        "numbers of some rows only",
+    )
     domain = common_domain([index, x], shape, but_for=dim)
     beside = Domain({d: axis for d, axis in domain.axes.items() if d != dim})
     rows = own_part(x, beside, torch.Size(x.shape))
@@ -178,7 +219,9 @@ def of_numbers(function, x, *args: Any, **kwargs: Any) -> DomainTensor:
 
 
 @rule("grid_sample")
-def grid_sample(function, x, grid, mode="bilinear", padding_mode="zeros", align_corners=None) -> DomainTensor:
+def grid_sample(
+    function, x, grid, mode="bilinear", padding_mode="zeros", align_corners=None
+) -> DomainTensor:
     """x: (N, C, H, W); grid: (N, rows, columns, 2), as whose rows and columns the result is sharded.
 
     A rank asks for the rows of x between the first and the last one that its part of the grid reads; columns are
@@ -186,40 +229,63 @@ def grid_sample(function, x, grid, mode="bilinear", padding_mode="zeros", align_
     """
     x, grid = (wrapped(t, Domain({})) for t in (x, grid))
     shown = x if is_sharded(x) else grid
-    refuse_unless(x.ndim == 4 and padding_mode != "reflection", function, shown, "volumes, and padding by reflection")
-    of_rows, places = x.domain.axes.get(2), {0: 0, 1: 2, 2: 3}  # dimensions of the grid as those of the result
+    refuse_unless(
+        x.ndim == 4 and padding_mode != "reflection",
+        function,
+        shown,
+        "volumes, and padding by reflection",
+    )
+    # dimensions of the grid as those of the result
+    of_rows = x.domain.axes.get(2)
+    places = {0: 0, 1: 2, 2: 3}
     targets = {places[dim]: axis for dim, axis in grid.domain.axes.items() if dim in places}
-    if of_rows is not None and all(axis.group is not of_rows.group for axis in targets.values()):
+    if of_rows is not None and all(
+        axis.group is not of_rows.group for axis in targets.values()
+    ):
         targets[2] = Axis(balanced(grid.shape[1], of_rows.degree), of_rows.group)
     beside = {dim: axis for dim, axis in x.domain.axes.items() if dim < 2}
     domain = merged([targets, beside])
-    points = own_part(grid, Domain({d: domain.axes[n] for d, n in places.items() if n in domain.axes}), grid.shape)
+    points = own_part(
+        grid,
+        Domain({d: domain.axes[n] for d, n in places.items() if n in domain.axes}),
+        grid.shape,
+    )
     beside = {dim: axis for dim, axis in domain.axes.items() if dim < 2}
     if of_rows is not None and any(axis.group is of_rows.group for axis in beside.values()):
         of_rows = None  # ranks with other samples need all rows of them
     local = own_part(x, Domain(beside | ({} if of_rows is None else {2: of_rows})), x.shape)
     if of_rows is not None:
-        local, points = _rows_of_points(local, points, of_rows, align_corners=bool(align_corners))
+        local, points = _rows_of_points(
+            local, points, of_rows, align_corners=bool(align_corners)
+        )
     if points.numel():
         return DomainTensor(function(local, points, mode, padding_mode, align_corners), domain)
-    return DomainTensor(connected(local.new_zeros(*local.shape[:2], *points.shape[1:3]), local, points), domain)
+    return DomainTensor(
+        connected(local.new_zeros(*local.shape[:2], *points.shape[1:3]), local, points), domain
+    )
 
 
 def _rows_of_points(
     x: torch.Tensor, points: torch.Tensor, axis: Axis, *, align_corners: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows, dimension 2, that are read at the points, and the points as places in these rows."""
-    height, y = axis.layout.length, points[..., 1]
+    height = axis.layout.length
+    y = points[..., 1]
     places = (y + 1) / 2 * (height - 1) if align_corners else ((y + 1) * height - 1) / 2
     first, last = 0, height
     if x.is_meta:
         x = x.new_empty(*x.shape[:2], height, x.shape[3])
     else:
         read = places.detach().clamp(-2, height + 1)
-        ends = (int(read.min()) - 3, int(read.max()) + 4) if read.numel() else (0, 2)  # bicubic reads two more
-        first, last = max(min(ends[0], height - 2), 0), min(max(ends[1], 2), height)
-        x = with_adjoint(x, *_rows_by_number(axis, torch.arange(first, last, device=x.device), 2))
-    rows, own = last - first, places - first
+        # bicubic reads two more
+        ends = (int(read.min()) - 3, int(read.max()) + 4) if read.numel() else (0, 2)
+        first = max(min(ends[0], height - 2), 0)
+        last = min(max(ends[1], 2), height)
+        x = with_adjoint(
+            x, *_rows_by_number(axis, torch.arange(first, last, device=x.device), 2)
+        )
+    rows = last - first
+    own = places - first
     y = own * 2 / max(rows - 1, 1) - 1 if align_corners else (own * 2 + 1) / rows - 1
     return x, torch.stack([points[..., 0], y], -1)
 
@@ -230,14 +296,23 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
     if len(given) == len(index) == 1 and given[0].dtype == torch.bool:
         return by_mask(x, given[0])
     if any(numbers.dtype == torch.bool or numbers.is_floating_point() for numbers in given):
-        raise refused("indexing", x, "a mask of truths stands alone; index by it first, or use torch.where")
+        raise refused(
+            "indexing",
+            x,
+            "a mask of truths stands alone; index by it first, or use torch.where",
+        )
     y = x[tuple(slice(None) if place in places else i for place, i in enumerate(index))]
     kept = [place for place, i in enumerate(index) if not isinstance(i, int)]
     ellipsis = next((place for place in kept if index[place] is Ellipsis), len(index))
-    dims = [n if place < ellipsis else n - len(kept) for n, place in enumerate(kept) if place in places]
+    dims = [
+        n if place < ellipsis else n - len(kept)
+        for n, place in enumerate(kept)
+        if place in places
+    ]
     dims = [dim % y.ndim for dim in dims]
     if dims[-1] - dims[0] >= len(dims):  # they are apart, and torch puts them first
-        y, dims = y.movedim(dims, [*range(len(dims))]), [0]
+        y = y.movedim(dims, [*range(len(dims))])
+        dims = [0]
     dim = dims[0]
     places_of = torch.zeros((), dtype=torch.int64, device=x.device)
     for size, numbers in zip(y.shape[dim:], given, strict=False):  # of the flattened dimensions
@@ -252,16 +327,29 @@ def _own_sources(
 ) -> tuple[torch.Tensor, torch.Tensor, Axis | None]:
     """Return what this rank gives to rows of x, their numbers, and over which ranks both are dealt."""
     of_source = source.domain.axes.get(dim) if isinstance(source, DomainTensor) else None
-    taken = [axis.group for d, axis in x.domain.axes.items() if d != dim]  # ranks that share another dimension
+    # ranks that share another dimension
+    taken = [axis.group for d, axis in x.domain.axes.items() if d != dim]
     if is_sharded(index) and any(index.domain.axes[0].group is group for group in taken):
         index = gather(index)
-    if of_source is not None and not is_sharded(index) and all(of_source.group is not group for group in taken):
+    if (
+        of_source is not None
+        and not is_sharded(index)
+        and all(of_source.group is not group for group in taken)
+    ):
         index = _dealt(index, of_source)
     if isinstance(source, DomainTensor):
-        source = gather(source, [d for d in source.domain.axes if d != dim and d not in x.domain.axes])
+        source = gather(
+            source, [d for d in source.domain.axes if d != dim and d not in x.domain.axes]
+        )
     own, target = _own_numbers(index, x.domain.axes.get(dim))
     rest = {d: axis for d, axis in x.domain.axes.items() if d != dim}
-    return own_part(source, Domain(rest if target is None else rest | {dim: target}), source.shape), own, target
+    return (
+        own_part(
+            source, Domain(rest if target is None else rest | {dim: target}), source.shape
+        ),
+        own,
+        target,
+    )
 
 
 def _own_numbers(index: Numbers, of_rows: Axis | None) -> tuple[torch.Tensor, Axis | None]:
@@ -306,22 +394,32 @@ def _rows_by_number(axis: Axis, numbers: torch.Tensor, dim: int) -> tuple[Callab
         return arrived.index_select(0, asked.back).movedim(0, dim)
 
     def give(gradient: torch.Tensor) -> torch.Tensor:
-        exact = gradient.movedim(dim, 0).to(wide(gradient.dtype) if gradient.is_floating_point() else gradient.dtype)
-        sums = exact.new_zeros(sum(asked.arriving), *exact.shape[1:]).index_add(0, asked.back, exact)
+        exact = gradient.movedim(dim, 0).to(
+            wide(gradient.dtype) if gradient.is_floating_point() else gradient.dtype
+        )
+        sums = exact.new_zeros(sum(asked.arriving), *exact.shape[1:]).index_add(
+            0, asked.back, exact
+        )
         arrived = send_rows(sums, asked.arriving, asked.sent, axis.group, kind=_KIND)
-        result = arrived.new_zeros(axis.rows, *arrived.shape[1:]).index_add(0, asked.places, arrived)
+        result = arrived.new_zeros(axis.rows, *arrived.shape[1:]).index_add(
+            0, asked.places, arrived
+        )
         return result.movedim(0, dim).to(gradient.dtype)
 
     return take, give
 
 
 def _asked(axis: Axis, numbers: torch.Tensor) -> _Asked:
-    positions, back = places_on(axis.layout, numbers.device)[numbers].unique(return_inverse=True)
-    ends = torch.tensor([axis.layout.local_length(rank) for rank in range(axis.degree)], device=numbers.device).cumsum(
-        0
+    positions, back = places_on(axis.layout, numbers.device)[numbers].unique(
+        return_inverse=True
     )
+    ends = torch.tensor(
+        [axis.layout.local_length(rank) for rank in range(axis.degree)], device=numbers.device
+    ).cumsum(0)
     owners = torch.searchsorted(ends, positions, right=True)
-    arriving, sent = exchange_counts(owners.bincount(minlength=axis.degree), axis.group, kind=_KIND)
+    arriving, sent = exchange_counts(
+        owners.bincount(minlength=axis.degree), axis.group, kind=_KIND
+    )
     firsts = torch.cat([ends.new_zeros(1), ends[:-1]])
     places = send_rows(positions - firsts[owners], arriving, sent, axis.group, kind=_KIND)
     return _Asked(places, sent, arriving, back)

@@ -39,25 +39,39 @@ def interpolate(
     if spatial_is_whole(x, x.ndim - 2):
         options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
         return on_samples(function, x, *options)
-    is_known = mode in ("nearest", "linear", "bilinear", "trilinear") and not recompute_scale_factor and not antialias
+    is_known = (
+        mode in ("nearest", "linear", "bilinear", "trilinear")
+        and not recompute_scale_factor
+        and not antialias
+    )
     refuse_unless(is_known, function, x, f"mode {mode!r}, or an option")
     dims = spatial_dims(function, x, x.ndim - 2)
     factors = [None] * len(dims)
     if scale_factor is not None:
-        scales = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
+        scales = (
+            scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
+        )
         factors = [float(factor) for factor in scales]
         size = [int(x.shape[dim] * factor) for dim, factor in zip(dims, factors, strict=True)]
     targets = zip(dims, per_axis(size, dims), factors, strict=True)
-    sources = {dim: _sources(x.shape[dim], n, f, mode, bool(align_corners)) for dim, n, f in targets}
+    sources = {
+        dim: _sources(x.shape[dim], n, f, mode, bool(align_corners)) for dim, n, f in targets
+    }
 
     def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-        if mode == "nearest" and all(_is_whole(tile, sources[dim]) for dim, tile in tiles.items()):
-            return F.interpolate(part, [tiles[dim].outputs[1] - tiles[dim].outputs[0] for dim in dims])
+        if mode == "nearest" and all(
+            _is_whole(tile, sources[dim]) for dim, tile in tiles.items()
+        ):
+            return F.interpolate(
+                part, [tiles[dim].outputs[1] - tiles[dim].outputs[0] for dim in dims]
+            )
         for dim, tile in tiles.items():
             part = _mixed(part, dim, tile, sources[dim])
         return part
 
-    return slide(x, {dim: partial(_plan, sources=each) for dim, each in sources.items()}, compute)
+    return slide(
+        x, {dim: partial(_plan, sources=each) for dim, each in sources.items()}, compute
+    )
 
 
 Sources = tuple[tuple[int, int, float], ...]
@@ -65,10 +79,14 @@ Sources = tuple[tuple[int, int, float], ...]
 
 
 @planned
-def _sources(length: int, outputs: int, factor: float | None, mode: str, align_corners: bool) -> Sources:
+def _sources(
+    length: int, outputs: int, factor: float | None, mode: str, align_corners: bool
+) -> Sources:
     if mode == "nearest":  # PyTorch itself says which rows, in its rounding
         rows = torch.arange(length, dtype=torch.float64).view(1, 1, -1)
-        chosen = F.interpolate(rows, scale_factor=factor) if factor else F.interpolate(rows, outputs)
+        chosen = (
+            F.interpolate(rows, scale_factor=factor) if factor else F.interpolate(rows, outputs)
+        )
         return tuple((int(row), int(row), 0.0) for row in chosen.flatten().tolist())
     scale = length / outputs if factor is None else 1 / factor
     if align_corners:
@@ -96,7 +114,9 @@ def _is_whole(tile: Tile, sources: Sources) -> bool:
     """Return whether the tile alone has the same nearest rows as the whole axis."""
     (start, stop), (first, last) = tile
     rows = tuple(row - first for row, *_ in sources[start:stop])
-    return rows == tuple(row for row, *_ in _sources(last - first, stop - start, None, "nearest", False))
+    return rows == tuple(
+        row for row, *_ in _sources(last - first, stop - start, None, "nearest", False)
+    )
 
 
 def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.Tensor:
@@ -107,5 +127,7 @@ def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.
     if not any(share):
         return low
     high = part.index_select(dim, to_device(torch.tensor(second), part.device) - tile.inputs[0])
-    weights = to_device(torch.tensor(share, dtype=part.dtype), part.device).view(-1, *[1] * (part.ndim - 1 - dim))
+    weights = to_device(torch.tensor(share, dtype=part.dtype), part.device).view(
+        -1, *[1] * (part.ndim - 1 - dim)
+    )
     return torch.lerp(low, high, weights)

@@ -14,15 +14,26 @@ from longshard.domain.elementwise import elementwise, merged, own_part
 
 @rule(
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss"),
+    *(
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "poisson_nll_loss",
+        "soft_margin_loss",
+    ),
 )
 def by_element(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
-    given, reduction, weight = _arguments(function, x if is_sharded(x) else target, x, target, *args, **kwargs)
+    given, reduction, weight = _arguments(
+        function, x if is_sharded(x) else target, x, target, *args, **kwargs
+    )
     each = elementwise(function, x, target, reduction="none", **given)
     each = each if weight is None else each * weight
     if reduction == "batchmean":
         return each.sum() / each.shape[0]
-    if reduction == "mean" and weight is not None and function.__name__ in ("mse_loss", "l1_loss"):
+    if (
+        reduction == "mean"
+        and weight is not None
+        and function.__name__ in ("mse_loss", "l1_loss")
+    ):
         return each.sum() / (torch.ones_like(each) * weight).sum()
     return each if reduction == "none" else getattr(each, reduction)()
 
@@ -34,7 +45,9 @@ def of_normal(function, x, target, var, full=False, eps=1e-6, reduction="mean") 
     var = var if isinstance(var, DomainTensor | torch.Tensor) else torch.full_like(x, var)
     var = var.unsqueeze(-1) if var.ndim < x.ndim else var
     var = var + (var.clamp(min=eps) - var).detach()
-    each = (var.log() + (x - target).square() / var) / 2 + (math.log(2 * math.pi) / 2 if full else 0)
+    each = (var.log() + (x - target).square() / var) / 2 + (
+        math.log(2 * math.pi) / 2 if full else 0
+    )
     return each if reduction == "none" else getattr(each, reduction)()
 
 
@@ -43,7 +56,8 @@ def of_classes(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
     """x: (N, C, ...), whose classes are whole; target: (N, ...), or probabilities (N, C, ...); weight: (C,), plain."""
     shown = x if is_sharded(x) else target
     given, reduction, weight = _arguments(function, shown, x, target, *args, **kwargs)
-    classes, has_labels = min(x.ndim - 1, 1), target.ndim < x.ndim
+    classes = min(x.ndim - 1, 1)
+    has_labels = target.ndim < x.ndim
     refuse_unless(not is_sharded(weight), function, shown, "weights that are sharded")
     axes = [t.domain if is_sharded(t) else Domain({}) for t in (x, target)]
     axes[1] = axes[1].moved(1, first=classes) if has_labels else axes[1]
@@ -51,12 +65,16 @@ def of_classes(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
     refuse_unless(classes not in domain.axes, function, shown, "sharded classes")
     result = domain.reduced([classes], keepdim=False)
     labels = own_part(target, result if has_labels else domain, target.shape)
-    local = function(own_part(x, domain, x.shape), labels, weight=weight, reduction="none", **given)
+    local = function(
+        own_part(x, domain, x.shape), labels, weight=weight, reduction="none", **given
+    )
     each = DomainTensor(local, result)
     if reduction != "mean" or not has_labels:
         return each if reduction == "none" else getattr(each, reduction)()
     counts = labels != given.get("ignore_index", -100)
-    of_labels = counts.to(local.dtype) if weight is None else weight[labels.where(counts, 0)] * counts
+    of_labels = (
+        counts.to(local.dtype) if weight is None else weight[labels.where(counts, 0)] * counts
+    )
     return each.sum() / DomainTensor(of_labels, result).sum()
 
 
@@ -65,7 +83,8 @@ def _arguments(
 ) -> tuple[dict[str, Any], str, torch.Tensor | None]:
     """Return the arguments of a loss but for input and target, its reduction, and its weights."""
     given = dict([*signature(function).bind(*args, **kwargs).arguments.items()][2:])
-    reduction, weight = given.pop("reduction", "mean"), given.pop("weight", None)
+    reduction = given.pop("reduction", "mean")
+    weight = given.pop("weight", None)
     old = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None
     known = ("none", "mean", "sum", *["batchmean"][: function.__name__ == "kl_div"])
     why = "`reduce`, `size_average`, or a reduction that is none of " + ", ".join(known)

@@ -37,7 +37,10 @@ def by_mask(x: Rows, mask: Rows) -> DomainTensor:
     domains = [t.domain if isinstance(t, DomainTensor) else Domain({}) for t in (x, mask)]
     axes = [of.axes for of in domains if min(of.axes, default=dims) < dims]
     if not axes:
-        return DomainTensor(wrapped(x, Domain({})).local[wrapped(mask, Domain({})).local], domains[0].moved(1 - dims))
+        return DomainTensor(
+            wrapped(x, Domain({})).local[wrapped(mask, Domain({})).local],
+            domains[0].moved(1 - dims),
+        )
     dim = min(axes[0])
     axis = axes[0][dim]
     domain = merged([{dim: axis}, {d: a for d, a in domains[0].axes.items() if d >= dims}])
@@ -56,16 +59,23 @@ def assign_by_mask(x: DomainTensor, mask: Rows, value: Any) -> None:
         IndexError: the mask has other sizes than x, or there are more or fewer rows.
     """
     dims = _dims_of(mask, x)
-    own = own_part(mask, Domain({d: axis for d, axis in x.domain.axes.items() if d < dims}), mask.shape)
+    own = own_part(
+        mask, Domain({d: axis for d, axis in x.domain.axes.items() if d < dims}), mask.shape
+    )
     if isinstance(value, DomainTensor | torch.Tensor):
         domain = Domain({d - dims + 1: axis for d, axis in x.domain.axes.items() if d >= dims})
         shape = torch.Size([1, *x.shape[dims:]])
         if value.ndim == len(shape) and value.shape[0] != 1:
             cut = [d for d in x.domain.axes if d < dims]
             if len(cut) > 1:
-                raise refused("__setitem__", x, "rows for a mask of several sharded dimensions; use torch.where")
+                raise refused(
+                    "__setitem__",
+                    x,
+                    "rows for a mask of several sharded dimensions; use torch.where",
+                )
             shown = by_mask(x.detach(), mask)
-            domain, shape = shown.domain, torch.Size(shown.shape)
+            domain = shown.domain
+            shape = torch.Size(shown.shape)
             if value.shape[0] != shape[0]:
                 raise IndexError(f"a mask that shows {shape[0]} rows got {value.shape[0]} rows")
         value = own_part(value, domain, shape)
@@ -75,13 +85,19 @@ def assign_by_mask(x: DomainTensor, mask: Rows, value: Any) -> None:
 def _dims_of(mask: Rows, x: Rows) -> int:
     """Return of how many first dimensions a mask is, if it has their sizes."""
     if tuple(mask.shape) != tuple(x.shape[: mask.ndim]):
-        raise IndexError(f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}")
+        raise IndexError(
+            f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}"
+        )
     return mask.ndim
 
 
 def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
     """Return which rank has which of the rows that a mask shows. counts: (blocks, rows of this rank), of each row."""
-    ranges = sorted((start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own)
+    ranges = sorted(
+        (start, stop, rank)
+        for rank, own in enumerate(axis.layout.ranges)
+        for start, stop in own
+    )
     mine = [place for place, (*_, rank) in enumerate(ranges) if rank == axis.rank]
     shown = counts.new_zeros(len(counts), len(ranges))
     sizes = [stop - start for start, stop, rank in ranges if rank == axis.rank]
@@ -90,5 +106,8 @@ def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
     ends = all_reduce(shown, axis.group).flatten().cumsum(0).tolist()
     owners = [rank for *_, rank in ranges] * len(counts)
     parts = [*zip([0, *ends], ends, owners, strict=False)]
-    shards = (union((start, stop) for start, stop, owner in parts if owner == rank) for rank in range(axis.degree))
+    shards = (
+        union((start, stop) for start, stop, owner in parts if owner == rank)
+        for rank in range(axis.degree)
+    )
     return AxisLayout("shown", ends[-1] if ends else 0, tuple(shards))

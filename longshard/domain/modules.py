@@ -46,7 +46,10 @@ class _CircularConv:
         return conv(function, x, self.weight, self.bias, *options, periodic=True)
 
 
-_CIRCULAR = {cls: type(f"Domain{cls.__name__}", (_CircularConv, cls), {}) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+_CIRCULAR = {
+    cls: type(f"Domain{cls.__name__}", (_CircularConv, cls), {})
+    for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+}
 
 
 _NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -89,7 +92,12 @@ class NeighborhoodAttention(nn.Module):
         is_causal: bool | Sequence[bool] = False,
     ) -> None:
         super().__init__()
-        self.options = {"kernel_size": kernel_size, "dilation": dilation, "stride": stride, "is_causal": is_causal}
+        self.options = {
+            "kernel_size": kernel_size,
+            "dilation": dilation,
+            "stride": stride,
+            "is_causal": is_causal,
+        }
 
     def forward(self, q: Any, k: Any, v: Any) -> Any:
         """q: (B, *spatial, H, D); k, v: (B, *spatial, K, D) -> (B, *spatial, H, D)."""
@@ -144,7 +152,9 @@ def _names_in_errors(model: nn.Module) -> Iterator[None]:
         running.pop()
 
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(partial(entered, name=name), with_kwargs=True))
+        hooks.append(
+            module.register_forward_pre_hook(partial(entered, name=name), with_kwargs=True)
+        )
         hooks.append(module.register_forward_hook(left))
     try:
         yield
@@ -165,7 +175,9 @@ def _names_in_errors(model: nn.Module) -> Iterator[None]:
 
 def _check_old_hooks(module: nn.Module) -> None:
     """Refuse backward hooks of the old kind, for which torch looks for a node of the graph in the module's output."""
-    of_all = torch_modules._global_backward_hooks and not torch_modules._global_is_full_backward_hook
+    of_all = (
+        torch_modules._global_backward_hooks and not torch_modules._global_is_full_backward_hook
+    )
     if of_all or (module._backward_hooks and not module._is_full_backward_hook):
         raise DomainOperatorError(
             "a hook of `register_backward_hook` of a module that gets a sharded tensor would not run; use "
@@ -183,7 +195,11 @@ def check_layouts(tensors: Iterable[DomainTensor]) -> None:
         ValueError: on every rank, if layouts, global shapes or types differ.
     """
     said = [
-        (tuple(x.shape), str(x.dtype), {dim: axis.layout.ranges for dim, axis in x.domain.axes.items()})
+        (
+            tuple(x.shape),
+            str(x.dtype),
+            {dim: axis.layout.ranges for dim, axis in x.domain.axes.items()},
+        )
         for x in tensors
     ]
     if not _are_equal(repr(said).encode(), tensors):
@@ -200,7 +216,9 @@ def same_draws(tensors: Iterable[DomainTensor]) -> Iterator[None]:
         yield
     if draws.names:
         on_cuda = any(x.is_cuda for x in tensors)
-        state = (torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()).numpy().tobytes()
+        state = (
+            (torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()).numpy().tobytes()
+        )
         if not _are_equal(state, tensors):
             warnings.warn(
                 f"the model draws random numbers ({', '.join(sorted(draws.names))}) and the ranks of the domain have "
@@ -230,6 +248,9 @@ def _are_equal(said: bytes, tensors: Iterable[DomainTensor]) -> bool:
     for group in {id(axis.group): axis.group for axis in axes}.values():
         is_gloo = "gloo" in dist.get_backend(group)
         device = "cpu" if is_gloo else torch.accelerator.current_accelerator()
-        if len(set(all_gather(torch.tensor([number], device=device), group).view(-1).tolist())) > 1:
+        if (
+            len(set(all_gather(torch.tensor([number], device=device), group).view(-1).tolist()))
+            > 1
+        ):
             number = 0  # which the ranks along the next axis see too
     return number > 0

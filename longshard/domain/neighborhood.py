@@ -41,8 +41,10 @@ Hood = tuple[int, int, int, bool]
 """The fields of a `Neighborhood`, as plain data."""
 
 _MASK_ELEMENTS = 1 << 20
-_COPIES_KEPT = 8  # of each key, for the backward; if tiles overlap more, the backward cuts them out again
-_TILES_OF_A_CALL = 1 << 14  # kernels launch a block for each tile in a dimension that ends at 65,535
+# of each key, for the backward; if tiles overlap more, the backward cuts them out again
+_COPIES_KEPT = 8
+# kernels launch a block for each tile in a dimension that ends at 65,535
+_TILES_OF_A_CALL = 1 << 14
 
 
 # ---- windows and tiles of an axis, in integers; plans are constants of compiled code
@@ -94,7 +96,8 @@ def segments(ranges: Sequence[Range], length: int, hood: Neighborhood) -> Iterat
 @planned
 def _wanted(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ranges, ...]:
     """Return for each rank the rows that its queries see; owned: by each rank, of an axis of `length` rows."""
-    found, fields = [], Neighborhood(*hood)
+    found = []
+    fields = Neighborhood(*hood)
     for ranges in owned:
         seen = np.zeros(length + 2, dtype=np.int8)
         for segment in segments(ranges, length, fields):
@@ -117,7 +120,9 @@ class Tiles(NamedTuple):
 
 
 @planned
-def _tiles(queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int, single: bool) -> tuple[Tiles, ...]:
+def _tiles(
+    queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int, single: bool
+) -> tuple[Tiles, ...]:
     """Cut queries into tiles of `rows`, a multiple of the stride; return those together that see keys in the same way.
 
     queries, keys: the rows of the axis that the rank has, and has fetched. single: return each tile alone.
@@ -129,14 +134,23 @@ def _tiles(queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int, 
         for first in range(start, stop, rows):
             last = min(first + rows, stop)
             windows = [hood.window(place, segment.length) for place in range(first, last)]
-            key, end = windows[0][0], windows[-1][1]
-            tile = (segment.rows(places, hood.dilation) for places in ((first, last), (key, end)))
-            found.setdefault(tuple((a - key, b - key) for a, b in windows), []).append(tuple(tile))
+            key = windows[0][0]
+            end = windows[-1][1]
+            tile = (
+                segment.rows(places, hood.dilation) for places in ((first, last), (key, end))
+            )
+            found.setdefault(tuple((a - key, b - key) for a, b in windows), []).append(
+                tuple(tile)
+            )
     result = []
     for seen, tiles in found.items():
         asked, read = zip(*tiles, strict=True)
         tables = _places(asked, queries), _places(read, keys)
-        groups = [((tile,), (box,)) for tile, box in zip(*tables, strict=True)] if single else [tables]
+        groups = (
+            [((tile,), (box,)) for tile, box in zip(*tables, strict=True)]
+            if single
+            else [tables]
+        )
         result += [Tiles(*group, seen) for group in groups]
     return tuple(result)
 
@@ -148,7 +162,9 @@ def _places(rows: Iterable[np.ndarray], held: Ranges) -> tuple[tuple[int, ...], 
 
 
 @planned
-def _tile_rows(fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int) -> tuple[tuple[int, ...], bool]:
+def _tile_rows(
+    fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int
+) -> tuple[tuple[int, ...], bool]:
     """Return for each axis the rows of a tile, about as many as its kernel, so that a tile's mask has `most` elements.
 
     lengths: queries of each axis on this rank. The mask is larger only if one group of queries already needs that.
@@ -171,7 +187,9 @@ def _tile_rows(fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int) ->
         widest = groups.index(max(groups))
         groups[widest] = -(-groups[widest] // 2)
     rows = tuple(group * hood.stride for hood, group in zip(hoods, groups, strict=True))
-    copies = math.prod((tile + hood.kernel - 1) / tile for tile, hood in zip(rows, hoods, strict=True))
+    copies = math.prod(
+        (tile + hood.kernel - 1) / tile for tile, hood in zip(rows, hoods, strict=True)
+    )
     return rows, copies > _COPIES_KEPT
 
 
@@ -198,7 +216,8 @@ def neighborhood_attention(
         ValueError: tensors that do not fit each other, sharded heads, a stride above the kernel size, or a window that
             does not fit the axis.
     """
-    tensors, shape = [x for x in (q, k, v) if isinstance(x, DomainTensor)], q.shape
+    tensors = [x for x in (q, k, v) if isinstance(x, DomainTensor)]
+    shape = q.shape
     _check_shapes(q, k, v)
     domain = common_domain(tensors, shape)
     dims = range(1, q.ndim - 2)
@@ -208,7 +227,9 @@ def neighborhood_attention(
             "must have whole; shard batch or spatial dimensions"
         )
     options = (per_axis(option, dims) for option in (kernel_size, dilation, stride, is_causal))
-    hoods: dict[int, Hood] = {dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)}
+    hoods: dict[int, Hood] = {
+        dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)
+    }
     for dim, hood in hoods.items():
         _check_fit(hood, shape[dim], dim)
     q, k, v = (own_part(x, domain, x.shape) for x in (q, k, v))
@@ -220,12 +241,22 @@ def neighborhood_attention(
         out = connected(q.new_zeros(result), q, k, v)
     else:
         queries = [domain.ranges(dim, shape[dim]) for dim in dims]
-        out = _attend_axes(q, k, v, [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)], scale)
+        out = _attend_axes(
+            q,
+            k,
+            v,
+            [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)],
+            scale,
+        )
     return DomainTensor(out, domain) if tensors else out
 
 
 def _with_neighbors(
-    k: torch.Tensor, v: torch.Tensor, domain: Domain, hoods: Mapping[int, Hood], shape: Sequence[int]
+    k: torch.Tensor,
+    v: torch.Tensor,
+    domain: Domain,
+    hoods: Mapping[int, Hood],
+    shape: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, dict[int, Ranges]]:
     """Fetch the keys and values that this rank's queries see; an exchange for each sharded dimension of `hoods`.
 
@@ -239,14 +270,18 @@ def _with_neighbors(
     for dim in sharded:
         axis = domain.axes[dim]
         wanted = _wanted(axis.layout.ranges, shape[dim], hoods[dim])
-        both, keys[dim] = fetch(both, axis, wanted, dim), wanted[axis.rank]
+        both = fetch(both, axis, wanted, dim)
+        keys[dim] = wanted[axis.rank]
     k, v = both.split([k.shape[-1], v.shape[-1]], -1)
     return k, v, keys
 
 
-def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None) -> torch.Tensor:
+def _attend_axes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None
+) -> torch.Tensor:
     """Attend in tiles; axes: of each one the rows of q, the rows of k and v, its length, and its neighbourhood."""
-    hoods, most = tuple([hood for *_, hood in axes]), _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
+    hoods = tuple([hood for *_, hood in axes])
+    most = _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
     rows, cuts_again = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
     cuts = enumerate(zip(axes, rows, strict=True))
     tiles = [_tiles(*axis, tile, cuts_again and not number) for number, (axis, tile) in cuts]
@@ -269,7 +304,11 @@ def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, 
 
 
 def _check_shapes(q: Any, k: Any, v: Any) -> None:
-    fits = q.ndim == k.ndim == v.ndim in (4, 5, 6) and q.shape[:-2] == k.shape[:-2] and k.shape[:-1] == v.shape[:-1]
+    fits = (
+        q.ndim == k.ndim == v.ndim in (4, 5, 6)
+        and q.shape[:-2] == k.shape[:-2]
+        and k.shape[:-1] == v.shape[:-1]
+    )
     if not fits or q.shape[-1] != k.shape[-1] or not k.shape[-2] or q.shape[-2] % k.shape[-2]:
         raise ValueError(
             f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} do not fit; they must be "
@@ -307,7 +346,9 @@ def _parts(of_axis: Sequence[Tiles], device: torch.device) -> list[_Part]:
     """Return the tiles of an axis with their indices, which are copied to the device at once."""
     indices = []
     for tables in ([each.queries for each in of_axis], [each.keys for each in of_axis]):
-        together = to_device(torch.tensor([*chain.from_iterable(chain.from_iterable(tables))]), device)
+        together = to_device(
+            torch.tensor([*chain.from_iterable(chain.from_iterable(tables))]), device
+        )
         sizes = [(len(table), len(table[0])) for table in tables]
         parts = together.split([math.prod(size) for size in sizes])
         indices.append([part.view(size) for part, size in zip(parts, sizes, strict=True)])
@@ -315,7 +356,12 @@ def _parts(of_axis: Sequence[Tiles], device: torch.device) -> list[_Part]:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[_Part, ...], attend: Callable
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    axes: list,
+    chosen: tuple[_Part, ...],
+    attend: Callable,
 ) -> torch.Tensor:
     """Attend for each combination of tiles of the axes, and put the results together."""
     if not axes:
@@ -325,23 +371,38 @@ def _attend(
 
 
 def _attend_tiles(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: tuple[_Part, ...], scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    parts: tuple[_Part, ...],
+    scale: float | None,
 ) -> torch.Tensor:
     """Attend in tiles of each axis. Query heads that read the same keys are queries of one head."""
     tiles, queries, keys = zip(*parts, strict=True)
-    heads, groups = k.shape[-2], q.shape[-2] // k.shape[-2]
+    heads = k.shape[-2]
+    groups = q.shape[-2] // k.shape[-2]
     q = _cut(q.unflatten(-2, (heads, groups)), queries)  # (B, tiles, K, groups, rows, D)
     k, v = (_cut(x.unsqueeze(-2), keys).flatten(3, 4) for x in (k, v))  # (B, tiles, K, keys, D)
     mask = _mask(tiles, groups, q.device)
-    calls = zip(*(x.flatten(0, 1).split(_TILES_OF_A_CALL) for x in (q.flatten(3, 4), k, v)), strict=True)
-    results = [F.scaled_dot_product_attention(*call, attn_mask=mask, scale=scale) for call in calls]
+    calls = zip(
+        *(x.flatten(0, 1).split(_TILES_OF_A_CALL) for x in (q.flatten(3, 4), k, v)), strict=True
+    )
+    results = [
+        F.scaled_dot_product_attention(*call, attn_mask=mask, scale=scale) for call in calls
+    ]
     out = results[0] if len(results) == 1 else torch.cat(results)
     counts, rows = zip(*(each.shape for each in queries), strict=True)
     # (B, tiles of each axis, K, groups, rows of each axis, D) -> (B, rows of all tiles of each axis, H, D)
-    out, axes = out.reshape(q.shape[0], *counts, heads, groups, *rows, -1), len(tiles)
+    out = out.reshape(q.shape[0], *counts, heads, groups, *rows, -1)
+    axes = len(tiles)
     pairs = chain(*((1 + axis, 3 + axes + axis) for axis in range(axes)))
     out = out.permute(0, *pairs, 1 + axes, 2 + axes, -1)
-    return out.reshape(out.shape[0], *(c * r for c, r in zip(counts, rows, strict=True)), heads * groups, v.shape[-1])
+    return out.reshape(
+        out.shape[0],
+        *(c * r for c, r in zip(counts, rows, strict=True)),
+        heads * groups,
+        v.shape[-1],
+    )
 
 
 def _cut(x: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -349,7 +410,9 @@ def _cut(x: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
     axes = len(places)
     for axis, chosen in enumerate(places):
         x = x.index_select(2 * axis + 1, chosen.flatten()).unflatten(2 * axis + 1, chosen.shape)
-    x = x.permute(0, *range(1, 2 * axes, 2), 2 * axes + 1, 2 * axes + 2, *range(2, 2 * axes + 1, 2), -1)
+    x = x.permute(
+        0, *range(1, 2 * axes, 2), 2 * axes + 1, 2 * axes + 2, *range(2, 2 * axes + 1, 2), -1
+    )
     return x.flatten(axes + 3, -2).flatten(1, axes)
 
 

@@ -30,10 +30,14 @@ def dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
 def channel_dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
     """Drops whole channels of x: (N, C, *spatial), or (C, *spatial) where the name says how many are spatial."""
     digit = function.__name__[-2]
-    return _dropped(function, x, p, training, inplace, x.ndim - int(digit) if digit.isdigit() else 2)
+    return _dropped(
+        function, x, p, training, inplace, x.ndim - int(digit) if digit.isdigit() else 2
+    )
 
 
-def _dropped(function, x: DomainTensor, p: float, training: bool, inplace: bool, dims: int) -> DomainTensor:
+def _dropped(
+    function, x: DomainTensor, p: float, training: bool, inplace: bool, dims: int
+) -> DomainTensor:
     """dims: number of the first dimensions of which each element is drawn; the others share it."""
     refuse_unless(0 <= p <= 1, function, x, f"a share of {p}")
     if not training or p == 0:
@@ -52,11 +56,16 @@ def _dropped(function, x: DomainTensor, p: float, training: bool, inplace: bool,
 
 
 @rule("rand_like", "randn_like", "randint_like", draws=True)
-def like(function, x, *bounds: int, dtype=None, low=0, high=None, generator=None, **_: Any) -> DomainTensor:
+def like(
+    function, x, *bounds: int, dtype=None, low=0, high=None, generator=None, **_: Any
+) -> DomainTensor:
     """Of the other arguments, which say how the result lies in memory, nothing is needed."""
     _check(function, x, generator)
-    bounds, dtype = bounds or (() if high is None else (low, high)), dtype or x.dtype
-    exact = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
+    bounds = bounds or (() if high is None else (low, high))
+    dtype = dtype or x.dtype
+    exact = (
+        torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
+    )
     if function.__name__ == "randn_like":
         return normal(x, exact).to(dtype)
     drawn = uniform(x, x.shape, exact)
@@ -73,10 +82,13 @@ def bernoulli(function, x, p=None, *, generator=None) -> DomainTensor:
 
 
 @rule("normal_", "uniform_", draws=True)
-def filled(function, x, first=0.0, second=1.0, *, generator=None, **named: float) -> DomainTensor:
+def filled(
+    function, x, first=0.0, second=1.0, *, generator=None, **named: float
+) -> DomainTensor:
     """Fill x in place: with a mean and a deviation, or between the bounds `from` and `to`."""
     _check(function, x, generator)
-    first, second = named.get("mean", named.get("from", first)), named.get("std", named.get("to", second))
+    first = named.get("mean", named.get("from", first))
+    second = named.get("std", named.get("to", second))
     exact = torch.promote_types(x.dtype, torch.float32)
     is_normal = function.__name__ == "normal_"
     drawn = normal(x, exact) if is_normal else uniform(x, x.shape, exact)
@@ -84,7 +96,12 @@ def filled(function, x, first=0.0, second=1.0, *, generator=None, **named: float
 
 
 def _check(function: Any, x: DomainTensor, generator: torch.Generator | None) -> None:
-    refuse_unless(generator is None, function, x, "a generator, whose numbers would be those of a rank's shard")
+    refuse_unless(
+        generator is None,
+        function,
+        x,
+        "a generator, whose numbers would be those of a rank's shard",
+    )
 
 
 def normal(x: DomainTensor, dtype: torch.dtype) -> DomainTensor:
@@ -103,15 +120,21 @@ def uniform(x: DomainTensor, shape: tuple[int, ...], dtype: torch.dtype) -> Doma
         return DomainTensor(torch.empty(local, dtype=dtype, device="meta"), domain)
     key = to_device(torch.randint(2**62, (), device="cpu"), x.device)
     rows = [
-        rows_on(axes[dim].layout, axes[dim].rank, x.device) if dim in axes else torch.arange(size, device=x.device)
+        rows_on(axes[dim].layout, axes[dim].rank, x.device)
+        if dim in axes
+        else torch.arange(size, device=x.device)
         for dim, size in enumerate(shape)
     ]
-    before = torch.zeros(1, dtype=torch.int64, device=x.device)  # places of what stands before the last dimension
+    # places of what stands before the last dimension
+    before = torch.zeros(1, dtype=torch.int64, device=x.device)
     for size, own in zip(shape[:-1], rows[:-1], strict=True):
         before = (before.unsqueeze(-1) * size + own).reshape(-1)
     last, size = (rows[-1], shape[-1]) if shape else (before, 1)
-    digits, bits = 53 if dtype == torch.float64 else 24, []
+    digits = 53 if dtype == torch.float64 else 24
+    bits = []
     for part in before.split(max(_BLOCK // max(len(last), 1), 1)):
-        drawn = random_bits((part.unsqueeze(-1) * size + last).reshape(-1), key) >> (64 - digits)
+        drawn = random_bits((part.unsqueeze(-1) * size + last).reshape(-1), key) >> (
+            64 - digits
+        )
         bits.append(drawn.bitwise_and_(2**digits - 1).to(dtype).mul_(2.0**-digits))
     return DomainTensor(torch.cat(bits).view(local), domain)

@@ -21,7 +21,9 @@ _BLOCK = 2**24
 """Distances that are computed at once."""
 
 
-def nearest(queries: DomainTensor, points: DomainTensor, k: int) -> tuple[DomainTensor, DomainTensor]:
+def nearest(
+    queries: DomainTensor, points: DomainTensor, k: int
+) -> tuple[DomainTensor, DomainTensor]:
     """Return distances and global numbers of the k nearest points of each query, nearest first: both (M, k).
 
     queries: (M, D); points: (N, D), at least k; both are sharded in their first dimension over the same ranks, or
@@ -32,7 +34,9 @@ def nearest(queries: DomainTensor, points: DomainTensor, k: int) -> tuple[Domain
     """
     axis = _common_axis(queries, points)
     if not 0 < k <= points.shape[0]:
-        raise ValueError(f"k = {k} must be from 1 to the {points.shape[0]} points; ask for fewer neighbours")
+        raise ValueError(
+            f"k = {k} must be from 1 to the {points.shape[0]} points; ask for fewer neighbours"
+        )
     q, p, numbers = _own(queries, points, axis)
     if not q.is_meta:
         reach = torch.full((), torch.inf, dtype=q.dtype, device=q.device)
@@ -58,22 +62,33 @@ def within(
         raise ValueError(f"radius = {radius} and at_most = {at_most} must be positive")
     q, p, numbers = _own(queries, points, axis)
     if not q.is_meta:
-        p, numbers = _with_halo(q, p, numbers, torch.tensor(float(radius), dtype=q.dtype, device=q.device), axis)
+        p, numbers = _with_halo(
+            q, p, numbers, torch.tensor(float(radius), dtype=q.dtype, device=q.device), axis
+        )
     distances, found = _search(q, p, numbers, at_most)
     is_there = distances <= radius
-    return DomainTensor(found * is_there, queries.domain), DomainTensor(is_there, queries.domain)
+    return DomainTensor(found * is_there, queries.domain), DomainTensor(
+        is_there, queries.domain
+    )
 
 
 def _common_axis(queries: DomainTensor, points: DomainTensor) -> Axis | None:
     """Return the axis of the points, None if every rank has them all."""
     axes = [x.domain.axes for x in (queries, points)]
-    if queries.ndim != 2 or points.ndim != 2 or queries.shape[1] != points.shape[1] or any(1 in own for own in axes):
+    if (
+        queries.ndim != 2
+        or points.ndim != 2
+        or queries.shape[1] != points.shape[1]
+        or any(1 in own for own in axes)
+    ):
         raise ValueError(
             f"queries of shape {tuple(queries.shape)} and points of shape {tuple(points.shape)} must be (M, D) and "
             "(N, D), with whole coordinates"
         )
     if 0 in axes[1] and (0 not in axes[0] or axes[0][0].group is not axes[1][0].group):
-        raise ValueError("points are sharded, and queries are not, or over other ranks; shard both over the same ranks")
+        raise ValueError(
+            "points are sharded, and queries are not, or over other ranks; shard both over the same ranks"
+        )
     return axes[1].get(0)
 
 
@@ -81,21 +96,30 @@ def _own(
     queries: DomainTensor, points: DomainTensor, axis: Axis | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return this rank's queries and points, and the points' numbers."""
-    q, p = queries.local.detach(), points.local.detach()
+    q = queries.local.detach()
+    p = points.local.detach()
     if axis is None:
         return q, p, torch.arange(len(p), device=p.device)
     return q, p, rows_on(axis.layout, axis.rank, p.device)
 
 
 def _with_halo(
-    q: torch.Tensor, p: torch.Tensor, numbers: torch.Tensor, reach: torch.Tensor, axis: Axis | None
+    q: torch.Tensor,
+    p: torch.Tensor,
+    numbers: torch.Tensor,
+    reach: torch.Tensor,
+    axis: Axis | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the points, and their numbers, that lie within reach of this rank's queries, in order; a collective."""
     if axis is None or axis.degree == 1:
         return p, numbers
     if len(q):
-        low, high = q.amin(0), q.amax(0)
-        reach = reach + 8 * torch.finfo(q.dtype).eps * (reach + torch.maximum(low.abs(), high.abs()))  # of rounding
+        low = q.amin(0)
+        high = q.amax(0)
+        # of rounding
+        reach = reach + 8 * torch.finfo(q.dtype).eps * (
+            reach + torch.maximum(low.abs(), high.abs())
+        )
         box = torch.stack([low - reach, high + reach])
     else:
         box = q.new_tensor([[torch.inf], [-torch.inf]]).expand(2, q.shape[1])
@@ -104,19 +128,26 @@ def _with_halo(
     inside[axis.rank] = False
     ranks, chosen = inside.nonzero(as_tuple=True)
     counts = exchange_counts(ranks.bincount(minlength=axis.degree), axis.group, kind="points")
-    halo, names = (send_rows(x[chosen], *counts, axis.group, kind="points") for x in (p, numbers))
+    halo, names = (
+        send_rows(x[chosen], *counts, axis.group, kind="points") for x in (p, numbers)
+    )
     numbers, order = torch.cat([numbers, names]).sort()
     return torch.cat([p, halo])[order], numbers
 
 
-def _search(q: torch.Tensor, p: torch.Tensor, numbers: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _search(
+    q: torch.Tensor, p: torch.Tensor, numbers: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return distances and numbers of the k nearest of some points: (M, k); infinite, 0 where there are fewer."""
     if q.is_meta or not len(q):
         return q.new_empty(len(q), k), numbers.new_empty(len(q), k)
-    distances, found = q.new_full((len(q), k), torch.inf), numbers.new_zeros(len(q), k)
+    distances = q.new_full((len(q), k), torch.inf)
+    found = numbers.new_zeros(len(q), k)
     number = min(k, len(p))
     for start in range(0, len(q), block := max(_BLOCK // max(len(p), 1), 1)):
-        each = torch.cdist(q[start : start + block], p, compute_mode="donot_use_mm_for_euclid_dist")
+        each = torch.cdist(
+            q[start : start + block], p, compute_mode="donot_use_mm_for_euclid_dist"
+        )
         ordered, places = each.sort(dim=1, stable=True)
         distances[start : start + block, :number] = ordered[:, :number]
         found[start : start + block, :number] = numbers[places[:, :number]]

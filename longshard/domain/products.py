@@ -46,19 +46,25 @@ def contracted(
     chosen: dict[Any, Axis] = {}
     for index in dict.fromkeys([*result, *chain(*indices)]):
         for x, own in zip(operands, indices, strict=True):
-            axis = x.domain.axes.get(own.index(index)) if is_sharded(x) and index in own else None
+            axis = (
+                x.domain.axes.get(own.index(index)) if is_sharded(x) and index in own else None
+            )
             if axis is None or axis.layout.length != sizes[index]:
                 continue
             if all(axis.group is not other.group for other in chosen.values()):
                 chosen.setdefault(index, axis)
     parts = []
     for x, own in zip(operands, indices, strict=True):
-        domain = Domain({dim: chosen[index] for dim, index in enumerate(own) if index in chosen})
+        domain = Domain(
+            {dim: chosen[index] for dim, index in enumerate(own) if index in chosen}
+        )
         parts.append(own_part(x, domain, torch.Size([sizes[index] for index in own])))
     out = compute(*parts)
     for axis in (axis for index, axis in chosen.items() if index not in result):
         out = added_up(out.to(wide(out.dtype)), axis.group).to(out.dtype)
-    return DomainTensor(out, Domain({dim: chosen[index] for dim, index in enumerate(result) if index in chosen}))
+    return DomainTensor(
+        out, Domain({dim: chosen[index] for dim, index in enumerate(result) if index in chosen})
+    )
 
 
 @rule("linear", first_only=True)
@@ -71,7 +77,9 @@ def linear(function, x, weight, bias=None) -> DomainTensor:
     if not isinstance(weight, DTensor):
         return DomainTensor(F.linear(x.local, weight, bias), x.domain)
     is_part = x.shape[-1] != weight.shape[1]
-    local = DTensor.from_local(x.local, weight.device_mesh, [Shard(x.ndim - 1) if is_part else Replicate()])
+    local = DTensor.from_local(
+        x.local, weight.device_mesh, [Shard(x.ndim - 1) if is_part else Replicate()]
+    )
     out = F.linear(local, weight, None if is_part else bias)
     if is_part:
         out = out.redistribute(placements=[Replicate()])
@@ -85,7 +93,8 @@ def matmul(function, a, b) -> DomainTensor:
     if function.__name__ == "__rmatmul__":
         a, b = b, a
     before = [[f"batch {dim}" for dim in range(x.ndim - 2, 0, -1)] for x in (a, b)]
-    rows, columns = ["row"] * (a.ndim > 1), ["column"] * (b.ndim > 1)
+    rows = ["row"] * (a.ndim > 1)
+    columns = ["column"] * (b.ndim > 1)
     result = [*max(before, key=len), *rows, *columns]
     indices = [*before[0], *rows, "inner"], [*before[1], "inner", *columns]
     return contracted(function, [a, b], indices, result, torch.matmul)
@@ -100,7 +109,9 @@ def distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
     inner = any(is_sharded(t) and t.ndim - 1 in t.domain.axes for t in (a, b))
     refuse_unless(not inner, function, x, "sharded coordinates")
     result = [*max(before, key=len), "row", "column"]
-    return contracted(function, [a, b], rows, result, lambda *parts: function(*parts, *args, **kwargs))
+    return contracted(
+        function, [a, b], rows, result, lambda *parts: function(*parts, *args, **kwargs)
+    )
 
 
 @rule("addmm", "baddbmm")
@@ -111,13 +122,27 @@ def added_product(function, x, a, b, *, beta=1, alpha=1) -> DomainTensor:
 @rule("einsum")
 def einsum(function, equation: str, *operands) -> DomainTensor:
     """Any index may be sharded that an operand has once."""
-    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    operands = (
+        operands[0]
+        if len(operands) == 1 and isinstance(operands[0], list | tuple)
+        else operands
+    )
     left, arrow, right = equation.replace(" ", "").partition("->")
     letters = left.split(",")
-    dots = [x.ndim - len(own.replace("...", "")) for own, x in zip(letters, operands, strict=True)]
-    indices = [own.replace("...", _DOTS[len(_DOTS) - number :]) for own, number in zip(letters, dots, strict=True)]
+    dots = [
+        x.ndim - len(own.replace("...", "")) for own, x in zip(letters, operands, strict=True)
+    ]
+    indices = [
+        own.replace("...", _DOTS[len(_DOTS) - number :])
+        for own, number in zip(letters, dots, strict=True)
+    ]
     x = next(filter(is_sharded, operands))
-    refuse_unless(all(len({*own}) == len(own) for own in indices), function, x, "an index that a tensor has twice")
+    refuse_unless(
+        all(len({*own}) == len(own) for own in indices),
+        function,
+        x,
+        "an index that a tensor has twice",
+    )
     if not arrow:
         right = "..." + "".join(sorted(c for c in {*left} - {*",."} if left.count(c) == 1))
     result = right.replace("...", _DOTS[len(_DOTS) - max(dots) :])

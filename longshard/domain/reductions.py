@@ -21,21 +21,27 @@ from longshard.sharding.tensors import to_device, with_adjoint
 
 @rule("sum", "mean")
 def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
-    local, dims = x.local if dtype is None else x.local.to(dtype), _dims(x, dim)
+    local = x.local if dtype is None else x.local.to(dtype)
+    dims = _dims(x, dim)
     # Of floats in at least float32: in float16 a sum overflows where a mean does not.
-    result = local.sum(dims, keepdim=True, dtype=wide(local.dtype) if local.is_floating_point() else None)
+    result = local.sum(
+        dims, keepdim=True, dtype=wide(local.dtype) if local.is_floating_point() else None
+    )
     for axis in _axes(x.domain, dims):
         result = added_up(result, axis.group)
     if function.__name__ == "mean":
         result = result / math.prod([x.shape[d] for d in dims])
-    return _reduced(result.to(local.dtype) if local.is_floating_point() else result, x, dims, keepdim)
+    return _reduced(
+        result.to(local.dtype) if local.is_floating_point() else result, x, dims, keepdim
+    )
 
 
 @rule("amax", "amin")
 def extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
     """Equal maxima share the gradient evenly, as with torch.amax; a NaN on any rank is the result."""
     name = function.__name__
-    sign, dims = -1 if name in ("amin", "min") else 1, _dims(x, dim)
+    sign = -1 if name in ("amin", "min") else 1
+    dims = _dims(x, dim)
     signed = sign * (x.local if x.is_floating_point() else x.local.long())
     top = _Max.apply(signed, dims, [axis.group for axis in _axes(x.domain, dims)])
     return _reduced((sign * top).to(x.dtype), x, dims, keepdim)
@@ -45,15 +51,20 @@ def extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
 def truth(function, x, dim=None, keepdim=False) -> DomainTensor:
     sought = (x.local if function.__name__ == "any" else x.local == 0).bool().long()
     found = total(torch.sum, DomainTensor(sought, x.domain), dim, keepdim)
-    return DomainTensor(found.local > 0 if function.__name__ == "any" else found.local == 0, found.domain)
+    return DomainTensor(
+        found.local > 0 if function.__name__ == "any" else found.local == 0, found.domain
+    )
 
 
 @rule("var", "std")
-def variance(function, x, dim=None, unbiased=None, keepdim=False, *, correction=None) -> DomainTensor:
+def variance(
+    function, x, dim=None, unbiased=None, keepdim=False, *, correction=None
+) -> DomainTensor:
     """As in torch, on CPUs it is computed in float64; without a positive divisor it is infinite or NaN."""
     if isinstance(dim, bool):  # the first argument may be `unbiased`
         dim, unbiased = None, dim
-    correction, dims = (unbiased is not False) if correction is None else correction, _dims(x, dim)
+    correction = (unbiased is not False) if correction is None else correction
+    dims = _dims(x, dim)
     exact = torch.promote_types(x.dtype, torch.float64 if x.is_cpu else torch.float32)
     found = moments(x.local, x.domain, dims, exact)
     var = (found.squares / max(found.number - correction, 0)).to(wide(x.dtype))
@@ -64,7 +75,8 @@ def variance(function, x, dim=None, unbiased=None, keepdim=False, *, correction=
 
 @rule("prod")
 def product(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
-    dims, exact = _dims(x, dim), dtype or (x.dtype if x.is_floating_point() else torch.int64)
+    dims = _dims(x, dim)
+    exact = dtype or (x.dtype if x.is_floating_point() else torch.int64)
     result = x.local.to(exact)
     for d in dims:
         result = result.prod(d, keepdim=True)
@@ -74,10 +86,15 @@ def product(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
 
 
 @rule("norm", "linalg_vector_norm")
-def vector_norm(function, x, p=2.0, dim=None, keepdim=False, dtype=None, **named) -> DomainTensor:
+def vector_norm(
+    function, x, p=2.0, dim=None, keepdim=False, dtype=None, **named
+) -> DomainTensor:
     p = named.pop("ord", p)
-    refuse_unless(p in (None, "fro") or (not isinstance(p, str) and p > 0), function, x, f"order {p!r}")
-    order, dims = 2.0 if p in (None, "fro") else p, _dims(x, dim)
+    refuse_unless(
+        p in (None, "fro") or (not isinstance(p, str) and p > 0), function, x, f"order {p!r}"
+    )
+    order = 2.0 if p in (None, "fro") else p
+    dims = _dims(x, dim)
     local = x.local if dtype is None else x.local.to(dtype)
     if order == torch.inf:
         return extreme(torch.amax, DomainTensor(local.abs(), x.domain), dims, keepdim)
@@ -97,9 +114,13 @@ def _axes(domain: Domain, dims: Iterable[int]) -> list[Axis]:
     return [domain.axes[dim] for dim in dims if dim in domain.axes]
 
 
-def _reduced(result: torch.Tensor, x: DomainTensor, dims: tuple[int, ...], keepdim: bool) -> DomainTensor:
+def _reduced(
+    result: torch.Tensor, x: DomainTensor, dims: tuple[int, ...], keepdim: bool
+) -> DomainTensor:
     """Return a result of size 1 in the dimensions as that of a reduction of x."""
-    return DomainTensor(result if keepdim else result.squeeze(dims), x.domain.reduced(dims, keepdim=keepdim))
+    return DomainTensor(
+        result if keepdim else result.squeeze(dims), x.domain.reduced(dims, keepdim=keepdim)
+    )
 
 
 # ---- statistics
@@ -141,9 +162,15 @@ def moments(
         sizes[dim] = axis.layout.length
         number = math.prod([*sizes.values()])
         both = torch.stack([mean, squares])
-        means, parts = (gathered(both, axis) if send is None else send(both, axis, dim)).unbind(1)
-        rows = torch.tensor([axis.layout.local_length(rank) for rank in range(axis.degree)], dtype=means.dtype)
-        weights = to_device(rows / max(axis.layout.length, 1), means.device).view(-1, *[1] * mean.ndim)
+        means, parts = (gathered(both, axis) if send is None else send(both, axis, dim)).unbind(
+            1
+        )
+        rows = torch.tensor(
+            [axis.layout.local_length(rank) for rank in range(axis.degree)], dtype=means.dtype
+        )
+        weights = to_device(rows / max(axis.layout.length, 1), means.device).view(
+            -1, *[1] * mean.ndim
+        )
         mean = (means * weights).sum(0)
         squares = parts.sum(0) + ((means - mean).square() * weights).sum(0) * number
     return Moments(mean, squares, number)
@@ -156,7 +183,9 @@ def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     def swap(parts: torch.Tensor) -> torch.Tensor:
         return send_rows(parts, sizes, sizes, axis.group, kind="statistics")
 
-    return with_adjoint(torch.cat([x.reshape(-1)] * axis.degree), swap, swap).view(axis.degree, *x.shape)
+    return with_adjoint(torch.cat([x.reshape(-1)] * axis.degree), swap, swap).view(
+        axis.degree, *x.shape
+    )
 
 
 class _Moments(torch.autograd.Function):
@@ -191,7 +220,9 @@ class _Max(torch.autograd.Function):
                 all_reduce(top, group, "max")
                 continue
             # A NaN on any rank is the result; back ends may lose it.
-            both = torch.stack([top.nan_to_num(-torch.inf, torch.inf, -torch.inf), top.isnan().to(top.dtype)])
+            both = torch.stack(
+                [top.nan_to_num(-torch.inf, torch.inf, -torch.inf), top.isnan().to(top.dtype)]
+            )
             top, is_nan = all_reduce(both, group, "max")
             top = top.masked_fill(is_nan > 0, torch.nan)
         ctx.save_for_backward(x, top)
@@ -203,5 +234,6 @@ class _Max(torch.autograd.Function):
         equal = (x == top).to(gradient.dtype)
         ties = equal.sum(ctx.dims, keepdim=True)
         for group in ctx.groups:
-            ties, gradient = summed(ties, group), added_up(gradient, group)
+            ties = summed(ties, group)
+            gradient = added_up(gradient, group)
         return equal * (gradient / ties), None, None

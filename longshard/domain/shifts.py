@@ -20,18 +20,27 @@ _PAD_MODES = ("constant", "circular", "reflect", "replicate")
 def flip(function, x, *args, dims=()) -> DomainTensor:
     """The layouts stay: each rank gets the rows that mirror its own."""
     asked = dims or (args[0] if isinstance(args[0], Sequence) else args)
-    asked, local = [dim % x.ndim for dim in asked], x.local
+    asked = [dim % x.ndim for dim in asked]
+    local = x.local
     for dim in asked:
         if axis := x.domain.axes.get(dim):
-            n, ranges = axis.layout.length, axis.layout.ranges
-            local = fetch(local, axis, tuple(tuple((n - b, n - a) for a, b in reversed(own)) for own in ranges), dim)
+            n = axis.layout.length
+            ranges = axis.layout.ranges
+            local = fetch(
+                local,
+                axis,
+                tuple(tuple((n - b, n - a) for a, b in reversed(own)) for own in ranges),
+                dim,
+            )
     return DomainTensor(local.flip(*asked), x.domain)
 
 
 @rule("roll")
 def roll(function, x, shifts, dims=None) -> DomainTensor:
     """The layouts stay. A dimension may be named twice."""
-    refuse_unless(dims is not None, function, x, "a roll of the flattened tensor; name the dimensions")
+    refuse_unless(
+        dims is not None, function, x, "a roll of the flattened tensor; name the dimensions"
+    )
     local = x.local
     both = (given if isinstance(given, Sequence) else (given,) for given in (shifts, dims))
     for shift, dim in zip(*both, strict=True):
@@ -39,9 +48,12 @@ def roll(function, x, shifts, dims=None) -> DomainTensor:
         if (axis := x.domain.axes.get(dim)) is None:
             local = local.roll(shift, dim)
         else:
-            wanted = tuple(tuple((a - shift, b - shift) for a, b in own) for own in axis.layout.ranges)
+            wanted = tuple(
+                tuple((a - shift, b - shift) for a, b in own) for own in axis.layout.ranges
+            )
             local = fetch(local, axis, wanted, dim, periodic=True)
-    return DomainTensor(local.clone() if local is x.local else local, x.domain)  # compiled code needs it
+    # compiled code needs it
+    return DomainTensor(local.clone() if local is x.local else local, x.domain)
 
 
 @rule("pad")
@@ -50,23 +62,39 @@ def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
 
     A convolution's `padding` leaves it as it is.
     """
-    refuse_unless(mode in _PAD_MODES, function, x, f"mode {mode!r}; use one of {', '.join(map(repr, _PAD_MODES))}")
-    local, layouts = x.local, {}
+    refuse_unless(
+        mode in _PAD_MODES,
+        function,
+        x,
+        f"mode {mode!r}; use one of {', '.join(map(repr, _PAD_MODES))}",
+    )
+    local = x.local
+    layouts = {}
     for dim, before, after in zip(range(x.ndim - 1, -1, -1), pad[::2], pad[1::2], strict=False):
         if not (before or after):
             continue
-        axis, length = x.domain.axes.get(dim), x.shape[dim]
-        layout, wanted = _padded(axis.layout if axis else sized([length]), before, length + before + after, mode)
-        local, layouts[dim] = fetch(local, axis, wanted, dim), layout
+        axis = x.domain.axes.get(dim)
+        length = x.shape[dim]
+        layout, wanted = _padded(
+            axis.layout if axis else sized([length]), before, length + before + after, mode
+        )
+        local = fetch(local, axis, wanted, dim)
+        layouts[dim] = layout
         if value:
-            rows = torch.tensor([row for part in wanted[axis.rank if axis else 0] for row in range(*part)])
+            rows = torch.tensor(
+                [row for part in wanted[axis.rank if axis else 0] for row in range(*part)]
+            )
             beyond = to_device((rows < 0) | (rows >= length), local.device)
             local = local.masked_fill(beyond.view(-1, *[1] * (x.ndim - 1 - dim)), value)
-    return DomainTensor(local if any(n > 0 for n in pad) else local.clone(), x.domain.layouts(layouts))
+    return DomainTensor(
+        local if any(n > 0 for n in pad) else local.clone(), x.domain.layouts(layouts)
+    )
 
 
 @lru_cache(maxsize=256)
-def _padded(layout: AxisLayout, before: int, total: int, mode: str) -> tuple[AxisLayout, Wanted]:
+def _padded(
+    layout: AxisLayout, before: int, total: int, mode: str
+) -> tuple[AxisLayout, Wanted]:
     """Return the layout of the padded axis, and the rows that each rank wants of it."""
     plan = plan_outputs(
         layout,
@@ -82,7 +110,10 @@ def _padded(layout: AxisLayout, before: int, total: int, mode: str) -> tuple[Axi
         "replicate": lambda row: min(max(row, 0), n - 1),
         "reflect": lambda row: abs(row) if row < n else 2 * (n - 1) - row,
     }[mode]
-    wanted = (_as_ranges(source(row) for part in parts for row in range(*part)) for parts in plan.wanted)
+    wanted = (
+        _as_ranges(source(row) for part in parts for row in range(*part))
+        for parts in plan.wanted
+    )
     return plan.layout, tuple(wanted)
 
 
@@ -103,8 +134,13 @@ def cumsum(function, x, dim, dtype=None) -> DomainTensor:
     local = x.local.to(dtype or (x.dtype if x.is_floating_point() else torch.int64))
     if (axis := x.domain.axes.get(dim := dim % x.ndim)) is None:
         return DomainTensor(local.cumsum(dim), x.domain)
-    exact, ranges = wide(local.dtype) if local.is_floating_point() else local.dtype, axis.layout.ranges
-    parts = local.split([stop - start for start, stop in ranges[axis.rank]], dim) if ranges[axis.rank] else ()
+    exact = wide(local.dtype) if local.is_floating_point() else local.dtype
+    ranges = axis.layout.ranges
+    parts = (
+        local.split([stop - start for start, stop in ranges[axis.rank]], dim)
+        if ranges[axis.rank]
+        else ()
+    )
     sums = [part.sum(dim, keepdim=True, dtype=exact) for part in parts]
     most = max(map(len, ranges))
     sums += [local.narrow(dim, 0, 0).sum(dim, keepdim=True, dtype=exact)] * (most - len(sums))
@@ -112,7 +148,12 @@ def cumsum(function, x, dim, dtype=None) -> DomainTensor:
     results = []
     for part, (start, _) in zip(parts, ranges[axis.rank], strict=True):
         before = [[n < len(own) and own[n][0] < start for n in range(most)] for own in ranges]
-        chosen = to_device(torch.tensor(before), x.device).view(len(ranges), most, *[1] * x.ndim)
-        offset = torch.where(chosen, totals, 0).sum((0, 1), dtype=exact)  # a product would be cast by autocast
+        chosen = to_device(torch.tensor(before), x.device).view(
+            len(ranges), most, *[1] * x.ndim
+        )
+        # a product would be cast by autocast
+        offset = torch.where(chosen, totals, 0).sum((0, 1), dtype=exact)
         results.append((part.cumsum(dim, dtype=exact) + offset).to(local.dtype))
-    return DomainTensor(torch.cat(results, dim) if results else connected(local, totals), x.domain)
+    return DomainTensor(
+        torch.cat(results, dim) if results else connected(local, totals), x.domain
+    )

@@ -29,7 +29,8 @@ def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
     local = x.local
     for dim, layout in layouts.items():
         axis = x.domain.axes.get(dim)
-        rows, degree = x.shape[dim], 1 if axis is None else axis.degree
+        rows = x.shape[dim]
+        degree = 1 if axis is None else axis.degree
         if (rows, degree) != (layout.length, layout.degree):
             raise ValueError(
                 f"dimension {dim} has {rows} rows on {degree} rank(s); a layout of {layout.length} rows on "
@@ -51,7 +52,10 @@ def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) 
     axes = dict(x.domain.axes)
     axis = axes.pop(source_dim, None)
     is_whole = target_dim not in x.domain.axes and 0 <= target_dim < x.ndim
-    if not is_whole or (layout.length, layout.degree) != (x.shape[target_dim], 1 if axis is None else axis.degree):
+    if not is_whole or (layout.length, layout.degree) != (
+        x.shape[target_dim],
+        1 if axis is None else axis.degree,
+    ):
         raise ValueError(
             f"a tensor of shape {tuple(x.shape)}, sharded in dimensions {[*x.domain.axes]}, cannot move from dimension "
             f"{source_dim} to dimension {target_dim} with a layout of {layout.length} rows on {layout.degree} ranks; "
@@ -59,28 +63,47 @@ def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) 
         )
     if axis is None:
         return x
-    source, target = (axis, source_dim), (Axis(layout, axis.group), target_dim)
-    local = with_adjoint(x.local, lambda x: _moved(x, *source, *target), lambda x: _moved(x, *target, *source))
+    source = (axis, source_dim)
+    target = (Axis(layout, axis.group), target_dim)
+    local = with_adjoint(
+        x.local, lambda x: _moved(x, *source, *target), lambda x: _moved(x, *target, *source)
+    )
     return DomainTensor(local, Domain(axes | {target_dim: target[0]}))
 
 
-def _moved(x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int) -> torch.Tensor:
+def _moved(
+    x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int
+) -> torch.Tensor:
     """Send each rank its rows of the target dimension; put what arrives at its rows of the source dimension."""
-    shape, parts, shapes = list(x.shape), [], []
-    shape[source_dim], shape[target_dim] = source.layout.length, target.rows
+    shape = list(x.shape)
+    parts = []
+    shapes = []
+    shape[source_dim] = source.layout.length
+    shape[target_dim] = target.rows
     for rank in range(source.degree):
         parts.append(x.index_select(target_dim, rows_on(target.layout, rank, x.device)))
-        shapes.append([source.layout.local_length(rank) if d == source_dim else n for d, n in enumerate(shape)])
-    sent, counts = [part.numel() for part in parts], [math.prod(arriving) for arriving in shapes]
-    arrived, pending = all_to_all(torch.cat([p.reshape(-1) for p in parts]), sent, counts, source.group, kind="move")
+        shapes.append(
+            [
+                source.layout.local_length(rank) if d == source_dim else n
+                for d, n in enumerate(shape)
+            ]
+        )
+    sent = [part.numel() for part in parts]
+    counts = [math.prod(arriving) for arriving in shapes]
+    arrived, pending = all_to_all(
+        torch.cat([p.reshape(-1) for p in parts]), sent, counts, source.group, kind="move"
+    )
     pending.wait()
     pieces = [piece.view(s) for piece, s in zip(arrived.split(counts), shapes, strict=True)]
-    return torch.cat(pieces, source_dim).index_select(source_dim, places_on(source.layout, x.device))
+    return torch.cat(pieces, source_dim).index_select(
+        source_dim, places_on(source.layout, x.device)
+    )
 
 
 def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
     """Return x with dimensions (None: all) whole on every rank; the ranks' gradients of it are summed."""
-    dims, local = tuple(x.domain.axes) if dims is None else dims, x.local
+    dims = tuple(x.domain.axes) if dims is None else dims
+    local = x.local
     for dim, axis in x.domain.axes.items():
         if dim in dims:
             local = unshard(local, axis.layout, dim, group=axis.group)
@@ -96,16 +119,27 @@ def to_dtensor(x: DomainTensor, mesh: DeviceMesh) -> DTensor:
         ValueError: x is sharded over ranks that are no dimension of the mesh.
     """
     groups = mesh.get_all_groups()
-    dims = [next((d for d, axis in x.domain.axes.items() if axis.group is group), None) for group in groups]
+    dims = [
+        next((d for d, axis in x.domain.axes.items() if axis.group is group), None)
+        for group in groups
+    ]
     if len(dims) - dims.count(None) < len(x.domain.axes):
-        raise ValueError(f"the mesh {mesh} has not all ranks of dimensions {[*x.domain.axes]}; give the domain's mesh")
+        raise ValueError(
+            f"the mesh {mesh} has not all ranks of dimensions {[*x.domain.axes]}; give the domain's mesh"
+        )
     shards = {d: _chunks(x.shape[d], axis.degree) for d, axis in x.domain.axes.items()}
-    copies = math.prod(group.size() for group, dim in zip(groups, dims, strict=True) if dim is None)
+    copies = math.prod(
+        group.size() for group, dim in zip(groups, dims, strict=True) if dim is None
+    )
     # Of what ranks have in common a DTensor's gradient is whole on each, and a domain tensor's is a share.
-    local = with_adjoint(reshard(x, shards).local, lambda x: x.view_as(x), lambda gradient: gradient / copies)
+    local = with_adjoint(
+        reshard(x, shards).local, lambda x: x.view_as(x), lambda gradient: gradient / copies
+    )
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     stride = torch.empty(x.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=stride)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=x.shape, stride=stride
+    )
 
 
 def from_dtensor(x: DTensor) -> DomainTensor:
@@ -114,10 +148,18 @@ def from_dtensor(x: DTensor) -> DomainTensor:
     x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
     dims = [p.dim % x.ndim if isinstance(p, Shard) else None for p in x.placements]
     if len({d for d in dims if d is not None}) < len(dims) - dims.count(None):
-        raise ValueError(f"{x.placements} shard one dimension over several of the mesh; redistribute it before")
-    pairs = [(dim, group) for dim, group in zip(dims, mesh.get_all_groups(), strict=True) if dim is not None]
+        raise ValueError(
+            f"{x.placements} shard one dimension over several of the mesh; redistribute it before"
+        )
+    pairs = [
+        (dim, group)
+        for dim, group in zip(dims, mesh.get_all_groups(), strict=True)
+        if dim is not None
+    ]
     domain = Domain({d: Axis(_chunks(x.shape[d], group.size()), group) for d, group in pairs})
-    local = x.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in x.placements])
+    local = x.to_local(
+        grad_placements=[Partial() if p.is_replicate() else p for p in x.placements]
+    )
     return DomainTensor(local, domain)
 
 
@@ -146,7 +188,9 @@ def scatter(
     """
     owners = {dim: (source or {}).get(dim, 0) for dim in domain.axes}
     mine = [axis.rank == owners[dim] for dim, axis in domain.axes.items()]
-    if all(mine) != (x is not None) or (x is not None and (tuple(x.shape), x.dtype) != (tuple(shape), dtype)):
+    if all(mine) != (x is not None) or (
+        x is not None and (tuple(x.shape), x.dtype) != (tuple(shape), dtype)
+    ):
         given = "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
         raise ValueError(
             f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {given} on this rank; pass the "
@@ -157,8 +201,12 @@ def scatter(
         for number, (dim, axis) in enumerate(domain.axes.items()):
             if all(mine[number + 1 :]):  # the others' turn comes with the next axis
                 if x is None:
-                    x = torch.empty([*rows[:dim], 0, *rows[dim + 1 :]], dtype=dtype, device=device)
-                on_owner = sized([axis.layout.length * (rank == owners[dim]) for rank in range(axis.degree)])
+                    x = torch.empty(
+                        [*rows[:dim], 0, *rows[dim + 1 :]], dtype=dtype, device=device
+                    )
+                on_owner = sized(
+                    [axis.layout.length * (rank == owners[dim]) for rank in range(axis.degree)]
+                )
                 x = fetch(x, Axis(on_owner, axis.group), axis.layout.ranges, dim)
             rows[dim] = axis.rows
     return x.contiguous()

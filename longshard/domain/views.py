@@ -28,14 +28,17 @@ from longshard.sharding.tensors import planned
 
 _MANY = 2**16
 """Ranges of a rank, at most, where a sharded dimension is merged behind others."""
-_PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)  # each the stride of one dimension
+# each the stride of one dimension
+_PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)
 
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "t")
 def arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
     """Bring the dimensions of the shard into another order, which the strides of an empty tensor show."""
     marks = _PRIMES[: x.ndim]
-    order = function(torch.empty_strided(x.shape, marks, device="meta"), *args, **kwargs).stride()
+    order = function(
+        torch.empty_strided(x.shape, marks, device="meta"), *args, **kwargs
+    ).stride()
     axes = {order.index(marks[dim]): axis for dim, axis in x.domain.axes.items()}
     return wrapped(function(x.local, *args, **kwargs), Domain(axes))
 
@@ -49,7 +52,9 @@ def unsqueezed(function: Callable, x: DomainTensor, dim: int) -> DomainTensor:
 @rule("unflatten")
 def unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[int]) -> Any:
     """Split a dimension; torch does so in Python, which the compiler does not trace."""
-    return reshaped(torch.Tensor.view, x, (*x.shape[:dim], *sizes, *x.shape[dim % x.ndim + 1 :]))
+    return reshaped(
+        torch.Tensor.view, x, (*x.shape[:dim], *sizes, *x.shape[dim % x.ndim + 1 :])
+    )
 
 
 @rule("view", "reshape", "flatten", "squeeze", "view_as", "reshape_as")
@@ -58,7 +63,10 @@ def reshaped(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x.reshape(tuple(args[0].shape))
     if isinstance(args[0] if args else None, torch.dtype):
         raise refused(function.__name__, x, "a view as another data type")
-    empty = whole.mapped(lambda x: torch.empty(x.shape, device="meta") if hasattr(x, "shape") else x, (x, args, kwargs))
+    empty = whole.mapped(
+        lambda x: torch.empty(x.shape, device="meta") if hasattr(x, "shape") else x,
+        (x, args, kwargs),
+    )
     return _reshaped(function.__name__, x, function(empty[0], *empty[1], **empty[2]).shape)
 
 
@@ -79,14 +87,19 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
         if not mine:
             continue
         (dim,) = mine
-        before, after = math.prod(x.shape[old[0] : dim]), math.prod(x.shape[dim + 1 : old[-1] + 1])
+        before = math.prod(x.shape[old[0] : dim])
+        after = math.prod(x.shape[dim + 1 : old[-1] + 1])
         axis = x.domain.axes[dim]
         if before > _MANY:
-            raise refused(name, x, f"dimension {dim} is merged behind {before} rows, more than {_MANY}")
-        shards, shape = axis.layout.ranges, tuple(int(sizes[d]) for d in new)
+            raise refused(
+                name, x, f"dimension {dim} is merged behind {before} rows, more than {_MANY}"
+            )
+        shards = axis.layout.ranges
+        shape = tuple(int(sizes[d]) for d in new)
         found, length, ranges = _refitted(axis.layout.length, shards, before, after, shape)
         layout = AxisLayout(axis.layout.name, length, ranges)
-        if found is None:  # `layout` is that of all rows of the group, with ends where it can be cut
+        # `layout` is that of all rows of the group, with ends where it can be cut
+        if found is None:
             flat = [*x.shape[: old[0]], layout.length, *x.shape[old[-1] + 1 :]]
             x = reshard(_reshaped(name, x, flat), {old[0]: layout})
             return _reshaped(name, x, sizes)
@@ -99,12 +112,16 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ran
     """Yield the dimensions that become others, as few at a time as can be."""
     a = b = 0
     while a < len(old) or b < len(new):
-        i, j, sizes = a, b, [1, 1]
+        i = a
+        j = b
+        sizes = [1, 1]
         while i == a or j == b or sizes[0] != sizes[1] or (i == len(old)) != (j == len(new)):
             if j == len(new) or (i < len(old) and sizes[0] <= sizes[1]):
-                sizes[0], i = sizes[0] * old[i], i + 1
+                sizes[0] = sizes[0] * old[i]
+                i = i + 1
             else:
-                sizes[1], j = sizes[1] * new[j], j + 1
+                sizes[1] = sizes[1] * new[j]
+                j = j + 1
         yield range(a, i), range(b, j)
         a, b = i, j
 
@@ -124,16 +141,22 @@ def _refitted(
     rows = [[(a * after, b * after) for a, b in shard] for shard in own.ranges]
     first = None
     for place, n in enumerate(sizes):
-        blocks, unit = math.prod(sizes[:place]), math.prod(sizes[place + 1 :])
+        blocks = math.prod(sizes[:place])
+        unit = math.prod(sizes[place + 1 :])
         if n == 1 and max(sizes) > 1:
             continue
         first = unit if first is None else first
         inside = [intersection(union(shard), ((0, n * unit),)) for shard in rows]
         if any(end % unit for shard in inside for part in shard for end in part):
             continue
-        fitting = AxisLayout("rows", n, tuple(tuple((a // unit, b // unit) for a, b in r) for r in inside))
+        fitting = AxisLayout(
+            "rows", n, tuple(tuple((a // unit, b // unit) for a, b in r) for r in inside)
+        )
         repeated = fitting.repeated(blocks).ranges
-        if all(union(r) == union((a * unit, b * unit) for a, b in s) for r, s in zip(rows, repeated, strict=True)):
+        if all(
+            union(r) == union((a * unit, b * unit) for a, b in s)
+            for r, s in zip(rows, repeated, strict=True)
+        ):
             return place, n, fitting.ranges
     flat = AxisLayout("rows", length * before * after, tuple(map(union, rows))).rounded(first)
     return None, flat.length, flat.ranges
@@ -148,7 +171,14 @@ def expanded(function: Callable, x: Any, *sizes: Any) -> Any:
         return x.expand(*sizes)
     sizes = [*(sizes[0] if isinstance(sizes[0], Sequence) else sizes)]
     before = len(sizes) - x.ndim
-    x = gather(x, [dim for dim, axis in x.domain.axes.items() if sizes[before + dim] not in (-1, axis.layout.length)])
+    x = gather(
+        x,
+        [
+            dim
+            for dim, axis in x.domain.axes.items()
+            if sizes[before + dim] not in (-1, axis.layout.length)
+        ],
+    )
     result = x.domain.moved(before)
     for dim, axis in result.axes.items():
         sizes[dim] = axis.rows
@@ -163,13 +193,22 @@ def repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
     own = [1 if dim in x.domain.axes else times for dim, times in enumerate(sizes)]
     result = wrapped(x.local.repeat(*own), x.domain)
     for dim in x.domain.axes:
-        result = result if sizes[dim] == 1 else concatenated(torch.cat, [result] * sizes[dim], dim)
+        result = (
+            result if sizes[dim] == 1 else concatenated(torch.cat, [result] * sizes[dim], dim)
+        )
     return result
 
 
 @rule("repeat_interleave", first_only=True)
-def each_repeated(function: Callable, x: DomainTensor, repeats: int, dim: int | None = None) -> DomainTensor:
-    refuse_unless(isinstance(repeats, int) and dim is not None, function, x, "repeats by a tensor, or of all elements")
+def each_repeated(
+    function: Callable, x: DomainTensor, repeats: int, dim: int | None = None
+) -> DomainTensor:
+    refuse_unless(
+        isinstance(repeats, int) and dim is not None,
+        function,
+        x,
+        "repeats by a tensor, or of all elements",
+    )
     dim %= x.ndim
     wide = x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
     return wide.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
@@ -185,7 +224,9 @@ def pixel_shuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTen
 @rule("pixel_unshuffle", first_only=True)
 def pixel_unshuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
     *before, _, h, w = x.shape
-    x = x.reshape(*before, -1, h // factor, factor, w // factor, factor).movedim((-3, -1), (-4, -3))
+    x = x.reshape(*before, -1, h // factor, factor, w // factor, factor).movedim(
+        (-3, -1), (-4, -3)
+    )
     return x.reshape(*before, -1, h // factor, w // factor)
 
 
@@ -211,20 +252,28 @@ def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> Do
     Along a sharded dimension nothing is sent: a rank keeps its rows of each tensor, one after another. Of a tensor that
     is whole there, such as a class token, the first rank has all rows.
     """
-    is_new, first = function.__name__ == "stack", next(x for x in tensors if isinstance(x, DomainTensor))
+    is_new = function.__name__ == "stack"
+    first = next(x for x in tensors if isinstance(x, DomainTensor))
     dim %= first.ndim + is_new
     domain = common_domain(tensors, first.shape, but_for=None if is_new else dim)
     axis = None if is_new else domain.axes.get(dim)
     if axis is None:
         parts = [own_part(x, domain, first.shape) for x in tensors]
         return wrapped(function(parts, dim), domain.moved(1, first=dim) if is_new else domain)
-    parts, ranges, length = [], [()] * axis.degree, 0
+    parts = []
+    ranges = [()] * axis.degree
+    length = 0
     for x in tensors:
         here = x.domain.axes.get(dim) if isinstance(x, DomainTensor) else None
         here = here if here is not None and here.group is axis.group else None
-        here = here or Axis(sized([x.shape[dim] * (rank == 0) for rank in range(axis.degree)]), axis.group)
+        here = here or Axis(
+            sized([x.shape[dim] * (rank == 0) for rank in range(axis.degree)]), axis.group
+        )
         parts.append(own_part(x, Domain(domain.axes | {dim: here}), torch.Size(x.shape)))
-        behind = [[(start + length, stop + length) for start, stop in own] for own in here.layout.ranges]
+        behind = [
+            [(start + length, stop + length) for start, stop in own]
+            for own in here.layout.ranges
+        ]
         ranges = [union([*before, *own]) for before, own in zip(ranges, behind, strict=True)]
         length += x.shape[dim]
     layout = AxisLayout(axis.layout.name, length, tuple(ranges))
@@ -239,7 +288,9 @@ def sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
     """
     index = index if isinstance(index, tuple) else (index,)
     index = tuple(torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in index)
-    tensors = [place for place, i in enumerate(index) if isinstance(i, DomainTensor | torch.Tensor)]
+    tensors = [
+        place for place, i in enumerate(index) if isinstance(i, DomainTensor | torch.Tensor)
+    ]
     if tensors:
         return by_tensors(wrapped(x, Domain({})), index, tensors)
     local_index, domain, single = _own_index(x, index)
@@ -255,7 +306,11 @@ def assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
     """Change rows where they are. A sharded value of a whole tensor is gathered."""
     if not is_sharded(x):
         if not isinstance(value, DomainTensor):
-            raise refused("__setitem__", next(filter(is_sharded, whole.flat(index))), "rows that are changed by number")
+            raise refused(
+                "__setitem__",
+                next(filter(is_sharded, whole.flat(index))),
+                "rows that are changed by number",
+            )
         unwrapped(x)[index] = gather(value).local
         return
     if x.base is not None:
@@ -276,20 +331,33 @@ def _own_index(x: DomainTensor, index: Any) -> tuple[tuple, Domain, list[int]]:
     """Return the index of the shard, the domain of what it gives, and the dimensions there that a number asks for."""
     index = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or type(i) in (slice, int)) for i in index):
-        raise refused("indexing", x, "indices beside slices and numbers, but for tensors of numbers that are read")
+        raise refused(
+            "indexing",
+            x,
+            "indices beside slices and numbers, but for tensors of numbers that are read",
+        )
     rest = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
     place = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
     index = (*index[:place], *[slice(None)] * rest, *index[place + 1 :])
-    local_index, axes, dim, place, single = [], {}, 0, 0, []
+    local_index = []
+    axes = {}
+    dim = 0
+    place = 0
+    single = []
     for i in index:
         if (axis := x.domain.axes.get(dim)) is not None and i is not None:
             if isinstance(i, int):
                 single.append(place)
                 i = slice(i % axis.layout.length, i % axis.layout.length + 1)
             start, stop, step = i.indices(axis.layout.length)
-            axes[place], i = _cut(axis, (start, max(start, stop))) if step == 1 else _every(axis, start, stop, step)
+            axes[place], i = (
+                _cut(axis, (start, max(start, stop)))
+                if step == 1
+                else _every(axis, start, stop, step)
+            )
         local_index.append(i)
-        dim, place = dim + (i is not None), place + (not isinstance(i, int))
+        dim = dim + (i is not None)
+        place = place + (not isinstance(i, int))
     return tuple(local_index), Domain(axes), single
 
 
@@ -301,10 +369,14 @@ def _cut(axis: Axis, part: Range) -> tuple[Axis, slice]:
 
 
 @planned
-def _cut_ranges(owned: tuple[Ranges, ...], rank: int, start: int, stop: int) -> tuple[tuple[Ranges, ...], int]:
+def _cut_ranges(
+    owned: tuple[Ranges, ...], rank: int, start: int, stop: int
+) -> tuple[tuple[Ranges, ...], int]:
     """Return each rank's ranges of the rows [start, stop), and the number of a rank's rows before them."""
     chosen = union([(start, stop)])
-    ranges = tuple(tuple((a - start, b - start) for a, b in intersection(own, chosen)) for own in owned)
+    ranges = tuple(
+        tuple((a - start, b - start) for a, b in intersection(own, chosen)) for own in owned
+    )
     return ranges, sum(min(b, start) - min(a, start) for a, b in owned[rank])
 
 
@@ -317,7 +389,8 @@ def _every(axis: Axis, start: int, stop: int, step: int) -> tuple[Axis, list[int
         return first, last
 
     ranges = tuple(union(map(places, own)) for own in axis.layout.ranges)
-    rows, before = [], 0
+    rows = []
+    before = 0
     for part in axis.layout.ranges[axis.rank]:
         rows += [before + start + place * step - part[0] for place in range(*places(part))]
         before += part[1] - part[0]

@@ -45,7 +45,9 @@ class Base(NamedTuple):
 _CACHE: dict[Any, tuple[Seen, ...] | None] = {}
 
 
-def results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]) -> tuple[Seen, ...] | None:
+def results(
+    function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]
+) -> tuple[Seen, ...] | None:
     """Return what torch gives for whole tensors, one entry for each tensor; None if it cannot be known without data.
 
     kinds: the classes of tensors, which have a global `shape` and a `dtype`.
@@ -56,7 +58,9 @@ def results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ..
     if torch.compiler.is_compiling():
         return None
 
-    described = mapped(lambda x: (tuple(x.shape), x.dtype) if isinstance(x, kinds) else x, (args, kwargs))
+    described = mapped(
+        lambda x: (tuple(x.shape), x.dtype) if isinstance(x, kinds) else x, (args, kwargs)
+    )
     key = function, repr(described)  # 0 and False differ in it, and lists have no hash
     if key not in _CACHE:
         if len(_CACHE) >= 4096:
@@ -65,7 +69,9 @@ def results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ..
     return _CACHE[key]
 
 
-def _results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]) -> tuple[Seen, ...] | None:
+def _results(
+    function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]
+) -> tuple[Seen, ...] | None:
     tensors: list[torch.Tensor] = []
 
     def whole(x: Any) -> Any:
@@ -76,7 +82,8 @@ def _results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, .
 
     # Modes, such as that of selective checkpointing, must not count these calls.
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        args, kwargs = mapped(whole, args), mapped(whole, kwargs)
+        args = mapped(whole, args)
+        kwargs = mapped(whole, kwargs)
         try:
             found = [x for x in flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
         except NotImplementedError:  # it depends on data, or on a device
@@ -85,7 +92,10 @@ def _results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, .
             if "meta tensor" in str(error):  # it depends on data
                 return None
             raise
-    return tuple(Seen(tuple(x.shape), any(torch._C._is_alias_of(x, tensor) for tensor in tensors)) for x in found)
+    return tuple(
+        Seen(tuple(x.shape), any(torch._C._is_alias_of(x, tensor) for tensor in tensors))
+        for x in found
+    )
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -99,6 +109,11 @@ def flat(value: Any) -> Iterator[Any]:
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Return nested arguments, or results, with the function applied to each leaf."""
-    if type(value) in (tuple, list) or hasattr(value, "n_sequence_fields"):  # several results that have names
+    # several results that have names
+    if type(value) in (tuple, list) or hasattr(value, "n_sequence_fields"):
         return type(value)([mapped(function, part) for part in value])
-    return {name: mapped(function, part) for name, part in value.items()} if type(value) is dict else function(value)
+    return (
+        {name: mapped(function, part) for name, part in value.items()}
+        if type(value) is dict
+        else function(value)
+    )

@@ -49,12 +49,19 @@ def slide(
     channels: of the result, in the dimension before the first of `ways`; None: as x. parameters: weight and bias, which
     must have gradients on every rank. periodic: rows beyond the ends are those of the other end, else zeros.
     """
-    local, halo, pieces, tiles, layouts, shape = x.local, None, {}, {}, {}, list(x.local.shape)
-    for dim, way in sorted(ways.items(), key=lambda way: way[0] not in x.domain.axes):  # first what others send
+    local = x.local
+    halo = None
+    pieces = {}
+    tiles = {}
+    layouts = {}
+    shape = list(x.local.shape)
+    # first what others send
+    for dim, way in sorted(ways.items(), key=lambda way: way[0] not in x.domain.axes):
         if isinstance(way, int):
             shape[dim] = way
             continue
-        axis, owned = x.domain.axes.get(dim), sized([shape[dim]])
+        axis = x.domain.axes.get(dim)
+        owned = sized([shape[dim]])
         layout, rank = (owned, 0) if axis is None else (axis.layout, axis.rank)
         plan = way(layout)
         wanted, source = plan_rows(layout.ranges, layout.length, plan.wanted, periodic)
@@ -64,13 +71,17 @@ def slide(
                 x.asked.setdefault((dim, layout), reach)
             found = current(x.halo, local)
             if found is not None and found.reach == reach:
-                halo, found.use.is_taken = found.rows, True
+                halo = found.rows
+                found.use.is_taken = True
         if source == "ranks" and (halo is None or pieces):
-            local, halo, pieces = put_together(local, halo, pieces), None, {}
+            local = put_together(local, halo, pieces)
+            halo = None
+            pieces = {}
             local = exchange(local, layout, wanted, dim=dim, group=axis.group)
         elif source != "own":
             pieces[dim] = plan_pieces(layout.ranges[rank], layout.length, wanted[rank])
-        layouts[dim], tiles[dim] = plan.layout, plan.tiles[rank]
+        layouts[dim] = plan.layout
+        tiles[dim] = plan.tiles[rank]
         shape[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles[dim])
     local = put_together(local, halo, pieces)
     if channels is not None:
@@ -83,11 +94,14 @@ def slide(
     return DomainTensor(result, x.domain.layouts(layouts))
 
 
-def _tile_by_tile(x: torch.Tensor, tiles: list, function: Callable, chosen: dict[int, Tile]) -> torch.Tensor:
+def _tile_by_tile(
+    x: torch.Tensor, tiles: list, function: Callable, chosen: dict[int, Tile]
+) -> torch.Tensor:
     if not tiles:
         return function(x, chosen)
     (dim, parts), *others = tiles
-    results, place = [], 0
+    results = []
+    place = 0
     for tile in parts:
         rows = tile.inputs[1] - tile.inputs[0]
         part = x if len(parts) == 1 else x.narrow(dim, place, rows)
@@ -117,16 +131,29 @@ def per_axis(value: int | str | Sequence, dims: Sequence[int]) -> tuple:
     values = (value,) * len(dims) if isinstance(value, int | str) else tuple(value)
     values *= len(dims) if len(values) == 1 else 1
     if len(values) != len(dims):
-        raise ValueError(f"{values} has {len(values)} entries for {len(dims)} spatial dimensions; give one for each")
+        raise ValueError(
+            f"{values} has {len(values)} entries for {len(dims)} spatial dimensions; give one for each"
+        )
     return values
 
 
 def _windows(
-    function, x, kernel_size, stride, padding, dilation=1, output_padding=0, *, ceil: bool = False
+    function,
+    x,
+    kernel_size,
+    stride,
+    padding,
+    dilation=1,
+    output_padding=0,
+    *,
+    ceil: bool = False,
 ) -> dict[int, Window]:
     """Return the window of each spatial dimension; `same` pads the odd row behind, as PyTorch does."""
     dims = spatial_dims(function, x, int(function.__name__[-2]))
-    options = (per_axis(option, dims) for option in (kernel_size, stride, padding, dilation, output_padding))
+    options = (
+        per_axis(option, dims)
+        for option in (kernel_size, stride, padding, dilation, output_padding)
+    )
     windows = {}
     for dim, kernel, step, pad, gap, extra in zip(dims, *options, strict=True):
         reach = gap * (kernel - 1) * (pad == "same")
@@ -140,7 +167,16 @@ def _windows(
 
 @rule(*_numbers("conv"), first_only=True)
 def conv(
-    function, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, periodic: bool = False
+    function,
+    x,
+    weight,
+    bias=None,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups=1,
+    *,
+    periodic: bool = False,
 ) -> DomainTensor:
     """With stride 1 and as many outputs as inputs the layout stays; else it is that of rows at multiples of the stride.
 
@@ -151,13 +187,16 @@ def conv(
     around = dict.fromkeys(windows, 0)
     for dim, window in windows.items():
         if dim not in x.domain.axes and window.before == window.after and not periodic:
-            ways[dim], around[dim] = outputs_of(x.shape[dim], window), window.before
+            ways[dim] = outputs_of(x.shape[dim], window)
+            around[dim] = window.before
     steps, gaps = zip(*((w.stride, w.dilation) for w in windows.values()), strict=True)
 
     def compute(part: torch.Tensor, _: Tiles) -> torch.Tensor:
         return function(part, weight, bias, steps, tuple(around.values()), gaps, groups)
 
-    return slide(x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic)
+    return slide(
+        x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic
+    )
 
 
 @rule(*_numbers("conv_transpose"), first_only=True)
@@ -171,13 +210,18 @@ def conv_transpose(
     windows = _windows(function, x, weight.shape[2:], stride, padding, dilation, output_padding)
     steps, gaps = zip(*((w.stride, w.dilation) for w in windows.values()), strict=True)
     ways: dict[int, Way] = {
-        d: partial(transposed_plan, window=w) if d in x.domain.axes else transposed_outputs(x.shape[d], w)
+        d: partial(transposed_plan, window=w)
+        if d in x.domain.axes
+        else transposed_outputs(x.shape[d], w)
         for d, w in windows.items()
     }
 
     def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         cuts = {dim: _cut(tile, windows[dim]) for dim, tile in tiles.items()}
-        around = ((0, cuts[dim][2]) if dim in cuts else (w.before, w.extra) for dim, w in windows.items())
+        around = (
+            (0, cuts[dim][2]) if dim in cuts else (w.before, w.extra)
+            for dim, w in windows.items()
+        )
         y = function(part, weight, bias, steps, *zip(*around, strict=True), groups, gaps)
         for dim, (start, rows, _) in cuts.items():
             y = y.narrow(dim, start, rows)
@@ -199,24 +243,42 @@ def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
 
 @rule(*_numbers("max_pool"), first_only=True)
 def max_pool(
-    function, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
+    function,
+    x,
+    kernel_size,
+    stride=None,
+    padding=0,
+    dilation=1,
+    ceil_mode=False,
+    return_indices=False,
 ) -> DomainTensor:
-    windows = _windows(function, x, kernel_size, stride or kernel_size, padding, dilation, ceil=ceil_mode)
+    windows = _windows(
+        function, x, kernel_size, stride or kernel_size, padding, dilation, ceil=ceil_mode
+    )
     axes = x.domain.axes
     ways: dict[int, Way] = {
-        d: partial(window_plan, window=w, within=True) if d in axes else outputs_of(x.shape[d], w)
+        d: partial(window_plan, window=w, within=True)
+        if d in axes
+        else outputs_of(x.shape[d], w)
         for d, w in windows.items()
     }
     native = tuple(0 if dim in axes else w.before for dim, w in windows.items())
-    kernels, steps, gaps = zip(*((w.kernel, w.stride, w.dilation) for w in windows.values()), strict=True)
+    kernels, steps, gaps = zip(
+        *((w.kernel, w.stride, w.dilation) for w in windows.values()), strict=True
+    )
 
     def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         for dim, tile in tiles.items():
-            (first, stop), window = tile.outputs, windows[dim]
+            (first, stop) = tile.outputs
+            window = windows[dim]
             before = tile.inputs[0] - (first * window.stride - window.before)
-            after = (stop - 1) * window.stride - window.before + window.reach + 1 - tile.inputs[1]
+            after = (
+                (stop - 1) * window.stride - window.before + window.reach + 1 - tile.inputs[1]
+            )
             if before or after:  # PyTorch's padding is no element, which minus infinity is too
-                part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf)
+                part = F.pad(
+                    part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf
+                )
         return function(part, kernels, steps, native, gaps, ceil_mode)
 
     return slide(x, ways, compute)
@@ -239,15 +301,21 @@ def avg_pool(
     def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         total = part.to(wide(part.dtype))  # a sum may overflow in float16
         if len(windows) == 1:  # the function for one dimension has no divisor
-            total = F.avg_pool2d(total.unsqueeze(-2), (1, *kernels), (1, *steps), divisor_override=1).squeeze(-2)
+            total = F.avg_pool2d(
+                total.unsqueeze(-2), (1, *kernels), (1, *steps), divisor_override=1
+            ).squeeze(-2)
         else:
             total = function(total, kernels, steps, divisor_override=1)
         if divisor_override is not None:
             return (total / divisor_override).to(part.dtype)
         for dim, tile in tiles.items():
-            window, margin = windows[dim], windows[dim].before * count_include_pad
+            window = windows[dim]
+            margin = windows[dim].before * count_include_pad
             starts = (output * window.stride - window.before for output in range(*tile.outputs))
-            counts = [min(each + window.kernel, x.shape[dim] + margin) - max(each, -margin) for each in starts]
+            counts = [
+                min(each + window.kernel, x.shape[dim] + margin) - max(each, -margin)
+                for each in starts
+            ]
             counts = to_device(torch.tensor(counts, dtype=total.dtype), total.device)
             total = total / counts.view(-1, *[1] * (total.ndim - 1 - dim))
         return total.to(part.dtype)
@@ -264,8 +332,13 @@ def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTenso
     sizes = per_axis(output_size, dims)
     for dim, size in zip(dims, sizes, strict=True):
         if dim in x.domain.axes and size is not None:
-            ends = [(i * x.shape[dim] // size, -(-(i + 1) * x.shape[dim] // size)) for i in range(size)]
-            x = torch.cat([reduction(x.narrow(dim, a, b - a), dim, keepdim=True) for a, b in ends], dim)
+            ends = [
+                (i * x.shape[dim] // size, -(-(i + 1) * x.shape[dim] // size))
+                for i in range(size)
+            ]
+            x = torch.cat(
+                [reduction(x.narrow(dim, a, b - a), dim, keepdim=True) for a, b in ends], dim
+            )
     return on_samples(function, x, sizes)
 
 
@@ -291,7 +364,9 @@ def unfold(function, x, *args, **kwargs) -> DomainTensor:
     return (_windows_of if function is torch.Tensor.unfold else _columns)(x, *args, **kwargs)
 
 
-def _windows_of(x: DomainTensor, dimension: int, size: int, step: int, dilation: int = 1) -> DomainTensor:
+def _windows_of(
+    x: DomainTensor, dimension: int, size: int, step: int, dilation: int = 1
+) -> DomainTensor:
     dim = dimension % x.ndim
     starts = x.shape[dim] - (size - 1) * dilation
     rows = (slice(row * dilation, row * dilation + starts, step) for row in range(size))
@@ -304,4 +379,5 @@ def _columns(x: DomainTensor, kernel_size, dilation=1, padding=0, stride=1) -> D
     for dim, size, step, gap, around in zip(dims, *options, strict=True):
         x = F.pad(x, (*(0, 0) * (-dim - 1), around, around))
         x = _windows_of(x, dim, size, step, gap).movedim(-1, -3)
-    return x.flatten(-5, -3).flatten(-2)  # of (N, C, kernel rows, kernel columns, rows, columns)
+    # of (N, C, kernel rows, kernel columns, rows, columns)
+    return x.flatten(-5, -3).flatten(-2)

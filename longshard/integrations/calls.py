@@ -16,7 +16,14 @@ outside_of_graphs = torch.compiler.disable(reason=NOT_COMPILED)
 
 # Arguments of transformers' attention functions that do not change attention; any other one must be empty.
 _WITHOUT_EFFECT = frozenset(
-    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+    {
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
     | {"output_router_logits", "num_items_in_batch", "sliding_window"}
 )
 
@@ -69,7 +76,11 @@ def refusal_of_call(
         )
     if dropout > 0:
         return f"attention with dropout {dropout} cannot be context parallel; set the model's attention dropout to 0"
-    if not q.ndim == k.ndim == v.ndim == 4 or q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+    if (
+        not q.ndim == k.ndim == v.ndim == 4
+        or q.shape[0] != k.shape[0]
+        or k.shape[:3] != v.shape[:3]
+    ):
         return (
             f"attention of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} cannot be intercepted; give "
             "queries (B, H, S, D), and keys and values (B, K, S, D)"
@@ -111,11 +122,17 @@ def _transformers_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend by transformers' interface: query (B, H, S, D), unrepeated key and value, sinks -> (B, S, H, D)."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window, hides_from = others.get("sliding_window") or 0, 0
+    window = others.get("sliding_window") or 0
+    hides_from = 0
     # A note of `_transformers_mask` is an expanded tensor on the CPU, so that it has no memory, can be read without
     # waiting for a GPU, and remains what it is when it is detached or sliced.
     mask = attention_mask
-    if mask is not None and mask.dtype == torch.int32 and mask.device.type == "cpu" and not any(mask.stride()):
+    if (
+        mask is not None
+        and mask.dtype == torch.int32
+        and mask.device.type == "cpu"
+        and not any(mask.stride())
+    ):
         noted = int(attention_mask[0, 0, 0, 0])
         attention_mask = None
         window, hides_from = (noted, 0) if noted > 0 else (window, -noted)
@@ -129,7 +146,9 @@ def _transformers_attention(
     elif window and not is_causal:
         refusal = f"a window of {window} tokens to both sides cannot be intercepted; use a causal model"
     positions = others.get("position_ids")
-    call = Call(query, key, value, scaling, is_causal, window, s_aux, positions, hides_from, refusal)
+    call = Call(
+        query, key, value, scaling, is_causal, window, s_aux, positions, hides_from, refusal
+    )
     return attend(call.q, call).transpose(1, 2), None
 
 
@@ -157,7 +176,9 @@ def _transformers_mask(
         return torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
     if not local_size:
         return None
-    note = torch.tensor(local_size if _is_window(mask_function, local_size) else -local_size, dtype=torch.int32)
+    note = torch.tensor(
+        local_size if _is_window(mask_function, local_size) else -local_size, dtype=torch.int32
+    )
     return note.expand(1, 1, q_length, kv_length)
 
 
@@ -165,5 +186,7 @@ def _is_window(mask_function: Callable[..., torch.Tensor], size: int) -> bool:
     """Return whether a mask function of transformers shows each query `size` keys, the last of them its own."""
     query = torch.tensor([size, size + 1, 2 * size, 2 * size + 1])
     zero = torch.zeros_like(query)
-    seen = [mask_function(zero, zero, query, query + offset) for offset in (-size, 1 - size, 0, 1)]
+    seen = [
+        mask_function(zero, zero, query, query + offset) for offset in (-size, 1 - size, 0, 1)
+    ]
     return torch.stack(seen).tolist() == [[False] * 4, [True] * 4, [True] * 4, [False] * 4]

@@ -15,18 +15,48 @@ from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 
 # Parameters of layers that scan the sequence: state-space models, gated delta nets, RWKV, RG-LRU.
 SCAN_PARAMETERS = frozenset(
-    {"A_log", "dt_bias", "time_decay", "time_first", "time_mix_key", "recurrent_param", "recurrent_gate_weight"}
+    {
+        "A_log",
+        "dt_bias",
+        "time_decay",
+        "time_first",
+        "time_mix_key",
+        "recurrent_param",
+        "recurrent_gate_weight",
+    }
 )
 # Keys under which a configuration lists the kinds of its layers; kinds that are attention, or mix no tokens.
-_KINDS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern", "mixer_types")
+_KINDS = (
+    "layer_types",
+    "layers_block_type",
+    "block_types",
+    "hybrid_override_pattern",
+    "mixer_types",
+)
 _ATTENTION_KINDS = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "attention", "full", "sliding", "global", "local"}
+    {
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+        "attention",
+        "full",
+        "sliding",
+        "global",
+        "local",
+    }
 )
 _TOKENWISE_KINDS = frozenset({"moe", "mlp", "dense", "sparse"})
 # Kinds that are right if their layers are bound; a layer that is not is seen by its parameters, or where it runs.
 _BOUND_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "hybrid"})
-_WITHOUT_WINDOW = frozenset({"full_attention", "attention", "full", "global"}) | _TOKENWISE_KINDS
-_WINDOWS = ("sliding_window", "sliding_window_size", "local_attention_window_len", "attention_window_size")
+_WITHOUT_WINDOW = (
+    frozenset({"full_attention", "attention", "full", "global"}) | _TOKENWISE_KINDS
+)
+_WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "local_attention_window_len",
+    "attention_window_size",
+)
 POSITIONS = re.compile("rotary|rope|position", re.IGNORECASE)
 """Names of classes that take positions."""
 ATTENTION = re.compile(r"(Attention|Attn)\d*$")
@@ -56,14 +86,22 @@ class Allowed:
     def has(self, module: nn.Module | None, name: str) -> bool:
         """Return whether a module of this dotted name, or (without a module) a kind of layers, is allowed."""
         names = {name, *(cls.__name__ for cls in type(module).__mro__ if module is not None)}
-        found = [x for x in self._entries if (isinstance(module, x) if isinstance(x, type) else x in names)]
+        found = [
+            x
+            for x in self._entries
+            if (isinstance(module, x) if isinstance(x, type) else x in names)
+        ]
         self._used.update(found)
         return bool(found)
 
     @property
     def unused(self) -> list[str]:
         """The entries that named nothing so far."""
-        return [x.__name__ if isinstance(x, type) else x for x in self._entries if x not in self._used]
+        return [
+            x.__name__ if isinstance(x, type) else x
+            for x in self._entries
+            if x not in self._used
+        ]
 
 
 def is_model(module: nn.Module) -> bool:
@@ -101,7 +139,9 @@ def checked_modules(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn
     return walk("", root)
 
 
-def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed, bound: Collection[nn.Module] = ()) -> str | None:
+def refusal_of_model(
+    root: nn.Module, seq_len: int, allowed: Allowed, bound: Collection[nn.Module] = ()
+) -> str | None:
     """Return why a model cannot be context parallel over sequences of seq_len tokens, or None.
 
     bound: modules whose convolutions and scans run over ranks (`scans.bind`). The result depends on modules and
@@ -110,7 +150,9 @@ def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed, bound: Col
     found = list(checked_modules(root, allowed))
     models = [module for _, module in found if is_model(module)]
     names = {type(module).__name__ for _, module in found}
-    if bound and not any(regex.search(name) for name in names for regex in (ATTENTION, POSITIONS)):
+    if bound and not any(
+        regex.search(name) for name in names for regex in (ATTENTION, POSITIONS)
+    ):
         models = []  # nothing attends, or knows positions
     for module in models:
         if refusal := _refusal_of_configuration(module, seq_len, allowed, bound):
@@ -127,10 +169,14 @@ def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed, bound: Col
     return None
 
 
-_ALLOW = "if it is right for a part of a sequence, name it in `intercept_sdpa(allow_modules=[...])`"
+_ALLOW = (
+    "if it is right for a part of a sequence, name it in `intercept_sdpa(allow_modules=[...])`"
+)
 
 
-def refusal_of_module(name: str, module: nn.Module, seq_len: int, bound: Collection[nn.Module] = ()) -> str | None:
+def refusal_of_module(
+    name: str, module: nn.Module, seq_len: int, bound: Collection[nn.Module] = ()
+) -> str | None:
     """Return why a module of this dotted name cannot be context parallel, whatever the model around it, or None."""
     what = _what_mixes(module, bound)
     if what:
@@ -144,7 +190,9 @@ def refusal_of_module(name: str, module: nn.Module, seq_len: int, bound: Collect
             "rank; use `token_dropout=False`"
         )
     scale = getattr(module, "floor_scale", None)
-    is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+    is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(
+        module, "use_rope", True
+    )
     if is_tuned and scale and seq_len >= scale:
         return (
             f"{name} ({type(module).__name__}) scales attention by positions that it counts from 0 on every rank; use "
@@ -159,7 +207,9 @@ def mixes_if_called(module: nn.Module, bound: Collection[nn.Module]) -> bool:
     A model that gets text alone does not call what mixes the positions of images, and a layer that is bound does not
     call its convolution, whose weights it gives to a function.
     """
-    is_spare = type(module).__name__.endswith(("2d", "3d")) or (module in bound and isinstance(module, conv._ConvNd))
+    is_spare = type(module).__name__.endswith(("2d", "3d")) or (
+        module in bound and isinstance(module, conv._ConvNd)
+    )
     return is_spare and _what_mixes(module, bound) is not None
 
 
@@ -168,20 +218,27 @@ def _what_mixes(module: nn.Module, bound: Collection[nn.Module]) -> str | None:
         return "compiled by torch.jit, whose attention cannot be seen,"
     if isinstance(module, conv._ConvNd):
         is_patchwise = len(module.kernel_size) > 1 and module.kernel_size == module.stride
-        return None if max(module.kernel_size) == 1 or is_patchwise else f"a convolution of {module.kernel_size} tokens"
+        return (
+            None
+            if max(module.kernel_size) == 1 or is_patchwise
+            else f"a convolution of {module.kernel_size} tokens"
+        )
     for cls, what in _MIXING.items():
         if isinstance(module, cls):
             return what
     if module in bound:
         return None
-    scans = SCAN_PARAMETERS.intersection(name for name, _ in module.named_parameters(recurse=False))
+    scans = SCAN_PARAMETERS.intersection(
+        name for name, _ in module.named_parameters(recurse=False)
+    )
     return f"a scan over the sequence (parameter {min(scans)!r})" if scans else None
 
 
 def _refusal_of_configuration(
     model: nn.Module, seq_len: int, allowed: Allowed, bound: Collection[nn.Module]
 ) -> str | None:
-    config, name = model.config, type(model).__name__
+    config = model.config
+    name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         return (
             f"{name} is an encoder-decoder, whose two sequences cannot both be cut by one context; use a decoder-only "
@@ -194,7 +251,9 @@ def _refusal_of_configuration(
             'use "sdpa", or `register_transformers_attention()` and model.set_attn_implementation("context_parallel")'
         )
     for kind in layer_kinds(config):
-        is_known = kind in _ATTENTION_KINDS | _TOKENWISE_KINDS or (kind in _BOUND_KINDS and bound)
+        is_known = kind in _ATTENTION_KINDS | _TOKENWISE_KINDS or (
+            kind in _BOUND_KINDS and bound
+        )
         if not is_known and not allowed.has(None, kind):
             return (
                 f"{name} has layers of kind {kind!r}, which is no attention that can be context parallel; use a model "
@@ -225,7 +284,9 @@ def window_of(config: object) -> int | None:
     return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
 
 
-def moves_tokens(name: str, x: object, result: torch.Tensor, args: tuple, kwargs: dict[str, Any], length: int) -> bool:
+def moves_tokens(
+    name: str, x: object, result: torch.Tensor, args: tuple, kwargs: dict[str, Any], length: int
+) -> bool:
     """Return whether a call of F.pad, roll, cumsum, flip, mean or conv1d works along the tokens of a rank.
 
     x: (B, tokens, ...) or (..., tokens, D), for conv1d (..., D, tokens), before the call; length: tokens of the rank.
@@ -243,7 +304,10 @@ def moves_tokens(name: str, x: object, result: torch.Tensor, args: tuple, kwargs
     else:
         dims = _dims_of_call(name, args, kwargs)
     dims = [dim % x.ndim for dim in dims]
-    return any(dim in (1, x.ndim - 2) and length in (x.shape[dim], *result.shape[dim : dim + 1]) for dim in dims)
+    return any(
+        dim in (1, x.ndim - 2) and length in (x.shape[dim], *result.shape[dim : dim + 1])
+        for dim in dims
+    )
 
 
 def _dims_of_call(name: str, args: tuple, kwargs: dict[str, Any]) -> list[int]:
@@ -254,7 +318,12 @@ def _dims_of_call(name: str, args: tuple, kwargs: dict[str, Any]) -> list[int]:
         args = args[-1:]
     elif name != "flip":  # x.flip(0, 1), and x.mean(0, True)
         args = args[:1]
-    return [dim for each in args for dim in (each if isinstance(each, tuple | list) else [each]) if dim is not None]
+    return [
+        dim
+        for each in args
+        for dim in (each if isinstance(each, tuple | list) else [each])
+        if dim is not None
+    ]
 
 
 def layer_kinds(config: object) -> list[str]:

@@ -25,7 +25,14 @@ from longshard.context.live import LivePlan
 from longshard.context.local_attention import ATTENTION_CALLS, attends
 from longshard.context.planning.options import ContextParallelError
 from longshard.context.regions import Intercept
-from longshard.integrations.calls import NOT_COMPILED, Call, attend, is_intercepted, outside_of_graphs, refusal_of_call
+from longshard.integrations.calls import (
+    NOT_COMPILED,
+    Call,
+    attend,
+    is_intercepted,
+    outside_of_graphs,
+    refusal_of_call,
+)
 from longshard.integrations.inspection import Allowed
 from longshard.integrations.scans import run_scan, scanned
 from longshard.integrations.watch import ModelWatch
@@ -33,10 +40,14 @@ from longshard.sharding.exchange import all_gather
 
 # They mix rows along a dimension, which may be the dimension of tokens.
 _NAMES = ("roll", "cumsum", "flip", "mean")
-_SHIFTS = frozenset({F.pad, F.conv1d, *(getattr(of, name) for of in (torch, torch.Tensor) for name in _NAMES)})
+_SHIFTS = frozenset(
+    {F.pad, F.conv1d, *(getattr(of, name) for of in (torch, torch.Tensor) for name in _NAMES)}
+)
 
 
-def intercept_sdpa(model: nn.Module | None = None, *, allow_modules: Collection[type | str] = ()) -> Intercept:
+def intercept_sdpa(
+    model: nn.Module | None = None, *, allow_modules: Collection[type | str] = ()
+) -> Intercept:
     """Return `intercept` of `context_parallel`, which runs calls of F.scaled_dot_product_attention over all ranks.
 
     model: is checked when the context is entered; without it each model is checked at its first call inside.
@@ -47,7 +58,10 @@ def intercept_sdpa(model: nn.Module | None = None, *, allow_modules: Collection[
 
 @contextmanager
 def _intercepting(
-    handle: torch.Tensor, live: LivePlan, model: nn.Module | None, allow_modules: Collection[type | str]
+    handle: torch.Tensor,
+    live: LivePlan,
+    model: nn.Module | None,
+    allow_modules: Collection[type | str],
 ) -> Iterator[None]:
     """Intercept attention under an open plan; an error at the end if none ran, or allow_modules has a wrong name."""
     allowed = Allowed(allow_modules)
@@ -98,7 +112,11 @@ class Interception(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable,
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
@@ -136,7 +154,10 @@ class Interception(TorchFunctionMode):
         scale = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
         # The operator takes one size of heads: zeros change neither scores nor the rest of an output.
         size = max(call.q.shape[-1], call.v.shape[-1])
-        q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (call.q, call.k, call.v))
+        q, k, v = (
+            x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+            for x in (call.q, call.k, call.v)
+        )
         settings = scale, call.is_causal, call.window, call.sinks
         out = context_parallel_attention(q, k, v, self._handle, *settings)[0]
         return out if call.v.shape[-1] == size else out[..., : call.v.shape[-1]]
@@ -149,8 +170,13 @@ class Interception(TorchFunctionMode):
     def _agree(self, refusal: str | None) -> None:
         """Raise this rank's refusal, or that of other ranks or of all; a collective if there is news to compare."""
         if self._watch.has_news:
-            mesh, positions = self._live.mesh, self._watch.positions
-            mine = torch.tensor([refusal is not None, positions.flags], dtype=torch.int64, device=mesh.device_type)
+            mesh = self._live.mesh
+            positions = self._watch.positions
+            mine = torch.tensor(
+                [refusal is not None, positions.flags],
+                dtype=torch.int64,
+                device=mesh.device_type,
+            )
             ranks = all_gather(mine, mesh).tolist()
             refusing = [rank for rank, (refused, _) in enumerate(ranks) if refused]
             if refusing and refusal is None:
@@ -191,12 +217,17 @@ def _tensor_backward(
 
 
 def _backward(
-    tensors: Sequence[torch.Tensor | GradientEdge], *args: Any, inputs: Sequence | None = None, **kwargs: Any
+    tensors: Sequence[torch.Tensor | GradientEdge],
+    *args: Any,
+    inputs: Sequence | None = None,
+    **kwargs: Any,
 ) -> None:
     for x in inputs or ():
         if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf:
             x.retain_grad()  # as torch does where it is given the tensor
-    torch.autograd.backward(_edges(tensors), *args, inputs=None if inputs is None else _edges(inputs), **kwargs)
+    torch.autograd.backward(
+        _edges(tensors), *args, inputs=None if inputs is None else _edges(inputs), **kwargs
+    )
 
 
 def _grad(
@@ -210,11 +241,16 @@ def _grad(
 ) -> tuple[torch.Tensor | None, ...]:
     allow_unused = allow_unused or materialize_grads
     edges = _edges(outputs), _edges(inputs)
-    grads = torch.autograd.grad(*edges, *args, create_graph=create_graph, allow_unused=allow_unused, **kwargs)
+    grads = torch.autograd.grad(
+        *edges, *args, create_graph=create_graph, allow_unused=allow_unused, **kwargs
+    )
     if not materialize_grads:
         return grads
     pairs = zip(grads, inputs, strict=True)
-    return tuple(torch.zeros_like(x, requires_grad=create_graph) if grad is None else grad for grad, x in pairs)
+    return tuple(
+        torch.zeros_like(x, requires_grad=create_graph) if grad is None else grad
+        for grad, x in pairs
+    )
 
 
 def _edges(tensors: Sequence[torch.Tensor | GradientEdge]) -> list[GradientEdge]:

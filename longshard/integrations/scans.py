@@ -43,17 +43,23 @@ def run_scan(x: torch.Tensor, name: str, function: Callable, given: dict[str, An
     raise AssertionError(f"{name} is bound to a context, and none is in force")
 
 
-def scanned(name: str, function: Callable, given: dict[str, Any], handle: torch.Tensor, live: LivePlan) -> Any:
+def scanned(
+    name: str, function: Callable, given: dict[str, Any], handle: torch.Tensor, live: LivePlan
+) -> Any:
     """Return what a function of transformers returns for the whole sequence, of this rank's rows.
 
     Raises:
         ContextParallelError: a state that is given or asked for, or documents that the mask does not tell.
     """
-    if given.get("initial_state", given.get("initial_states")) is not None or any(map(given.get, _ASKED)):
+    if given.get("initial_state", given.get("initial_states")) is not None or any(
+        map(given.get, _ASKED)
+    ):
         raise ContextParallelError(
             f"{name} was called with a cache, whose states are those of one process; pass `use_cache=False`"
         )
-    packed = [key for key in _PACKED if given.get(key, given.get("kwargs", {}).get(key)) is not None]
+    packed = [
+        key for key in _PACKED if given.get(key, given.get("kwargs", {}).get(key)) is not None
+    ]
     if packed:
         raise ContextParallelError(
             f"{name} got {packed[0]}, which says nothing of the tokens of other ranks; give packed documents as "
@@ -61,7 +67,9 @@ def scanned(name: str, function: Callable, given: dict[str, Any], handle: torch.
         )
     live.calls += _KNOWN[name].run is not _not_fused
     device = next(x.device for x in given.values() if isinstance(x, torch.Tensor))
-    where = Where(handle, positions_of(live, device), inspect.unwrap(function).__globals__.get("ACT2FN"))
+    where = Where(
+        handle, positions_of(live, device), inspect.unwrap(function).__globals__.get("ACT2FN")
+    )
     return _KNOWN[name].run(where, given)
 
 
@@ -81,7 +89,9 @@ def positions_of(live: LivePlan, device: torch.device) -> torch.Tensor | None:
     starts = [_starts(live.mask, number) for number in range(live.mask.sequences)]
     if all(len(found) <= 1 for found in starts):
         return None
-    firsts = np.stack([found[np.searchsorted(found, rows, side="right") - 1] for found in starts])
+    firsts = np.stack(
+        [found[np.searchsorted(found, rows, side="right") - 1] for found in starts]
+    )
     return torch.from_numpy(rows - firsts).to(device)
 
 
@@ -91,7 +101,11 @@ def _starts(mask: Mask, number: int) -> np.ndarray:
     ends = [*found[1:], mask.q_len]
     for band in bands:
         end = ends[found.index(band.kv_start)]
-        if mask.q_len != mask.kv_len or not band.kv_start <= band.q_start < band.q_stop <= end or band.kv_stop > end:
+        if (
+            mask.q_len != mask.kv_len
+            or not band.kv_start <= band.q_start < band.q_stop <= end
+            or band.kv_stop > end
+        ):
             raise ContextParallelError(
                 f"a scan of states cannot follow the mask {band}, which is not one of documents; give "
                 "`documents(lengths)`, or no mask"
@@ -106,7 +120,9 @@ def _convolution(where: Where, given: dict[str, Any]) -> torch.Tensor:
     """hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S)."""
     x, weight, bias, activation = (given[key] for key in _KNOWN["causal_conv1d_fn"].parameters)
     rows = x.to(weight.dtype).transpose(1, 2)
-    out = context_parallel_convolution(rows, weight.unsqueeze(1), where.handle, _repeated(where.positions, rows))
+    out = context_parallel_convolution(
+        rows, weight.unsqueeze(1), where.handle, _repeated(where.positions, rows)
+    )
     out = out if bias is None else out + bias
     out = out if activation is None else where.activations[activation](out)
     return out.transpose(1, 2).to(x.dtype)
@@ -116,7 +132,9 @@ def _delta_rule(where: Where, given: dict[str, Any]) -> tuple[torch.Tensor, None
     """query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V)."""
     q, k, v, g, beta = (given[key] for key in _DELTA)
     if given.get("use_qk_l2norm_in_kernel"):
-        q, k = (wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (
+            wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)
+        )
     settings = where.handle, _repeated(where.positions, v), k.shape[-1] ** -0.5
     return linear_attention(q, k, wide(v), g, beta, *settings)[0].to(v.dtype), None
 
@@ -126,7 +144,8 @@ def _mamba2(where: Where, given: dict[str, Any]) -> torch.Tensor:
     x, step, rate, k, q = (given[key] for key in _KNOWN["mamba2_chunk_scan"].parameters[:5])
     step = step if given["dt_bias"] is None else step + given["dt_bias"].to(step.dtype)
     step = wide((F.softplus(step) if given["dt_softplus"] else step).clamp(*given["dt_limit"]))
-    positions, x = _repeated(where.positions, x), wide(x)
+    positions = _repeated(where.positions, x)
+    x = wide(x)
     scan = q, k, x * step.unsqueeze(-1), rate * step, None
     out = linear_attention(*map(wide, scan[:4]), None, where.handle, positions, 1.0)[0]
     return out if given["D"] is None else out + given["D"].unsqueeze(-1) * x
@@ -135,12 +154,19 @@ def _mamba2(where: Where, given: dict[str, Any]) -> torch.Tensor:
 def _mamba1(where: Where, given: dict[str, Any]) -> torch.Tensor:
     """hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S). A channel is a head."""
     x, step, rate, k, q = (given[key] for key in _KNOWN["mamba_selective_scan"].parameters[:5])
-    step = step if given["delta_bias"] is None else step + given["delta_bias"].to(step.dtype).unsqueeze(-1)
+    step = (
+        step
+        if given["delta_bias"] is None
+        else step + given["delta_bias"].to(step.dtype).unsqueeze(-1)
+    )
     step = wide(F.softplus(step) if given["delta_softplus"] else step).transpose(1, 2)
-    v, positions = wide(x).transpose(1, 2) * step, _repeated(where.positions, x)
+    v = wide(x).transpose(1, 2) * step
+    positions = _repeated(where.positions, x)
     q, k = (wide(part).transpose(1, 2).unsqueeze(2) for part in (q, k))
     log_decay = wide(rate) * step.unsqueeze(-1)
-    out = linear_attention(q, k, v.unsqueeze(-1), log_decay, None, where.handle, positions, 1.0)[0]
+    out = linear_attention(
+        q, k, v.unsqueeze(-1), log_decay, None, where.handle, positions, 1.0
+    )[0]
     out = out.squeeze(-1).transpose(1, 2)
     out = out if given["D"] is None else out + x * given["D"].unsqueeze(-1)
     return out if given["z"] is None else out * F.silu(given["z"])
@@ -166,7 +192,9 @@ class _Known:
 _DELTA = ("query", "key", "value", "g", "beta")
 _MAMBA = ("hidden_states", "dt", "A", "B", "C")
 _KNOWN = {
-    "causal_conv1d_fn": _Known(_convolution, ("hidden_states", "weight", "bias", "activation"), is_scan=False),
+    "causal_conv1d_fn": _Known(
+        _convolution, ("hidden_states", "weight", "bias", "activation"), is_scan=False
+    ),
     "torch_chunk_gated_delta_rule": _Known(_delta_rule, _DELTA),
     "chunk_kimi_delta_attention": _Known(_delta_rule, _DELTA),
     "mamba2_chunk_scan": _Known(_mamba2, _MAMBA),
@@ -185,7 +213,9 @@ def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
     for module in modules:
         calls = _bound(type(module))
         scans = any(_KNOWN[name].is_scan for name in calls)
-        has_state = any(name.rpartition(".")[2] in SCAN_PARAMETERS for name, _ in module.named_parameters())
+        has_state = any(
+            name.rpartition(".")[2] in SCAN_PARAMETERS for name, _ in module.named_parameters()
+        )
         if scans or ("causal_conv1d_fn" in calls and not has_state):
             found.update(module.modules())
     return found

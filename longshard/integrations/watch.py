@@ -54,7 +54,10 @@ class Positions:
 
         Return whether it may be, and was not checked just before. No shape decides this, so that ranks agree.
         """
-        if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
+        if not isinstance(positions, torch.Tensor) or positions.dtype not in (
+            torch.int64,
+            torch.int32,
+        ):
             return False
         version = version_of(positions)
         if self._last is not None and self._last[0]() is positions and self._last[1] == version:
@@ -68,7 +71,9 @@ class Positions:
             return
         x = positions.detach().reshape(-1, positions.shape[-1]).to("cpu", torch.int64)
         is_global = bool(_agree(x, self._global).all())
-        is_by_document = bool(torch.stack([_agree(x, places) for places in self._by_document]).any(0).all())
+        is_by_document = bool(
+            torch.stack([_agree(x, places) for places in self._by_document]).any(0).all()
+        )
         restarted = not is_global and bool(_agree(x, torch.arange(x.shape[1])).all())
         if is_global or is_by_document or restarted:
             self.flags |= _RESTARTED * restarted | _NOT_GLOBAL * (not is_global)
@@ -100,7 +105,11 @@ def _places_in_documents(live: LivePlan, tokens: np.ndarray) -> list[np.ndarray]
         starts = np.array([band.q_start for band in bands], dtype=np.int64)
         band = np.searchsorted(starts, tokens, side="right") - 1
         firsts = np.array([band.kv_start for band in bands], dtype=np.int64)
-        places.append(np.where(band >= 0, tokens - firsts[np.maximum(band, 0)], tokens) if len(bands) else tokens)
+        places.append(
+            np.where(band >= 0, tokens - firsts[np.maximum(band, 0)], tokens)
+            if len(bands)
+            else tokens
+        )
     return places
 
 
@@ -111,10 +120,14 @@ def depends_on_length(module: nn.Module) -> bool:
     """Return whether a module's table depends on the largest position, of which a rank has its part only."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+    return any(
+        isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds
+    )
 
 
-def lengthened(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+def lengthened(
+    mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict]:
     """Return a rotary module's arguments with the largest position of all ranks appended; a collective."""
     positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
     if not isinstance(positions, torch.Tensor) or positions.ndim < 2:
@@ -131,7 +144,11 @@ def lengthened(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict[st
 
 def shortened(module: nn.Module, args: tuple, kwargs: dict[str, Any], table: Any) -> Any:
     """Return a rotary module's table, or tables, without the row of the position that `lengthened` appended."""
-    return table[..., :-1, :] if isinstance(table, torch.Tensor) else tuple(x[..., :-1, :] for x in table)
+    return (
+        table[..., :-1, :]
+        if isinstance(table, torch.Tensor)
+        else tuple(x[..., :-1, :] for x in table)
+    )
 
 
 class ModelWatch:
@@ -146,22 +163,31 @@ class ModelWatch:
     """
 
     def __init__(
-        self, live: LivePlan, is_in_force: Callable[[], bool], model: nn.Module | None, allowed: Allowed
+        self,
+        live: LivePlan,
+        is_in_force: Callable[[], bool],
+        model: nn.Module | None,
+        allowed: Allowed,
     ) -> None:
         self.has_news = True
         """Whether a forward began, or positions were seen, since the ranks last compared them."""
         self.positions = Positions(live)
-        self._live, self._model, self._allowed, self._is_in_force = live, model, allowed, is_in_force
+        self._live = live
+        self._model = model
+        self._allowed = allowed
+        self._is_in_force = is_in_force
         self._known: set[nn.Module] = set()
         self._handles: list[RemovableHandle] = []
-        self._inside: Counter[str] = Counter()  # calls that run: of `tokens` (embeddings), of `allowed` modules
+        # calls that run: of `tokens` (embeddings), of `allowed` modules
+        self._inside: Counter[str] = Counter()
         self.shift: str | None = None
         """Why a call that mixed tokens is refused."""
         self._thread = threading.get_ident()
         self._root: nn.Module | None = None  # whose forward runs
         self._calls_before: dict[nn.Module, int] = {}
         self._attended: dict[str, bool] = {}  # of attention modules and layers, in this forward
-        self._stacks: dict[nn.Module, dict[str, tuple[list[str], int]]] = {}  # of nn.ModuleLists: kinds, number
+        # of nn.ModuleLists: kinds, number
+        self._stacks: dict[nn.Module, dict[str, tuple[list[str], int]]] = {}
 
     def __enter__(self) -> "ModelWatch":
         self._handles.append(register_module_forward_pre_hook(self._on_call))
@@ -184,13 +210,17 @@ class ModelWatch:
         for x in values if not self._inside["tokens"] else ():
             self.has_news |= self.positions.see(x)
 
-    def on_shift(self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+    def on_shift(
+        self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]
+    ) -> None:
         """Check a call such as F.pad or torch.cumsum, which mixes tokens if it works along them.
 
         Its refusal waits for the next attention call, where ranks may still compare, or for the end of the forward.
         """
         length = self._live.layout.local_length(self._live.mesh.get_local_rank())
-        if not self._inside["allowed"] and inspection.moves_tokens(name, x, shifted, args, kwargs, length):
+        if not self._inside["allowed"] and inspection.moves_tokens(
+            name, x, shifted, args, kwargs, length
+        ):
             self.shift = self.shift or (
                 f"the model calls {name} along the {length} tokens of this rank, which mixes tokens outside of "
                 "attention; use a model in which attention alone mixes tokens, or, if it is right for a part of a "
@@ -211,10 +241,14 @@ class ModelWatch:
     # ---- hooks, at which the compiler breaks its graph
 
     def _before(self, module: nn.Module, hook: Callable) -> None:
-        self._handles.append(module.register_forward_pre_hook(outside_of_graphs(hook), with_kwargs=True))
+        self._handles.append(
+            module.register_forward_pre_hook(outside_of_graphs(hook), with_kwargs=True)
+        )
 
     def _after(self, module: nn.Module, hook: Callable) -> None:
-        self._handles.append(module.register_forward_hook(outside_of_graphs(hook), with_kwargs=True))
+        self._handles.append(
+            module.register_forward_hook(outside_of_graphs(hook), with_kwargs=True)
+        )
 
     @outside_of_graphs
     def _on_call(self, module: nn.Module, args: tuple) -> None:
@@ -225,7 +259,9 @@ class ModelWatch:
     def _adopt(self, root: nn.Module) -> None:
         self._known.update(root.modules())
         bound = bind(root.modules())
-        if refusal := inspection.refusal_of_model(root, self._live.layout.length, self._allowed, bound):
+        if refusal := inspection.refusal_of_model(
+            root, self._live.layout.length, self._allowed, bound
+        ):
             raise ContextParallelError(refusal)
         self.has_news = True
         found = dict(inspection.checked_modules(root, self._allowed))
@@ -235,7 +271,11 @@ class ModelWatch:
                 refusal = inspection.refusal_of_module(name, module, self._live.layout.length)
                 self._before(module, partial(_refuse, refusal))
         for name, module in root.named_modules():
-            if module is not root and inspection.is_model(module) and not inspection.reads_text(module):
+            if (
+                module is not root
+                and inspection.is_model(module)
+                and not inspection.reads_text(module)
+            ):
                 refusal = (
                     f"{type(module).__name__} reads {module.main_input_name!r}, not the sequence that was cut; call "
                     "it outside of the context, and give the model `inputs_embeds`, cut as a buffer"
@@ -272,9 +312,12 @@ class ModelWatch:
         self._before(module, partial(add, 1))
         self._after(module, partial(add, -1))
 
-    def _after_root(self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+    def _after_root(
+        self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object
+    ) -> None:
         if inspection.is_model(root):
-            _check_inputs(root, args, kwargs)  # a model found by its call had no hook before that call
+            # a model found by its call had no hook before that call
+            _check_inputs(root, args, kwargs)
             _check_logits(root, getattr(result, "logits", None), self._live)
         elif inspection.POSITIONS.search(type(root).__name__):
             self.see(*args, *kwargs.values())
@@ -290,7 +333,8 @@ class ModelWatch:
         module of such a call counts none.
         """
         kinds: list[str] = []
-        stacks, layers = {}, set()
+        stacks = {}
+        layers = set()
         for name, module in modules.items():
             kinds = inspection.layer_kinds(getattr(module, "config", None)) or kinds
             if isinstance(module, nn.ModuleList):
@@ -309,20 +353,28 @@ class ModelWatch:
             )
         self._calls_before[module] = self._live.calls
 
-    def _after_layer(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+    def _after_layer(
+        self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object
+    ) -> None:
         if self._root is not None:  # it is not a recomputation
-            self._attended[name] = self._attended.get(name, True) and self._live.calls > self._calls_before[module]
+            self._attended[name] = (
+                self._attended.get(name, True) and self._live.calls > self._calls_before[module]
+            )
 
     def _begin(self, root: nn.Module) -> None:
         self.has_news = True
         if self._root in (None, root):
-            self._root, self._attended = root, {}
-            self._calls_before[root] = self._live.calls  # a model found by its call gets hooks too late for it
+            self._root = root
+            self._attended = {}
+            # a model found by its call gets hooks too late for it
+            self._calls_before[root] = self._live.calls
 
     def _end(self, root: nn.Module) -> str | None:
         if root is not self._root:
             return None
-        attended, self._attended, self._root = self._attended, {}, None
+        attended = self._attended
+        self._attended = {}
+        self._root = None
         for name, did in attended.items():
             if not did and inspection.ATTENTION.search(type(root.get_submodule(name)).__name__):
                 return (
@@ -331,8 +383,14 @@ class ModelWatch:
                     "`intercept_sdpa(allow_modules=[...])`"
                 )
         for name, (kinds, number) in self._stacks[root].items():
-            ran = {i: attended[f"{name}.{i}"] for i in range(number) if f"{name}.{i}" in attended}
-            without = [i for i, did in ran.items() if not did and not inspection.is_tokenwise(kinds, i, number)]
+            ran = {
+                i: attended[f"{name}.{i}"] for i in range(number) if f"{name}.{i}" in attended
+            }
+            without = [
+                i
+                for i, did in ran.items()
+                if not did and not inspection.is_tokenwise(kinds, i, number)
+            ]
             if without and any(ran.values()):
                 return (
                     f"layers {without} of {name} ran no context-parallel attention, and other layers there did; if "
@@ -360,7 +418,9 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
             f"{name} got no `position_ids`, and would count positions from 0 on every rank; give it global "
             "`position_ids`, cut as a buffer of `context_parallel`"
         )
-    if given.get("labels") is not None and (given.get("shift_labels") is None or not given.get("num_items_in_batch")):
+    if given.get("labels") is not None and (
+        given.get("shift_labels") is None or not given.get("num_items_in_batch")
+    ):
         raise ContextParallelError(
             f"{name} got `labels`, which it shifts within the part of a rank and divides by the tokens of that part; "
             "shift and cut labels as a buffer, and take the loss from the logits"

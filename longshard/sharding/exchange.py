@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.ranges import Offsets, Range, Ranges, difference, intersection, size, union
+from longshard.sharding.ranges import (
+    Offsets,
+    Range,
+    Ranges,
+    difference,
+    intersection,
+    size,
+    union,
+)
 from longshard.sharding.tensors import planned, with_adjoint
 
 # kind -> calls of this process; tests compare them with the cost of a plan
@@ -27,7 +35,9 @@ calls: Counter[str] = Counter()
 bytes_sent: Counter[str] = Counter()
 
 
-def all_reduce(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = "sum"
+) -> torch.Tensor:
     """Reduce `x` over a 1-D mesh or a group, in place, and return it; over one rank nothing is sent.
 
     x: contiguous, of one shape on every rank; op: `sum`, `max` or `min`.
@@ -85,24 +95,34 @@ class Pending:
         arrived: Callable[[], None] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self._works, self._kept, self._arrived, self._timeout = works, kept, arrived, timeout
+        self._works = works
+        self._kept = kept
+        self._arrived = arrived
+        self._timeout = timeout
 
     def wait(self) -> None:
         for work in self._works:
             work.wait(*(() if self._timeout is None else (self._timeout,)))
         if self._arrived is not None:
             self._arrived()
-        self._works, self._kept, self._arrived = (), (), None
+        self._works = ()
+        self._kept = ()
+        self._arrived = None
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device | str) -> timedelta | None:
     """Return the time-out of the collectives of a group for tensors of a device; None if its backend has none."""
-    options = group._get_backend(torch.device(device)).options  # no public name as of torch 2.13
+    # no public name as of torch 2.13
+    options = group._get_backend(torch.device(device)).options
     return None if options is None else options._timeout
 
 
 def send_receive(
-    transfers: Sequence[Transfer], group: dist.ProcessGroup, *, kind: str, arrived: Callable[[], None] | None = None
+    transfers: Sequence[Transfer],
+    group: dist.ProcessGroup,
+    *,
+    kind: str,
+    arrived: Callable[[], None] | None = None,
 ) -> Pending:
     """Start all transfers of this rank. Two ranks must list the transfers between them in the same order.
 
@@ -113,10 +133,14 @@ def send_receive(
         return Pending(arrived=arrived)
     _count(kind, sum(t.tensor.nbytes for t in transfers if t.is_send))
     operations = [
-        dist.P2POp(dist.isend if t.is_send else dist.irecv, t.tensor, group=group, group_peer=t.peer) for t in transfers
+        dist.P2POp(
+            dist.isend if t.is_send else dist.irecv, t.tensor, group=group, group_peer=t.peer
+        )
+        for t in transfers
     ]
     timeout = None
-    if dist.get_backend(group) == "gloo":  # its `wait` would use the time-out with which the group was made
+    # its `wait` would use the time-out with which the group was made
+    if dist.get_backend(group) == "gloo":
         timeout = group_timeout(group, "cpu")
     return Pending(dist.batch_isend_irecv(operations), transfers, arrived, timeout)
 
@@ -130,10 +154,16 @@ def allocate(
     """
     backend = group._get_backend(device)
     has_memory = backend.supports_tensor_alloc(device)
-    return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device) if has_memory else None
+    return (
+        backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+        if has_memory
+        else None
+    )
 
 
-def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:
+def gather_shards(
+    x: torch.Tensor, group: dist.ProcessGroup, *, kind: str
+) -> tuple[torch.Tensor, Pending]:
     """Start gathering the contiguous `x` of every rank, all of one shape; return ((size, *x.shape), handle)."""
     size = group.size()
     gathered = x.new_empty(size, *x.shape)
@@ -144,7 +174,9 @@ def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tu
     return gathered, Pending([work], [x])
 
 
-def reduce_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:
+def reduce_shards(
+    x: torch.Tensor, group: dist.ProcessGroup, *, kind: str
+) -> tuple[torch.Tensor, Pending]:
     """Start summing x[r] of every rank at rank r; return (sum of shape x.shape[1:], handle). x: contiguous."""
     size = group.size()
     summed = x.new_empty(x.shape[1:])
@@ -156,7 +188,12 @@ def reduce_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tu
 
 
 def all_to_all(
-    sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: dist.ProcessGroup, *, kind: str
+    sent: torch.Tensor,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    kind: str,
 ) -> tuple[torch.Tensor, Pending]:
     """Start sending each rank its piece of `sent` (1-D); return (the pieces of all ranks, one after another; handle).
 
@@ -170,11 +207,15 @@ def all_to_all(
     if group.size() == 1:
         return received.copy_(sent.detach()), Pending()
     is_async = not torch.compiler.is_compiling()  # what is traced has no handles
-    work = dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=is_async)
+    work = dist.all_to_all_single(
+        received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=is_async
+    )
     return received, Pending([work] if is_async else (), [sent])
 
 
-def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[list[int], list[int]]:
+def exchange_counts(
+    counts: torch.Tensor, group: dist.ProcessGroup, *, kind: str
+) -> tuple[list[int], list[int]]:
     """Tell each rank how many rows it will get; return how many go to each rank, and how many come from each.
 
     counts: (ranks,) int64, which depend on data: the host waits for them.
@@ -186,7 +227,12 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup, *, kind: str
 
 
 def send_rows(
-    x: torch.Tensor, sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup, *, kind: str
+    x: torch.Tensor,
+    sent: Sequence[int],
+    arriving: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    kind: str,
 ) -> torch.Tensor:
     """Send the next sent[r] rows of x to each rank r; return the rows of all ranks, one rank after another."""
     width = x.shape[1:].numel()
@@ -227,29 +273,44 @@ class Movement:
 
 
 @planned
-def plan_movement(owned: tuple[Ranges, ...], wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
+def plan_movement(
+    owned: tuple[Ranges, ...], wanted: tuple[tuple[Range, ...], ...], rank: int
+) -> Movement:
     """Return what `rank` sends and receives when every rank r owns the ranges owned[r] and wants wanted[r]."""
     own = Offsets(owned[rank])
     sent = tuple(tuple(place for _, place in common_parts(ranges, own)) for ranges in wanted)
-    received = tuple(tuple(place for place, _ in common_parts(wanted[rank], Offsets(ranges))) for ranges in owned)
+    received = tuple(
+        tuple(place for place, _ in common_parts(wanted[rank], Offsets(ranges)))
+        for ranges in owned
+    )
     rows = size(wanted[rank])
-    outside = difference(union([(0, rows)]), union(part for places in received for part in places))
+    outside = difference(
+        union([(0, rows)]), union(part for places in received for part in places)
+    )
     return Movement(sent, received, rows, outside)
 
 
 def common_parts(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]]:
     """Return the parts of `wanted` that one rank owns, in order: (place in the wanted rows, place in the shard)."""
-    parts, before = [], 0
+    parts = []
+    before = 0
     for start, stop in wanted:
         for first, last in intersection(union([(start, stop)]), owned.ranges):
             place = owned(first)
-            parts.append(((before + first - start, before + last - start), (place, place + last - first)))
+            parts.append(
+                ((before + first - start, before + last - start), (place, place + last - first))
+            )
         before += stop - start
     return parts
 
 
 def exchange(
-    x: torch.Tensor, layout: AxisLayout, wanted: Sequence[Sequence[Range]], *, dim: int, group: dist.ProcessGroup
+    x: torch.Tensor,
+    layout: AxisLayout,
+    wanted: Sequence[Sequence[Range]],
+    *,
+    dim: int,
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """Return the rows that this rank wants, range after range in dimension `dim`; differentiable, a collective.
 
@@ -261,8 +322,14 @@ def exchange(
         ValueError: a shard of another length, ranges for another number of ranks, or an inverted range.
     """
     rank = group.rank()
-    wanted = tuple(tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted)
-    if x.shape[dim] != layout.local_length(rank) or len(wanted) != layout.degree or layout.degree != group.size():
+    wanted = tuple(
+        tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted
+    )
+    if (
+        x.shape[dim] != layout.local_length(rank)
+        or len(wanted) != layout.degree
+        or layout.degree != group.size()
+    ):
         raise ValueError(
             f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
             f"{layout.local_length(rank)} rows for this rank and {layout.degree} ranks"
@@ -291,29 +358,50 @@ def exchange(
     return with_adjoint(x, fetched, returned)
 
 
-def _with_rows(x: torch.Tensor, rows: int, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _with_rows(
+    x: torch.Tensor, rows: int, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Return an uninitialised tensor like `x` with another number of rows in `dim`."""
     shape = list(x.shape)
     shape[dim] = rows
     return x.new_empty(shape, dtype=dtype)
 
 
-def _move(rows: torch.Tensor, target: torch.Tensor, movement: Movement, group: dist.ProcessGroup, *, add: bool) -> None:
+def _move(
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    movement: Movement,
+    group: dist.ProcessGroup,
+    *,
+    add: bool,
+) -> None:
     """Send rows to the ranks that want them, and write them; or back to their owners, and add them up.
 
     target: has no values yet.
     """
-    sent, received = (movement.received, movement.sent) if add else (movement.sent, movement.received)
-    own, shape = group.rank(), rows.shape[1:]
+    sent, received = (
+        (movement.received, movement.sent) if add else (movement.sent, movement.received)
+    )
+    own = group.rank()
+    shape = rows.shape[1:]
     width = shape.numel()
-    parts = [rows[start:stop].reshape(-1) for r, places in enumerate(sent) if r != own for start, stop in places]
+    parts = [
+        rows[start:stop].reshape(-1)
+        for r, places in enumerate(sent)
+        if r != own
+        for start, stop in places
+    ]
     buffer = torch.cat(parts) if parts else rows.new_empty(0)
-    send_sizes, counts = ([size(p) * width * (r != own) for r, p in enumerate(x)] for x in (sent, received))
+    send_sizes, counts = (
+        [size(p) * width * (r != own) for r, p in enumerate(x)] for x in (sent, received)
+    )
     arrived, pending = all_to_all(buffer, send_sizes, counts, group, kind="exchange")
-    is_first = add and received[own] == ((0, target.shape[0]),)  # own rows fill the target, with nothing to add to
+    # own rows fill the target, with nothing to add to
+    is_first = add and received[own] == ((0, target.shape[0]),)
     if add and not is_first:
         target.zero_()
-    for (start, stop), place in zip(sent[own], received[own], strict=True):  # while the others are sent
+    # while the others are sent
+    for (start, stop), place in zip(sent[own], received[own], strict=True):
         put_rows(target, [place], rows[start:stop], add=add and not is_first)
     pending.wait()
     for rank, (piece, places) in enumerate(zip(arrived.split(counts), received, strict=True)):
@@ -321,7 +409,9 @@ def _move(rows: torch.Tensor, target: torch.Tensor, movement: Movement, group: d
             put_rows(target, places, piece.view(size(places), *shape), add=add)
 
 
-def put_rows(rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool) -> None:
+def put_rows(
+    rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool
+) -> None:
     """Write, or add, the rows of `piece` to the ranges `places` of `rows`, one after another, in place."""
     offset = 0
     for start, stop in places:

@@ -27,7 +27,11 @@ class AxisLayout:
     def __post_init__(self) -> None:
         everything = sum(self.ranges, ())
         whole = ((0, self.length),) if self.length else ()
-        if any(union(r) != r for r in self.ranges) or union(everything) != whole or size(everything) != self.length:
+        if (
+            any(union(r) != r for r in self.ranges)
+            or union(everything) != whole
+            or size(everything) != self.length
+        ):
             raise ValueError(
                 f"the ranges of layout {self.name!r} do not give each of {self.length} tokens to one rank, in "
                 "ascending ranges that neither touch nor are empty; sort and merge a rank's ranges with `union`"
@@ -65,14 +69,21 @@ class AxisLayout:
         def end(row: int) -> int:
             return row if row == self.length else min(round(row / unit) * unit, self.length)
 
-        return AxisLayout(self.name, self.length, tuple(union((end(a), end(b)) for a, b in own) for own in self.ranges))
+        return AxisLayout(
+            self.name,
+            self.length,
+            tuple(union((end(a), end(b)) for a, b in own) for own in self.ranges),
+        )
 
     def repeated(self, sequences: int) -> "AxisLayout":
         """Return the layout of several sequences laid one after another, each cut like this one."""
         if sequences == 1:
             return self
         offsets = [number * self.length for number in range(sequences)]
-        shards = (union((start + x, stop + x) for x in offsets for start, stop in shard) for shard in self.ranges)
+        shards = (
+            union((start + x, stop + x) for x in offsets for start, stop in shard)
+            for shard in self.ranges
+        )
         return AxisLayout(self.name, self.length * sequences, tuple(shards))
 
 

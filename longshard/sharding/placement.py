@@ -27,7 +27,12 @@ PLACEMENTS = ("partial", "replicated")
 
 
 def shard(
-    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
+    x: torch.Tensor,
+    layout: AxisLayout,
+    dim: int,
+    *,
+    group: dist.ProcessGroup,
+    grad: str = "partial",
 ) -> torch.Tensor:
     """Return this rank's rows of x, which every rank has whole: `layout.length` rows in `dim`.
 
@@ -37,12 +42,19 @@ def shard(
         ValueError: another placement, or another number of rows.
     """
     _check(x, dim, layout.length, grad)
-    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
+    own_rows, all_rows = (
+        partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows)
+    )
     return own_rows(x) if grad == "partial" else with_adjoint(x, own_rows, all_rows)
 
 
 def unshard(
-    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
+    x: torch.Tensor,
+    layout: AxisLayout,
+    dim: int,
+    *,
+    group: dist.ProcessGroup,
+    grad: str = "partial",
 ) -> torch.Tensor:
     """Return all rows, in their global order, of which x has this rank's; a collective.
 
@@ -53,7 +65,9 @@ def unshard(
         ValueError: another placement, or another number of rows.
     """
     _check(x, dim, layout.local_length(group.rank()), grad)
-    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
+    own_rows, all_rows = (
+        partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows)
+    )
     return all_rows(x) if grad == "partial" else with_adjoint(x, all_rows, own_rows)
 
 
@@ -65,7 +79,9 @@ def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum over the ranks, of floats computed in at least float32. Not differentiable."""
     dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
-    return all_reduce(x.to(dtype, copy=True, memory_format=torch.contiguous_format), group).to(x.dtype)
+    return all_reduce(x.to(dtype, copy=True, memory_format=torch.contiguous_format), group).to(
+        x.dtype
+    )
 
 
 def added_up(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -96,9 +112,13 @@ def places_on(layout: AxisLayout, device: torch.device) -> torch.Tensor:
     return to_device(torch.from_numpy(layout.order().argsort()), device)
 
 
-def _all_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_rows(
+    x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup
+) -> torch.Tensor:
     return exchange(x, layout, [[(0, layout.length)]] * layout.degree, dim=dim, group=group)
 
 
-def _own_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _own_rows(
+    x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup
+) -> torch.Tensor:
     return x.index_select(dim, rows_on(layout, group.rank(), x.device))

@@ -7,7 +7,12 @@ import torch
 
 def parameter_seed(seed: int, name: str) -> int:
     """Return a 63-bit seed for one parameter, or another name, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big"
+        )
+        >> 1
+    )
 
 
 def random_bits(indices: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:

@@ -36,11 +36,15 @@ def union(ranges: Iterable[Range]) -> Ranges:
 
 def intersection(a: Ranges, b: Ranges) -> Ranges:
     """Return the numbers that are in both."""
-    common, i, j = [], 0, 0
+    common = []
+    i = 0
+    j = 0
     if a and b:  # skip ranges before the other's first one
-        i, j = _first_after(a, b[0][0]), _first_after(b, a[0][0])
+        i = _first_after(a, b[0][0])
+        j = _first_after(b, a[0][0])
     while i < len(a) and j < len(b):
-        start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        start = max(a[i][0], b[j][0])
+        stop = min(a[i][1], b[j][1])
         if start < stop:
             common.append((start, stop))
         if a[i][1] <= b[j][1]:
@@ -52,7 +56,8 @@ def intersection(a: Ranges, b: Ranges) -> Ranges:
 
 def difference(a: Ranges, b: Ranges) -> Ranges:
     """Return the numbers of `a` that are not in `b`."""
-    left, j = [], 0
+    left = []
+    j = 0
     for start, stop in a:
         while j < len(b) and b[j][1] <= start:
             j += 1
@@ -89,7 +94,9 @@ class Offsets:
         """Return the places of `parts`, each inside one of the ranges; adjacent places become one range. Kept."""
         found = self._places.get(parts := tuple(parts))
         if found is None:
-            self._places[parts] = found = union((self(start), self(stop - 1) + 1) for start, stop in parts)
+            self._places[parts] = found = union(
+                (self(start), self(stop - 1) + 1) for start, stop in parts
+            )
         return found
 
     def ranges_at(self, start: int, stop: int) -> Iterator[Range]:

@@ -43,19 +43,26 @@ class Axis:
 
 
 @planned
-def plan_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> tuple[Wanted, str]:
+def plan_rows(
+    owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool
+) -> tuple[Wanted, str]:
     """Return the rows wanted, and their source: `own` (each rank has exactly its own), `local` (no rank wants others'),
     or `ranks`. The wishes of all ranks decide it, so that either all of them communicate or none does.
 
     owned: by each rank. periodic: rows beyond the ends are those at the other end, else zeros.
     """
     if periodic:
-        wanted = tuple(tuple(p for part in parts for p in wrapped(part, length)) for parts in wanted)
+        wanted = tuple(
+            tuple(p for part in parts for p in wrapped(part, length)) for parts in wanted
+        )
     wanted = tuple(tuple(part for part in parts if part[0] < part[1]) for parts in wanted)
     if wanted == owned:
         return wanted, "own"
     whole = ((0, length),)
-    foreign = (difference(intersection(union(parts), whole), own) for parts, own in zip(wanted, owned, strict=True))
+    foreign = (
+        difference(intersection(union(parts), whole), own)
+        for parts, own in zip(wanted, owned, strict=True)
+    )
     return wanted, "ranks" if any(foreign) else "local"
 
 
@@ -63,7 +70,9 @@ def wrapped(part: Range, length: int) -> list[Range]:
     """Return a range of a periodic axis as ranges within [0, length)."""
     start, stop = part
     if start < stop and not length:
-        raise ValueError("a periodic axis of length 0 has no rows; give it at least one row, or zeros as boundary")
+        raise ValueError(
+            "a periodic axis of length 0 has no rows; give it at least one row, or zeros as boundary"
+        )
     pieces = []
     while start < stop:
         first = start % length
@@ -73,7 +82,9 @@ def wrapped(part: Range, length: int) -> list[Range]:
     return pieces
 
 
-def fetch(x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, periodic: bool = False) -> torch.Tensor:
+def fetch(
+    x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, periodic: bool = False
+) -> torch.Tensor:
     """Return the rows of dimension `dim` that this rank wants, differentiable; zeros beyond the ends, unless periodic.
 
     axis: None if every rank has the dimension whole. wanted: of every rank of the axis, the same on all of them; of
@@ -97,7 +108,9 @@ Pieces = tuple[tuple[int, int, int], ...]
 @planned
 def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces:
     """Return the rows wanted of an axis: what is not owned is of the halo, in order, and beyond the ends zeros."""
-    pieces, in_halo, whole = [], 0, ((0, length),)
+    pieces = []
+    in_halo = 0
+    whole = ((0, length),)
     for part in wanted:
         parts = [(*x, 0) for x in difference((part,), whole)]
         parts += [(*x, 1) for x in intersection((part,), owned)]
@@ -107,7 +120,8 @@ def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces
             if source == 1:
                 place = size(intersection(owned, ((0, start),)))
             elif source == 2:
-                place, in_halo = in_halo, in_halo + stop - start
+                place = in_halo
+                in_halo = in_halo + stop - start
             pieces.append((source, place, place + stop - start))
     return tuple(pieces)
 
@@ -119,21 +133,30 @@ def _has_copies(pieces: Pieces) -> bool:
     return size(union(taken)) < size(taken)
 
 
-def put_together(x: torch.Tensor, halo: torch.Tensor | None, pieces: dict[int, Pieces]) -> torch.Tensor:
+def put_together(
+    x: torch.Tensor, halo: torch.Tensor | None, pieces: dict[int, Pieces]
+) -> torch.Tensor:
     """Return the rows that the pieces of each dimension name; differentiable, nothing is sent.
 
     x: the shard. halo: rows of other ranks that have arrived, in the first of these dimensions; None if there are none.
     """
     for dim, parts in pieces.items():
-        dtype, shape = x.dtype, [*x.shape]
+        dtype = x.dtype
+        shape = [*x.shape]
         if x.is_floating_point() and _has_copies(parts):
             x = x.to(torch.promote_types(dtype, torch.float32))
         sources = [x] if halo is None else [x, halo]
-        rows = [source.narrow(dim, 0, 0) for source in sources]  # so that every rank joins the backward of each
+        # so that every rank joins the backward of each
+        rows = [source.narrow(dim, 0, 0) for source in sources]
         for source, start, stop in parts:
             shape[dim] = stop - start
-            rows.append(sources[source - 1].narrow(dim, start, stop - start) if source else x.new_zeros(shape))
-        x, halo = torch.cat(rows, dim).to(dtype), None
+            rows.append(
+                sources[source - 1].narrow(dim, start, stop - start)
+                if source
+                else x.new_zeros(shape)
+            )
+        x = torch.cat(rows, dim).to(dtype)
+        halo = None
     return x
 
 

@@ -72,7 +72,9 @@ def added_rows(
 
     places, weights: (T,). They are added in float32 at least; weighted and copied to that type a part at a time.
     """
-    total = rows.new_zeros(number, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    total = rows.new_zeros(
+        number, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32)
+    )
     for part, where, *weight in in_parts(rows, places, *([] if weights is None else [weights])):
         part = part * weight[0].unsqueeze(1) if weight else part
         total.index_add_(0, where, part.to(total.dtype))

@@ -63,7 +63,8 @@ def outputs_of(length: int, window: Window) -> int:
     free = length + window.before + window.after - window.reach - 1
     outputs = -(-free // window.stride) + 1 if window.ceil else free // window.stride + 1
     if window.ceil and (outputs - 1) * window.stride >= length + window.before:
-        outputs -= 1  # as PyTorch: a window that starts in the padding behind the end is left out
+        # as PyTorch: a window that starts in the padding behind the end is left out
+        outputs -= 1
     if free < 0 or outputs < 1:
         raise ValueError(
             f"a window of {window.reach + 1} rows does not fit an axis of {length} rows with a padding of "
@@ -75,10 +76,12 @@ def outputs_of(length: int, window: Window) -> int:
 @lru_cache(maxsize=1024)
 def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> WindowPlan:
     """Return the plan of a convolution or a pooling; within: tiles read only rows of the axis, not its padding."""
-    total, step = outputs_of(layout.length, window), window.stride
+    total = outputs_of(layout.length, window)
+    step = window.stride
 
     def inputs(start: int, stop: int) -> Range:
-        first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before
+        first = start * step - window.before
+        last = (stop - 1) * step + window.reach + 1 - window.before
         return (max(first, 0), min(last, layout.length)) if within else (first, last)
 
     return plan_outputs(layout, total, lambda row: -(-row // step), inputs)
@@ -90,20 +93,31 @@ def transposed_outputs(length: int, window: Window) -> int:
     Raises:
         ValueError: no output is left.
     """
-    outputs = (length - 1) * window.stride - window.before - window.after + window.reach + window.extra + 1
+    outputs = (
+        (length - 1) * window.stride
+        - window.before
+        - window.after
+        + window.reach
+        + window.extra
+        + 1
+    )
     if outputs < 1:
-        raise ValueError(f"a transposed convolution of {length} rows leaves no output; use less padding")
+        raise ValueError(
+            f"a transposed convolution of {length} rows leaves no output; use less padding"
+        )
     return outputs
 
 
 @lru_cache(maxsize=1024)
 def transposed_plan(layout: AxisLayout, window: Window) -> WindowPlan:
     """Return the plan of a transposed convolution: input i adds to the outputs i * stride - before + j * dilation."""
-    total, step = transposed_outputs(layout.length, window), window.stride
+    total = transposed_outputs(layout.length, window)
+    step = window.stride
 
     def inputs(start: int, stop: int) -> Range:
         low = start + window.before
-        first = min(-(-(low - window.reach) // step), low // step)  # at most `low`, so that cutting needs no padding
+        # at most `low`, so that cutting needs no padding
+        first = min(-(-(low - window.reach) // step), low // step)
         first = max(min(first, layout.length - 1), 0)
         last = min((stop - 1 + window.before) // step, layout.length - 1)
         return first, max(last, first) + 1
@@ -112,7 +126,10 @@ def transposed_plan(layout: AxisLayout, window: Window) -> WindowPlan:
 
 
 def plan_outputs(
-    layout: AxisLayout, total: int, first_output: Callable[[int], int], inputs: Callable[[int, int], Range]
+    layout: AxisLayout,
+    total: int,
+    first_output: Callable[[int], int],
+    inputs: Callable[[int, int], Range],
 ) -> WindowPlan:
     """Return the plan in which the owner of rows [a, b) computes outputs [first_output(a), first_output(b)).
 

@@ -2,4 +2,6 @@
 
 from longshard.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__, {"checkpointer": "CheckpointError Checkpointer"})
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, {"checkpointer": "CheckpointError Checkpointer"}
+)

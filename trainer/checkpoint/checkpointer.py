@@ -47,7 +47,12 @@ from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.dump_folder import configuration_text
-from trainer.runtime.process_group import Process, is_peer_failure, set_group_timeout, set_timeout
+from trainer.runtime.process_group import (
+    Process,
+    is_peer_failure,
+    set_group_timeout,
+    set_timeout,
+)
 from trainer.stores.folder import (
     BEST_FILE,
     RunState,
@@ -66,14 +71,20 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written. The message says why, and is the same on every rank."""
 
 
-def tensors_of(model_parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def tensors_of(
+    model_parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     """Return every tensor of this rank that is saved and loaded, not copied, by a name that no layout changes.
 
     A shared parameter has the first of its names. Frozen ones are those of `checkpoint.initial_load_path`, and left
     out. Optimizer states are created if there are none yet.
     """
     ensure_state(optimizer)
-    named = {x: name for x, name in names_of(model_parts).items() if x.requires_grad or not isinstance(x, nn.Parameter)}
+    named = {
+        x: name
+        for x, name in names_of(model_parts).items()
+        if x.requires_grad or not isinstance(x, nn.Parameter)
+    }
     tensors = model_tensors(named)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -100,13 +111,21 @@ class Checkpointer:
         loader: BatchLoader,
     ) -> None:
         config = job.config
-        self._job, self._config, self._dims, self._model = job, config, dims, job.model
-        self.settings, self.folder = config.checkpoint, checkpoint_folder(config)
+        self._job = job
+        self._config = config
+        self._dims = dims
+        self._model = job.model
+        self.settings = config.checkpoint
+        self.folder = checkpoint_folder(config)
         self._model_parts, self._optimizer = model_parts, optimizer
         self._lr_scheduler, self._loader = lr_scheduler, loader
         self._last_step = 0
         self._pending: Future | None = None
-        self._copies = HostCopies(optimizer) if self.settings.async_mode == "async_with_pinned_mem" else None
+        self._copies = (
+            HostCopies(optimizer)
+            if self.settings.async_mode == "async_with_pinned_mem"
+            else None
+        )
         self._saved_at = time.monotonic()
         """When the last save began, or the run."""
         self.best = math.inf
@@ -115,8 +134,12 @@ class Checkpointer:
         self.group = None
         if self.settings.enable:
             # Making the group has the time-out of the start, in case a rank hangs before this point.
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds))
-            set_group_timeout(self.group, timedelta(seconds=config.comm.checkpoint_timeout_seconds))
+            self.group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds)
+            )
+            set_group_timeout(
+                self.group, timedelta(seconds=config.comm.checkpoint_timeout_seconds)
+            )
 
     # ---- loading
 
@@ -128,7 +151,9 @@ class Checkpointer:
         Raises:
             SharedConfigError: on every rank, if it is not there, unreadable, or of another model or other data.
         """
-        world, step, initial = self._dims["world"], 0, self.settings.initial_load_path
+        world = self._dims["world"]
+        step = 0
+        initial = self.settings.initial_load_path
         if self.settings.enable:
             step = self._step_to_load()
             if not self.settings.load_only:
@@ -140,11 +165,16 @@ class Checkpointer:
         adapts = self._config.lora.rank > 0
         if initial is not None and (step == 0 or adapts):
             self.load_initial(self._model_parts)
-            logger.info(f"the weights are those of {initial}" + "; all else starts from step 0" * (step == 0))
+            logger.info(
+                f"the weights are those of {initial}"
+                + "; all else starts from step 0" * (step == 0)
+            )
         if step == 0:
             return 0, 0
         if initial is not None and not adapts:
-            logger.info(f"checkpoint.initial_load_path = {initial!r} is not read: this run has checkpoints of its own")
+            logger.info(
+                f"checkpoint.initial_load_path = {initial!r} is not read: this run has checkpoints of its own"
+            )
         tokens_seen = self._resume(self.folder, step, without=self.settings.load_step != -1)
         # One value for all: a rank that sees an older file would save when the others do not.
         best_step, loss = json.loads(self._once(self._best_of_before))
@@ -160,7 +190,9 @@ class Checkpointer:
         """
         world = self._dims["world"]
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
-        base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
+        base = raise_on_all_ranks(
+            lambda: open_initial(self._config, self._model, self._once), world
+        )
         raise_on_all_ranks(lambda: load_weights([base], model_parts, adapters=False), world)
         types = {name: x.dtype for x, name in names_of(model_parts).items()}
         if isinstance(base, HFReader) and (rounded := base.rounded_to(types)):
@@ -187,16 +219,24 @@ class Checkpointer:
 
     def _resume(self, folder: Store, step: int, *, without: bool) -> int:
         """Load a saved step, if asked `without` what is excluded from loading, and return the tokens seen up to it."""
-        world, started = self._dims["world"], time.monotonic()
+        world = self._dims["world"]
+        started = time.monotonic()
         state, reader = raise_on_all_ranks(
             lambda: open_step(self._config, self._model, step, folder, self._once), world
         )
         excluded = {*self.settings.exclude_from_loading} if without else set()
         tensors = tensors_of(self._model_parts, self._optimizer)
         excluded |= {"optimizer"} if state.model_only else set()
-        tensors = {name: x for name, x in tensors.items() if name.partition(".")[0] not in excluded}
+        tensors = {
+            name: x for name, x in tensors.items() if name.partition(".")[0] not in excluded
+        }
         try:
-            dcp.load(tensors, storage_reader=reader, planner=WholeState(without=excluded), process_group=self.group)
+            dcp.load(
+                tensors,
+                storage_reader=reader,
+                planner=WholeState(without=excluded),
+                process_group=self.group,
+            )
         except CheckpointException as error:
             raise SharedConfigError(str(unreadable(folder, step, cause_of(error)))) from None
         if "optimizer" in excluded:
@@ -205,15 +245,22 @@ class Checkpointer:
             raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
         restart_lr_scheduler(self._lr_scheduler, step)
         new = f"; new: {', '.join(sorted(excluded))}" if excluded else ""
-        logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s){new}")
+        logger.info(
+            f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s){new}"
+        )
         return state.tokens_seen
 
     def _step_to_load(self) -> int:
         """Return the step to resume from, 0 for none; one process of each machine looks for it, and all must agree."""
-        world, looks = self._dims["world"], Process.from_environment().local_rank == 0
-        step = raise_on_all_ranks(lambda: (step_to_load(self._config) or 0) if looks else None, world)
+        world = self._dims["world"]
+        looks = Process.from_environment().local_rank == 0
+        step = raise_on_all_ranks(
+            lambda: (step_to_load(self._config) or 0) if looks else None, world
+        )
         found = [0, -(2**62)] if step is None else [step, -step]
-        most, least = all_reduce(torch.tensor(found, device=world.device_type), world, "max").tolist()
+        most, least = all_reduce(
+            torch.tensor(found, device=world.device_type), world, "max"
+        ).tolist()
         if most != -least:
             raise SharedConfigError(
                 f"checkpoint.folder = {self.settings.folder!r}: one rank finds step {most} in {self.folder}, another "
@@ -249,11 +296,22 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """Return whether `step` is saved by the settings, without votes and whether it is the last or the best."""
-        settings, first = self.settings, step == 1 and self.settings.enable_first_step_checkpoint
-        return settings.enable and not settings.load_only and (first or step % settings.interval == 0)
+        settings = self.settings
+        first = step == 1 and self.settings.enable_first_step_checkpoint
+        return (
+            settings.enable
+            and not settings.load_only
+            and (first or step % settings.interval == 0)
+        )
 
     def save(
-        self, step: int, *, tokens_seen: int, last: bool = False, due: bool = False, best: float | None = None
+        self,
+        step: int,
+        *,
+        tokens_seen: int,
+        last: bool = False,
+        due: bool = False,
+        best: float | None = None,
     ) -> bool:
         """Save if it is due by the settings, and after the `last` step; return whether `step` has a checkpoint now.
 
@@ -275,14 +333,33 @@ class Checkpointer:
         self._saved_at = started
         described = model_description(self._config, self._model)
         of_ranks = of_all_ranks(self._loader.state_dict(), self._dims["dp"])
-        streams = {int(stream): position for entries in of_ranks for stream, position in entries.items()}
+        streams = {
+            int(stream): position
+            for entries in of_ranks
+            for stream, position in entries.items()
+        }
         model_only = self.settings.last_save_model_only and step == self._config.training.steps
         state = RunState(
-            step, tokens_seen, described, streams, files={}, model_only=model_only, optimizer=states_of(self._config)
+            step,
+            tokens_seen,
+            described,
+            streams,
+            files={},
+            model_only=model_only,
+            optimizer=states_of(self._config),
         )
         say_waiting(f"saving the checkpoint of step {step}")
-        kept = {"keep_latest_k": self.settings.keep_latest_k, "keep_every": self.settings.keep_every}
-        writer = Writer(self.folder, state, best=best, configuration=configuration_text(self._job.given), **kept)
+        kept = {
+            "keep_latest_k": self.settings.keep_latest_k,
+            "keep_every": self.settings.keep_every,
+        }
+        writer = Writer(
+            self.folder,
+            state,
+            best=best,
+            configuration=configuration_text(self._job.given),
+            **kept,
+        )
         self._last_step = step
         tensors = tensors_of(self._model_parts, self._optimizer)
         if model_only:
@@ -290,7 +367,9 @@ class Checkpointer:
         saving = {"storage_writer": writer, "process_group": self.group}
         if self.settings.async_mode != "disabled" and not last:
             self._pending = self._save_in_background(tensors, saving)
-            logger.info(f"step {step} is copied for its checkpoint ({time.monotonic() - started:.1f} s)")
+            logger.info(
+                f"step {step} is copied for its checkpoint ({time.monotonic() - started:.1f} s)"
+            )
             return True
         try:
             dcp.save(tensors, **saving)
@@ -301,12 +380,18 @@ class Checkpointer:
             self._export(step)
         return True
 
-    def _save_in_background(self, tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]) -> Future:
+    def _save_in_background(
+        self, tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]
+    ) -> Future:
         """Copy the tensors, and return what waits until a thread has saved the copies with these arguments."""
         copies = self._copies
         if copies is None:
             return dcp.async_save(tensors, **saving)
-        buffers = {f"model.{name}" for x, name in names_of(self._model_parts).items() if not x.requires_grad}
+        buffers = {
+            f"model.{name}"
+            for x, name in names_of(self._model_parts).items()
+            if not x.requires_grad
+        }
         copies.start(tensors, updated=tensors.keys() - buffers)
 
         def write() -> None:
@@ -322,7 +407,8 @@ class Checkpointer:
     def _export(self, step: int) -> None:
         """Write the weights of the last step, on rank 0 from their checkpoint, as a Hugging Face folder beside it."""
         set_timeout(self._config.comm.checkpoint_timeout_seconds, but_for=self.group)
-        output, dtype = self.folder.path / f"step-{step}-hf", getattr(torch, self.settings.export_dtype)
+        output = self.folder.path / f"step-{step}-hf"
+        dtype = getattr(torch, self.settings.export_dtype)
         config = replace(self._config, checkpoint=replace(self.settings, load_step=step))
 
         def write() -> None:
@@ -344,7 +430,8 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for a save in the background; CheckpointError on every rank if it failed."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
         try:
@@ -353,14 +440,21 @@ class Checkpointer:
             raise self._not_written(self._last_step, error) from None
 
     def _not_written(self, step: int, error: CheckpointException) -> CheckpointError:
-        cause, rank = cause_of(error), min(error.failures)
+        cause = cause_of(error)
+        rank = min(error.failures)
         full = full_disk(cause, nearest_existing(Path(str(self.folder))), needed=self._size())
-        reason = reason_of(cause) if isinstance(cause, OSError) else str(cause).strip().split("\n")[0]
+        reason = (
+            reason_of(cause)
+            if isinstance(cause, OSError)
+            else str(cause).strip().split("\n")[0]
+        )
         try:
             kept = [earlier for earlier in self.folder.steps() if earlier < step]
         except OSError:  # a store that does not answer
             kept = []
-        room = "make room there and" if kept else "make room, or name another job.dump_folder, and"
+        room = (
+            "make room there and" if kept else "make room, or name another job.dump_folder, and"
+        )
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.folder} (rank {rank}: {full or reason}); "
             f"{room if full else 'when the cause is gone,'} run the same command again"
@@ -372,17 +466,26 @@ class Checkpointer:
         sizes = adapter_sizes(self._config, self._model)
         beside = whole_sizes(self._config, self._model)
         trained = sum([*sizes.values(), *beside.values()]) if sizes else self._model.n_params()
-        weight, moment = (ITEMSIZE[name] for name in (self._config.training.dtype, self._config.state_dtype))
+        weight, moment = (
+            ITEMSIZE[name] for name in (self._config.training.dtype, self._config.state_dtype)
+        )
         return trained * (weight + 2 * moment)
 
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
         if self._pending is not None and isinstance(error, Exception):
             if is_peer_failure(error):  # no peer is left to finish it with
                 return
-            logger.error(f"{kind.__name__}: {error}; the checkpoint of step {self._last_step} is finished first")
+            logger.error(
+                f"{kind.__name__}: {error}; the checkpoint of step {self._last_step} is finished first"
+            )
         try:
             self.wait()
         except Exception as also:

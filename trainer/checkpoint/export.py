@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.text_files import text_files
-from trainer.checkpoint.weights import Reader, WeightsReader, load_tensors, open_saved, open_weights
+from trainer.checkpoint.weights import (
+    Reader,
+    WeightsReader,
+    load_tensors,
+    open_saved,
+    open_weights,
+)
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
@@ -41,7 +47,11 @@ _BLOCK = 2**20  # elements whose rounding is measured at once
 
 
 def write_hf(
-    output: Path, config: JobConfig, args: DecoderArgs, dtype: torch.dtype, most_bytes: int = MOST_BYTES
+    output: Path,
+    config: JobConfig,
+    args: DecoderArgs,
+    dtype: torch.dtype,
+    most_bytes: int = MOST_BYTES,
 ) -> str:
     """Write the weights of a run as a Hugging Face folder; what had its name before is replaced. Say what is left out.
 
@@ -53,11 +63,16 @@ def write_hf(
         OSError: the folder cannot be written.
     """
     content = _config_json(config, args, dtype)
-    model, readers = hf_model(model_spec(config.model.name), args), open_weights(config, args)
+    model = hf_model(model_spec(config.model.name), args)
+    readers = open_weights(config, args)
     shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
-    text = text_files(config, next(content[longest] for longest in _LONGEST if longest in content))
+    text = text_files(
+        config, next(content[longest] for longest in _LONGEST if longest in content)
+    )
     kept = kept_types(config, model, dtype, _saved_types(readers[:1]))
-    with NewFolder(output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes) as folder:
+    with NewFolder(
+        output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes
+    ) as folder:
         rounding = Rounding(dtype)
         for name, whole in _whole_tensors(config, args, shapes, readers, rounding):
             for there, part in model.pairs[name][1].tensors(whole).items():
@@ -66,11 +81,17 @@ def write_hf(
         folder.finish({CONFIG_FILE: content | text.ids, **text.files}, text.carried)
     rounding.tell()
     unnamed = model.has_further and not model.further
-    return f", but for the layers of model.mtp_layers, which have no names in {config.model.name}" * unnamed
+    return (
+        f", but for the layers of model.mtp_layers, which have no names in {config.model.name}"
+        * unnamed
+    )
 
 
 def kept_types(
-    config: JobConfig, model: HFModel, dtype: torch.dtype, saved: Mapping[str, torch.dtype] | None = None
+    config: JobConfig,
+    model: HFModel,
+    dtype: torch.dtype,
+    saved: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, torch.dtype]:
     """Return the tensors there, by name, that keep a wider type than `dtype`, which rounds the others.
 
@@ -79,7 +100,8 @@ def kept_types(
     there, by our names.
     """
     usual = getattr(torch, config.training.dtype)
-    family, kept = hf_config(config.model.name), {}
+    family = hf_config(config.model.name)
+    kept = {}
     parts = {*getattr(family, "float32_in_float16", ())} if dtype == torch.float16 else set()
     for name, (ours, hf) in model.pairs.items():
         for there in hf.names:
@@ -92,12 +114,19 @@ def kept_types(
         try:
             kept |= wider_types(read_folder(source))
         except ConfigError as error:
-            logger.warning(f"tensors that {source} has in a wider type are written as the others: {error}")
-    return {there: torch.promote_types(dtype, kept[there]) for there in model.shapes() if there in kept}
+            logger.warning(
+                f"tensors that {source} has in a wider type are written as the others: {error}"
+            )
+    return {
+        there: torch.promote_types(dtype, kept[there])
+        for there in model.shapes()
+        if there in kept
+    }
 
 
 def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
-    content, name = hf_config(config.model.name).write(args), str(dtype).removeprefix("torch.")
+    content = hf_config(config.model.name).write(args)
+    name = str(dtype).removeprefix("torch.")
     content |= {"dtype": name, "torch_dtype": name}  # the second name is that of transformers 4
     if (source := hf_folder(config)) is not None:
         for longest in _LONGEST & {*content}:
@@ -125,7 +154,8 @@ def _whole_tensors(
         for name, module in zip(names, modules, strict=True):
             if module in adapted:
                 a, b = map(tensors.pop, adapter_names(module))
-                before, tensors[name] = tensors[name], merged(tensors[name], a, b, config.lora)
+                before = tensors[name]
+                tensors[name] = merged(tensors[name], a, b, config.lora)
                 rounding.add(before, tensors[name])
                 del before
             yield name, tensors.pop(name)
@@ -149,8 +179,11 @@ class Rounding:
         """Count a weight before and after its adapters were added; after: in at least float32."""
         if self.dtype.itemsize >= torch.float32.itemsize:
             return
-        for old, new in zip(before.reshape(-1).split(_BLOCK), after.reshape(-1).split(_BLOCK), strict=True):
-            rounded, change = new.to(self.dtype), new - old
+        for old, new in zip(
+            before.reshape(-1).split(_BLOCK), after.reshape(-1).split(_BLOCK), strict=True
+        ):
+            rounded = new.to(self.dtype)
+            change = new - old
             self.moved += int(change.count_nonzero())
             self.lost += int(((rounded == old.to(self.dtype)) & (change != 0)).sum())
             self.update += float(change.double().square().sum())
@@ -159,7 +192,8 @@ class Rounding:
     def tell(self) -> None:
         """Log the share of the adapters' change that rounding loses."""
         if self.moved:
-            name, error = str(self.dtype).removeprefix("torch."), math.sqrt(self.error / self.update)
+            name = str(self.dtype).removeprefix("torch.")
+            error = math.sqrt(self.error / self.update)
             logger.warning(
                 f"rounded to {name}, {self.lost / self.moved:.1%} of the weights that the adapters change are as "
                 f"before, and the rounding error is {error:.2f} of the norm of the change; float32 keeps all of it, "
@@ -168,13 +202,23 @@ class Rounding:
 
 
 def _named(adapters: Mapping[str, tuple[Shape, Shape]]) -> dict[str, Shape]:
-    return {name: x for module, ab in adapters.items() for name, x in zip(adapter_names(module), ab, strict=True)}
+    return {
+        name: x
+        for module, ab in adapters.items()
+        for name, x in zip(adapter_names(module), ab, strict=True)
+    }
 
 
 def _saved_types(readers: Iterable[WeightsReader]) -> dict[str, torch.dtype]:
     """Return the types of the tensors of a run's own checkpoint, by name."""
-    own = [reader.read_metadata().state_dict_metadata for reader in readers if isinstance(reader, Reader)]
-    entries = ((name.removeprefix("model."), entry) for found in own for name, entry in found.items())
+    own = [
+        reader.read_metadata().state_dict_metadata
+        for reader in readers
+        if isinstance(reader, Reader)
+    ]
+    entries = (
+        (name.removeprefix("model."), entry) for found in own for name, entry in found.items()
+    )
     return {name: entry.properties.dtype for name, entry in entries}
 
 
@@ -183,8 +227,14 @@ def _read(shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str
     saved: dict[str, torch.dtype] = {}
     for reader in reversed(readers):
         entries = reader.read_metadata().state_dict_metadata
-        saved |= {name: entries[f"model.{name}"].properties.dtype for name in shapes if f"model.{name}" in entries}
-    tensors = {name: torch.empty(shape, dtype=saved.get(name)) for name, shape in shapes.items()}
+        saved |= {
+            name: entries[f"model.{name}"].properties.dtype
+            for name in shapes
+            if f"model.{name}" in entries
+        }
+    tensors = {
+        name: torch.empty(shape, dtype=saved.get(name)) for name, shape in shapes.items()
+    }
     load_tensors({f"model.{name}": x for name, x in tensors.items()}, *readers)
     return tensors
 
@@ -197,12 +247,19 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         OSError: the folder cannot be written.
     """
     hf_config(config.model.name).check_start(args)
-    pairs, adapters = hf_model(model_spec(config.model.name), args).pairs, adapter_shapes(config, args)
-    whole = {f"{name}.weight": tuple(pairs[f"{name}.weight"][0].shape) for name in whole_sizes(config, args)}
+    pairs = hf_model(model_spec(config.model.name), args).pairs
+    adapters = adapter_shapes(config, args)
+    whole = {
+        f"{name}.weight": tuple(pairs[f"{name}.weight"][0].shape)
+        for name in whole_sizes(config, args)
+    }
     ours = _read(_named(adapters) | whole, [open_saved(config, args, step)])
     theirs, modules, stacked = _of_peft(adapters, pairs, ours)
     saved = [pairs[name][1].name.removesuffix(".weight") for name in whole]
-    theirs |= {f"base_model.model.{there}.weight": ours[name] for there, name in zip(saved, whole, strict=True)}
+    theirs |= {
+        f"base_model.model.{there}.weight": ours[name]
+        for there, name in zip(saved, whole, strict=True)
+    }
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     content = {
         "peft_type": "LORA",
@@ -218,26 +275,37 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         **({"modules_to_save": [there.rpartition(".")[2] for there in saved]} if saved else {}),
         "inference_mode": True,
     }
-    with NewFolder(output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model") as folder:
+    with NewFolder(
+        output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model"
+    ) as folder:
         for name, tensor in theirs.items():
             folder.put(name, tensor)
         folder.finish({"adapter_config.json": content})
 
 
 def _of_peft(
-    adapters: Collection[str], pairs: Mapping[str, tuple[torch.Tensor, HFTensor]], ours: Mapping[str, torch.Tensor]
+    adapters: Collection[str],
+    pairs: Mapping[str, tuple[torch.Tensor, HFTensor]],
+    ours: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
-    theirs, modules, stacked = {}, set(), set()
+    theirs = {}
+    modules = set()
+    stacked = set()
     for module in adapters:
         a, b = (ours[name] for name in adapter_names(module))
         if a.ndim == 3:
             _, hf = pairs[module]
             stacked.add(f"mlp.experts.{_STACKED[module.rpartition('.')[2]]}")
             # peft wraps an adapted weight of experts around the one before it.
-            within = "base_layer." if module.replace("w13", "w2") in adapters and module.endswith("w13") else ""
+            within = (
+                "base_layer."
+                if module.replace("w13", "w2") in adapters and module.endswith("w13")
+                else ""
+            )
             there = f"{hf.names[0].partition('.experts.')[0]}.experts.{within}"
             a = a.flatten(0, 1)
-            b = (b if hf.stacked else hf.to_hf(b).mT).permute(1, 2, 0).flatten(1)  # rows as there; (outputs, rank * E)
+            # rows as there; (outputs, rank * E)
+            b = (b if hf.stacked else hf.to_hf(b).mT).permute(1, 2, 0).flatten(1)
         else:
             _, hf = pairs[f"{module}.weight"]
             if hf.all_rows:
@@ -245,7 +313,8 @@ def _of_peft(
                     f"lora.modules: {module.rpartition('.')[2]!r} is a part of {hf.name} there, and peft has adapters "
                     "of whole tensors; use lct convert to-hf, which adds the adapters to the weights"
                 )
-            there, b = hf.name.removesuffix("weight"), hf.to_hf(b)
+            there = hf.name.removesuffix("weight")
+            b = hf.to_hf(b)
             modules.add(there.split(".")[-2])
         theirs[f"base_model.model.{there}lora_A.weight"] = a
         theirs[f"base_model.model.{there}lora_B.weight"] = b

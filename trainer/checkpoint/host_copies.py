@@ -73,6 +73,8 @@ def _buffer(x: torch.Tensor, memory: list[torch.Tensor]) -> torch.Tensor:
 @torch.no_grad()  # with gradients, the local part of a DTensor is a view of it
 def _move_to_locked_memory(copy: torch.Tensor) -> torch.Tensor:
     local = local_part(copy)
-    memory = page_locked_like(local, "checkpoint.async_mode = 'async_with_pinned_mem'", "use 'async'")
+    memory = page_locked_like(
+        local, "checkpoint.async_mode = 'async_with_pinned_mem'", "use 'async'"
+    )
     local.set_(memory)
     return memory

@@ -37,9 +37,16 @@ def text_files(config: JobConfig, longest: int) -> TextFiles:
     Raises:
         ConfigError: a file cannot be read, or is damaged.
     """
-    model, tokenizer = config.model, open_tokenizer(config.model.tokenizer_file)
-    file, source, files = tokenizer_found(model.tokenizer_file), hf_folder(config), {}
-    own = source if source is not None and (source in file.parents or _is_tokenizer(source, tokenizer)) else None
+    model = config.model
+    tokenizer = open_tokenizer(config.model.tokenizer_file)
+    file = tokenizer_found(model.tokenizer_file)
+    source = hf_folder(config)
+    files = {}
+    own = (
+        source
+        if source is not None and (source in file.parents or _is_tokenizer(source, tokenizer))
+        else None
+    )
     carried = own if own is not None and (own / "tokenizer.json").is_file() else None
     if carried is None and file.name.endswith(".json"):
         carried = own = file.parent
@@ -53,10 +60,19 @@ def text_files(config: JobConfig, longest: int) -> TextFiles:
     given = before.get("eos_token_id")
     if carried is None or set(ends) != set(given if isinstance(given, list) else [given]):
         begin = {} if before else {"bos_token_id": tokenizer.bos_id}
-        files[GENERATION_FILE] = {**before, **begin, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+        files[GENERATION_FILE] = {
+            **before,
+            **begin,
+            "eos_token_id": ends if len(ends) > 1 else ends[0],
+        }
     if own is None or own != source:
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}
-        return TextFiles(carried, files, ids)  # without an entry some classes have an id of another vocabulary
+        ids = {
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+            "pad_token_id": None,
+        }
+        # without an entry some classes have an id of another vocabulary
+        return TextFiles(carried, files, ids)
     there = read_config(source).content
     return TextFiles(carried, files, {key: there[key] for key in _TOKENS if key in there})
 
@@ -67,4 +83,6 @@ def _is_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
         other = open_tokenizer(str(folder))
     except ConfigError:
         return False
-    return other.vocab_size == tokenizer.vocab_size and other.encode(_PROBE) == tokenizer.encode(_PROBE)
+    return other.vocab_size == tokenizer.vocab_size and other.encode(
+        _PROBE
+    ) == tokenizer.encode(_PROBE)

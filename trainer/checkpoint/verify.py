@@ -25,10 +25,13 @@ _AT_ONCE = 2**30
 """Bytes of the tensors that are read at once; a larger tensor is read alone."""
 _BLOCK = 2**20
 _Entry = TensorStorageMetadata
-_MOMENTS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum",)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTUM = ("momentum",)
 
 
-def verify_step(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> tuple[int, int, int]:
+def verify_step(
+    folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None
+) -> tuple[int, int, int]:
     """Read all that a saved step in `folder` holds, and return the number of files, their bytes, and of tensors.
 
     run: the configuration and the model that it must be of.
@@ -44,28 +47,42 @@ def verify_step(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | Non
         raise unreadable(folder, step, f"{type(error).__name__}: {error}") from None
 
 
-def _verified(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> tuple[int, int, int]:
+def _verified(
+    folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None
+) -> tuple[int, int, int]:
     state = read_state(folder, step)
     reader = reader_of(folder, state)
     entries = reader.read_metadata().state_dict_metadata
     if run is not None:
-        check_same_model(state, *run, reader.path, remedy="verify it with the configuration of its run")
-        with_optimizer, known = step > 0 and not state.model_only, run[0].optimizer.name in OPTIMIZERS_HERE
+        check_same_model(
+            state, *run, reader.path, remedy="verify it with the configuration of its run"
+        )
+        with_optimizer = step > 0 and not state.model_only
+        known = run[0].optimizer.name in OPTIMIZERS_HERE
         expected = expected_entries(*run, with_optimizer=with_optimizer and known)
         # The states of an optimizer of a package are its own matter; each belongs to a parameter.
-        compared = entries if known or not with_optimizer else _without_states(entries, expected)
+        compared = (
+            entries if known or not with_optimizer else _without_states(entries, expected)
+        )
         if problem := _difference(compared, expected):
             raise unreadable(folder, step, problem)
     for name, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise unreadable(folder, step, f"{name} is no tensor")
         places = (zip(chunk.offsets, chunk.sizes, strict=True) for chunk in entry.chunks)
-        if not cover_once([[(start, start + size) for start, size in box] for box in places], entry.size):
+        if not cover_once(
+            [[(start, start + size) for start, size in box] for box in places], entry.size
+        ):
             raise unreadable(folder, step, f"the parts of {name} are not the whole of it")
-    sizes = {name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in entries.items()}
+    sizes = {
+        name: entry.size.numel() * entry.properties.dtype.itemsize
+        for name, entry in entries.items()
+    }
     for names in grouped(sizes, _AT_ONCE):
         batch = ((name, entries[name]) for name in names)
-        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in batch}
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in batch
+        }
         load_tensors(tensors, reader)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
@@ -74,11 +91,16 @@ def _verified(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None)
     return len(state.files), sum(state.files.values()), len(entries)
 
 
-def _without_states(entries: Mapping[str, _Entry], expected: Mapping[str, torch.Size]) -> dict[str, _Entry]:
+def _without_states(
+    entries: Mapping[str, _Entry], expected: Mapping[str, torch.Size]
+) -> dict[str, _Entry]:
     """Leave out the states of parameters of the model."""
 
     def is_state(name: str) -> bool:
-        return name.startswith("optimizer.") and f"model.{name[10:].rpartition('.')[0]}" in expected
+        return (
+            name.startswith("optimizer.")
+            and f"model.{name[10:].rpartition('.')[0]}" in expected
+        )
 
     return {name: entry for name, entry in entries.items() if not is_state(name)}
 
@@ -93,10 +115,16 @@ def _check_files(folder: Store, state: RunState) -> None:
             while block := file.read(_BLOCK):
                 found = zlib.crc32(block, found)
         if found != wanted:
-            raise unreadable(folder, state.step, f"the check sum of {name} is wrong: damaged, or of another step")
+            raise unreadable(
+                folder,
+                state.step,
+                f"the check sum of {name} is wrong: damaged, or of another step",
+            )
 
 
-def expected_entries(config: JobConfig, args: ModelArgs, *, with_optimizer: bool) -> dict[str, torch.Size]:
+def expected_entries(
+    config: JobConfig, args: ModelArgs, *, with_optimizer: bool
+) -> dict[str, torch.Size]:
     """Return name and shape of every entry of a checkpoint of this run."""
     with torch.device("meta"):
         model = model_spec(config.model.name).build(args)
@@ -119,7 +147,9 @@ def cover_once(boxes: Sequence[Box], sizes: Sequence[int]) -> bool:
     """Return whether boxes lie within a box of these sizes, and cover each place in it once."""
     if not sizes:
         return len(boxes) == 1
-    if any(len(box) != len(sizes) or not 0 <= box[0][0] <= box[0][1] <= sizes[0] for box in boxes):
+    if any(
+        len(box) != len(sizes) or not 0 <= box[0][0] <= box[0][1] <= sizes[0] for box in boxes
+    ):
         return False
     edges = sorted({0, sizes[0], *(edge for box in boxes for edge in box[0])})
     slabs: list[list[Box]] = [[] for _ in edges[1:]]
@@ -129,10 +159,15 @@ def cover_once(boxes: Sequence[Box], sizes: Sequence[int]) -> bool:
     return all(cover_once(slab, sizes[1:]) for slab in slabs)
 
 
-def _difference(entries: Mapping[str, TensorStorageMetadata], expected: Mapping[str, torch.Size]) -> str:
+def _difference(
+    entries: Mapping[str, TensorStorageMetadata], expected: Mapping[str, torch.Size]
+) -> str:
     for name, shape in expected.items():
         if name not in entries:
             return f"{name} is missing"
         if entries[name].size != shape:
             return f"{name} has the shape {tuple(entries[name].size)}, and {tuple(shape)} in the model"
-    return next((f"it holds {name} and the model has none" for name in entries if name not in expected), "")
+    return next(
+        (f"it holds {name} and the model has none" for name in entries if name not in expected),
+        "",
+    )

@@ -55,7 +55,17 @@ from trainer.transforms.lora import is_adapter
 METADATA = ".metadata"
 # All classes and values in the metadata of tensors.
 _ALLOWED = {
-    "torch": {"Size", "float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
+    "torch": {
+        "Size",
+        "float64",
+        "float32",
+        "bfloat16",
+        "float16",
+        "int64",
+        "int32",
+        "uint8",
+        "bool",
+    },
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -74,7 +84,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which is no part of a checkpoint")
+            raise pickle.UnpicklingError(
+                f"{METADATA} names {module}.{name}, which is no part of a checkpoint"
+            )
         return super().find_class(module, name)
 
 
@@ -91,7 +103,9 @@ def unpickled(content: bytes, state: RunState) -> Metadata:
         raise ValueError(f"{METADATA} holds something else")
     for place in metadata.storage_data.values():
         if place.relative_path not in state.files or place.transform_descriptors:
-            raise ValueError(f"{METADATA} refers to {place.relative_path!r}, which is no part of it")
+            raise ValueError(
+                f"{METADATA} refers to {place.relative_path!r}, which is no part of it"
+            )
     return metadata
 
 
@@ -147,7 +161,8 @@ class Reader(FileSystemReader):
     def __init__(self, folder: Store, state: RunState, metadata: Metadata) -> None:
         super().__init__("")
         self._folder, self._metadata = folder, metadata
-        self.fs, self.path = _Files(folder), folder.step(state.step)
+        self.fs = _Files(folder)
+        self.path = folder.step(state.step)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return which part of which tensor is where; no file is read."""
@@ -186,10 +201,14 @@ class WholeState(TensorsOnly):
         surplus = sorted(
             name
             for name, saved in self.metadata.state_dict_metadata.items()
-            if name not in asked and name.partition(".")[0] not in self._without and saved.size.numel()
+            if name not in asked
+            and name.partition(".")[0] not in self._without
+            and saved.size.numel()
         )
         if surplus:
-            raise ValueError(f"it holds {surplus[0]} and this model has none; such entries: {len(surplus)}")
+            raise ValueError(
+                f"it holds {surplus[0]} and this model has none; such entries: {len(surplus)}"
+            )
         return super().create_global_plan(global_plan)
 
 
@@ -212,9 +231,14 @@ class Writer(FileSystemWriter):
         configuration: bytes | None = None,
     ) -> None:
         super().__init__("", sync_files=False)  # the store syncs them
-        self.fs, self.path = _Files(folder), folder.unfinished(state.step)
-        self._folder, self._state, self._best, self._claim = folder, state, best, ""
-        self._keep_latest_k, self._keep_every = keep_latest_k, keep_every
+        self.fs = _Files(folder)
+        self.path = folder.unfinished(state.step)
+        self._folder = folder
+        self._state = state
+        self._best = best
+        self._claim = ""
+        self._keep_latest_k = keep_latest_k
+        self._keep_every = keep_every
         self._configuration = configuration
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -229,8 +253,13 @@ class Writer(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of all ranks, on one of them."""
         plans = super().prepare_global_plan(plans)
-        names = [replace(plan.storage_data, prefix=f"{self._claim}{i}_") for i, plan in enumerate(plans)]
-        return [replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
+        names = [
+            replace(plan.storage_data, prefix=f"{self._claim}{i}_")
+            for i, plan in enumerate(plans)
+        ]
+        return [
+            replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors.
@@ -244,15 +273,19 @@ class Writer(FileSystemWriter):
             if (cause := os_error_of(error)) is not None:
                 raise OSError(cause.errno, cause.strerror) from error
             raise
-        sums, done = self.fs.sums, Future()
-        done.set_result([_Written(**vars(x), sum=sums[x.storage_data.relative_path]) for x in results])
+        sums = self.fs.sums
+        done = Future()
+        done.set_result(
+            [_Written(**vars(x), sum=sums[x.storage_data.relative_path]) for x in results]
+        )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata, publish the checkpoint, and remove old ones."""
         written = [result for of_rank in results for result in of_rank]
         metadata.storage_data = {result.index: result.storage_data for result in written}
-        metadata.storage_meta = None  # it would hold a path object: one more class that the reader must know
+        # it would hold a path object: one more class that the reader must know
+        metadata.storage_meta = None
         whole = {METADATA: pickle.dumps(metadata)}
         if self._configuration is not None:
             whole[RUN_FILE] = self._configuration
@@ -260,7 +293,9 @@ class Writer(FileSystemWriter):
             self._folder.write(self.path / name, content)
         files = {name: len(content) for name, content in whole.items()}
         for place in (result.storage_data for result in written):
-            files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
+            files[place.relative_path] = max(
+                files.get(place.relative_path, 0), place.offset + place.length
+            )
         sums = {name: zlib.crc32(content) for name, content in whole.items()}
         sums |= {result.storage_data.relative_path: result.sum for result in written}
         state = replace(self._state, files=files, sums=sums)
@@ -289,11 +324,17 @@ def names_of(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
 
 def model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
     """Return the tensors by their names in a checkpoint, not copied."""
-    return {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
+    return {
+        f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()
+    }
 
 
 def open_step(
-    config: JobConfig, model: ModelArgs, step: int, folder: Store | None = None, once: Once = on_this_rank
+    config: JobConfig,
+    model: ModelArgs,
+    step: int,
+    folder: Store | None = None,
+    once: Once = on_this_rank,
 ) -> tuple[RunState, Reader]:
     """Return the state of a saved step to resume from, and a reader of its tensors. folder: of another run.
 
@@ -306,7 +347,9 @@ def open_step(
     return state, reader_of(folder, state, once)
 
 
-def open_saved(config: JobConfig, model: ModelArgs, step: int, once: Once = on_this_rank) -> Reader:
+def open_saved(
+    config: JobConfig, model: ModelArgs, step: int, once: Once = on_this_rank
+) -> Reader:
     """Return a reader of a saved step for its weights alone; ConfigError if it is damaged, or of another model."""
     folder = checkpoint_folder(config)
     state = parse_state(once(lambda: state_text(read_state(folder, step))), step)
@@ -331,9 +374,12 @@ def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Read
         raise unreadable(folder, state.step, error) from None
 
 
-def open_initial(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) -> Reader | HFReader:
+def open_initial(
+    config: JobConfig, args: ModelArgs, once: Once = on_this_rank
+) -> Reader | HFReader:
     """Return a reader of the weights in `checkpoint.initial_load_path`; ConfigError if damaged or of another model."""
-    key, given = "checkpoint.initial_load_path", config.checkpoint.initial_load_path
+    key = "checkpoint.initial_load_path"
+    given = config.checkpoint.initial_load_path
     folder, step = named_step(key, given)
 
     def look() -> bytes:
@@ -346,7 +392,9 @@ def open_initial(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) 
     return HFReader(Path(given), tensors, once(lambda: HFReader(Path(given), tensors).headers))
 
 
-def open_weights(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) -> list[WeightsReader]:
+def open_weights(
+    config: JobConfig, args: ModelArgs, once: Once = on_this_rank
+) -> list[WeightsReader]:
     """Return readers of the weights of a run: of its checkpoint, or of what it starts from if it has saved none.
 
     Of adapters, the second one reads the weights that they adapt.
@@ -354,14 +402,22 @@ def open_weights(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) 
     Raises:
         ConfigError: they are damaged, or of another model.
     """
-    step = json.loads(once(lambda: json.dumps(step_to_load(config) if config.checkpoint.enable else None).encode()))
+    step = json.loads(
+        once(
+            lambda: json.dumps(
+                step_to_load(config) if config.checkpoint.enable else None
+            ).encode()
+        )
+    )
     if step is None:
         return [open_initial(config, args, once)]
     saved = open_saved(config, args, step, once)
     return [saved, open_initial(config, args, once)] if config.lora.rank else [saved]
 
 
-def load_weights(readers: Sequence[WeightsReader], model_parts: Sequence[nn.Module], *, adapters: bool = True) -> None:
+def load_weights(
+    readers: Sequence[WeightsReader], model_parts: Sequence[nn.Module], *, adapters: bool = True
+) -> None:
     """Load the weights of the model parts of this rank, in place; no collective. A rank reads what it holds.
 
     Buffers that have no counterpart in a Hugging Face folder stay as they are. adapters: whether to load adapters too.
@@ -369,9 +425,17 @@ def load_weights(readers: Sequence[WeightsReader], model_parts: Sequence[nn.Modu
     Raises:
         ConfigError: files are damaged.
     """
-    tensors = model_tensors({x: name for x, name in names_of(model_parts).items() if adapters or not is_adapter(name)})
+    tensors = model_tensors(
+        {
+            x: name
+            for x, name in names_of(model_parts).items()
+            if adapters or not is_adapter(name)
+        }
+    )
     if isinstance(readers[-1], HFReader):
-        held = {name for reader in readers for name in reader.read_metadata().state_dict_metadata}
+        held = {
+            name for reader in readers for name in reader.read_metadata().state_dict_metadata
+        }
         tensors = {name: x for name, x in tensors.items() if name in held}
     load_tensors(tensors, *readers)
 
@@ -383,16 +447,23 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -
         ConfigError: something is missing, damaged or of another shape.
     """
     for reader in readers:
-        here = {name: x for name, x in tensors.items() if name in reader.read_metadata().state_dict_metadata}
+        here = {
+            name: x
+            for name, x in tensors.items()
+            if name in reader.read_metadata().state_dict_metadata
+        }
         here = here if reader is not readers[-1] else dict(tensors)
         tensors = {name: x for name, x in tensors.items() if name not in here}
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
+                # no_dist is meant
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(here, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
         except CheckpointException as error:
             reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
-            raise ConfigError(f"the weights in {reader.path} cannot be read ({reason}); take another copy") from None
+            raise ConfigError(
+                f"the weights in {reader.path} cannot be read ({reason}); take another copy"
+            ) from None
 
 
 def cause_of(error: CheckpointException) -> BaseException:

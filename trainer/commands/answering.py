@@ -44,7 +44,9 @@ class Writer:
         control: dist.ProcessGroup,
     ) -> None:
         self._model, self._job, self._dims = model, job, dims
-        self._tokenizer, self._ends, self._control = tokenizer, ends, control
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._control = control
 
     def answer(self, asked: Request, waiting: Waiting | None) -> None:
         """Write the answer of a request. A collective over all ranks; `waiting`, of rank 0, takes it.
@@ -76,7 +78,11 @@ class Writer:
         def put(_: int, token: int, logits: torch.Tensor) -> bool:
             piece = "" if token in self._ends else text.put(token)
             if waiting is not None:
-                scores = () if asked.scores is None else scores_of(logits[None], [token], asked.scores)
+                scores = (
+                    ()
+                    if asked.scores is None
+                    else scores_of(logits[None], [token], asked.scores)
+                )
                 waiting.send(Piece(piece, scores))
             left = waiting is not None and waiting.gone.is_set()
             return self._agree(_LEFT if left else _ON) == _LEFT or text.stopped
@@ -88,7 +94,9 @@ class Writer:
             first = () if start else (Score(tokens[0], None),)
             following = tokens[1:]
             scores = first + scores_of(logits[0, : len(following)], following, asked.scores)
-            waiting.send(Piece(self._tokenizer.decode(asked.prompt) if not start else "", scores))
+            waiting.send(
+                Piece(self._tokenizer.decode(asked.prompt) if not start else "", scores)
+            )
 
         (written,) = generate(
             self._model,
@@ -125,7 +133,12 @@ def scores_of(logits: torch.Tensor, tokens: list[int], likeliest: int) -> tuple[
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     values = logits.to(dtype).log_softmax(-1)
-    taken = values.gather(1, torch.tensor(tokens, device=values.device, dtype=torch.int64)[:, None])[:, 0].tolist()
+    taken = values.gather(
+        1, torch.tensor(tokens, device=values.device, dtype=torch.int64)[:, None]
+    )[:, 0].tolist()
     top = values.topk(min(likeliest, values.shape[1]))
-    pairs = [tuple(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+    pairs = [
+        tuple(zip(*row, strict=True))
+        for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
     return tuple(Score(*row) for row in zip(tokens, taken, pairs, strict=True))

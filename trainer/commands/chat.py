@@ -57,10 +57,22 @@ def next_line() -> bytes:
 class Conversation:
     """The messages so far, and what the user's lines do with them. window: tokens of prompt and answer of the model."""
 
-    def __init__(self, talk: Talk, system: str | None, tokens: int, window: int, say: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        talk: Talk,
+        system: str | None,
+        tokens: int,
+        window: int,
+        say: Callable[[str], object],
+    ) -> None:
         """tokens: the most of an answer; say: takes a line for the user beside the answers."""
-        self._talk, self._tokens, self._window, self._say = talk, tokens, window, say
-        self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._talk = talk
+        self._tokens = tokens
+        self._window = window
+        self._say = say
+        self._first: list[Message] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
         self._messages = list(self._first)
         self.has_ended = False
 
@@ -74,15 +86,23 @@ class Conversation:
         self.has_ended = command == "/exit"
         if not line or command in ("/reset", "/help", "/exit"):
             return None
-        message = {"role": "tool", "content": rest} if command == "/tool" else {"role": "user", "content": line}
+        message = (
+            {"role": "tool", "content": rest}
+            if command == "/tool"
+            else {"role": "user", "content": line}
+        )
         room = min(self._tokens, self._window // 4)
         try:
-            messages, prompt, left_out = self._talk.fitting([*self._messages, message], self._window, room)
+            messages, prompt, left_out = self._talk.fitting(
+                [*self._messages, message], self._window, room
+            )
         except ConfigError as error:
             self._say(f"error: {error}")
             return None
         if left_out:
-            self._say(f"note: the first {left_out} turns are left out, as the model takes {self._window:,} tokens")
+            self._say(
+                f"note: the first {left_out} turns are left out, as the model takes {self._window:,} tokens"
+            )
         self._messages = messages
         return prompt
 
@@ -111,12 +131,17 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     from trainer.runtime.agreement import control_group, highest, read_once
     from trainer.runtime.process_group import set_timeout
 
-    talk, window = Talk.of(job.config, args.tools), job.config.training.seq_len
+    talk = Talk.of(job.config, args.tools)
+    window = job.config.training.seq_len
     model, dims = loaded_model(job, device)
     control = control_group()
     set_timeout(PATIENCE_SECONDS, but_for=control)  # the other ranks wait while the user thinks
     is_first = dims.rank("world") == 0
-    say = (lambda line: print(line, file=sys.stderr, flush=True)) if is_first else (lambda line: None)
+    say = (
+        (lambda line: print(line, file=sys.stderr, flush=True))
+        if is_first
+        else (lambda line: None)
+    )
     if sys.stdin.isatty():
         say(HELP)
     conversation = Conversation(talk, args.system, args.tokens, window, say)
@@ -128,16 +153,25 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
             continue
         pieces = Pieces(talk.tokenizer.decode)
 
-        def put(_: int, token: int, __: object, came: list[int], pieces: Pieces = pieces) -> bool:
+        def put(
+            _: int, token: int, __: object, came: list[int], pieces: Pieces = pieces
+        ) -> bool:
             if is_first and token not in talk.ends:
                 print(for_terminal(pieces.put(token)), end="", flush=True)
             return bool(highest(len(came), control))
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         tokens = min(args.tokens, window - len(prompt))
-        settings = {"tokens": tokens, "sampling": sampling, "seed": args.seed, "ends": talk.ends}
+        settings = {
+            "tokens": tokens,
+            "sampling": sampling,
+            "seed": args.seed,
+            "ends": talk.ends,
+        }
         with interrupts() as came:
-            (written,) = generate(model, job, dims, [prompt], **settings, on_token=partial(put, came=came))
+            (written,) = generate(
+                model, job, dims, [prompt], **settings, on_token=partial(put, came=came)
+            )
             highest(0, control)  # so that no rank leaves before the others
         if is_first:
             print(for_terminal(pieces.finish()), flush=True)

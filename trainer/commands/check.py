@@ -42,7 +42,8 @@ def check(command: CommandLine, start: Start) -> None:
     Without --world-size this is the job that `lct train` would start here. With it the job may be for another machine:
     `job.device = "auto"` then means GPUs, and files that are not here yet are notes.
     """
-    machine, config = this_machine(), command.config
+    machine = this_machine()
+    config = command.config
     elsewhere = command.world_size is not None
     ranks, device_type = _ranks(command, start, machine)
     missing: list[str] = []
@@ -70,7 +71,9 @@ def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, s
     config = command.config
     elsewhere = command.world_size is not None
     ranks = command.world_size or start.world_size(config, machine)
-    return ranks, "cuda" if elsewhere and config.job.device != "cpu" else machine.device_type(config.job.device)
+    return ranks, "cuda" if elsewhere and config.job.device != "cpu" else machine.device_type(
+        config.job.device
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +87,9 @@ def main(argv: list[str]) -> int:
     check(command, start)
     if not command.print_config:
         check_tensors(command.config)
-        peak, note = peak_of_a_step(arguments, *_ranks(command, start, this_machine()), node=start.ranks)
+        peak, note = peak_of_a_step(
+            arguments, *_ranks(command, start, this_machine()), node=start.ranks
+        )
         print(peak)
         if note:
             print(f"note: {note}", file=sys.stderr)
@@ -108,7 +113,9 @@ def check_tensors(config: JobConfig) -> None:
     open_initial(config, resolve_model(config))
 
 
-def peak_of_a_step(arguments: list[str], ranks: int, device_type: str, *, node: int | None = None) -> tuple[str, str]:
+def peak_of_a_step(
+    arguments: list[str], ranks: int, device_type: str, *, node: int | None = None
+) -> tuple[str, str]:
     """Return in words what a rank needs at the peak of a step, or why it is not known, and a note on time-outs.
 
     The note is empty where the time-outs are long enough, and on CPUs, whose speed is not known. node: ranks on one
@@ -123,10 +130,14 @@ def peak_of_a_step(arguments: list[str], ranks: int, device_type: str, *, node: 
     try:
         with Worker(has_shim=traced == "cuda") as worker:
             gpu = device("h100")
-            found = estimate(worker, arguments, ranks, replace(gpu, type=traced, node=node or gpu.node))
+            found = estimate(
+                worker, arguments, ranks, replace(gpu, type=traced, node=node or gpu.node)
+            )
     except ConfigError as error:
         return f"the peak of a step is not known: {error}", ""
-    sizes = ", ".join(f"{name} {size_words(size)}" for name, size in list(found.by_purpose.items())[:4])
+    sizes = ", ".join(
+        f"{name} {size_words(size)}" for name, size in list(found.by_purpose.items())[:4]
+    )
     peak = (
         f"at its peak a step of a rank needs {size_words(found.profile.peak)}, {size_words(found.reserved)} with what "
         f"PyTorch reserves: {sizes}; `lct estimate` says more"

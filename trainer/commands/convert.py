@@ -35,23 +35,27 @@ def to_hf(given: argparse.Namespace) -> str:
 
 
 def _configuration(given: argparse.Namespace) -> JobConfig:
-    return configuration(given.folder, given.step, command="lct convert", allow_imports=given.allow_imports)
+    return configuration(
+        given.folder, given.step, command="lct convert", allow_imports=given.allow_imports
+    )
 
 
 def to_peft(given: argparse.Namespace) -> str:
     """Write the adapters of a run in the format of Hugging Face's peft."""
-    config, run = _configuration(given), given.folder
+    config = _configuration(given)
+    run = given.folder
     if not config.lora.rank:
-        raise ConfigError(f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights")
-    saved, args = step_to_load(config), resolve_model(config)
+        raise ConfigError(
+            f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights"
+        )
+    saved = step_to_load(config)
+    args = resolve_model(config)
     from trainer.checkpoint.export import write_peft
 
     check_output(given.output)
     write_peft(given.output, config, args, saved)
     there = checkpoint_folder(config).step(saved)
-    return (
-        f"{given.output} holds the adapters of {there}; peft loads them with PeftModel.from_pretrained(model, folder)"
-    )
+    return f"{given.output} holds the adapters of {there}; peft loads them with PeftModel.from_pretrained(model, folder)"
 
 
 def add_tokens(given: argparse.Namespace) -> str:
@@ -77,19 +81,33 @@ def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser(prog="lct convert", description=__doc__.splitlines()[0])
     ways = described.add_subparsers(dest="way")
     out = ways.add_parser("to-hf", help="write the weights of a run as a Hugging Face folder")
-    out.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], help="default: as it is saved")
-    out.add_argument("--max-shard-size", type=size, default=size("5GB"), help="largest file (default: 5GB)")
-    adapters = ways.add_parser("to-peft", help="write the adapters of a run for Hugging Face's peft")
-    more = ways.add_parser("add-tokens", help="copy a Hugging Face folder, with more special tokens")
+    out.add_argument(
+        "--dtype",
+        choices=["float32", "float64", "bfloat16", "float16"],
+        help="default: as it is saved",
+    )
+    out.add_argument(
+        "--max-shard-size", type=size, default=size("5GB"), help="largest file (default: 5GB)"
+    )
+    adapters = ways.add_parser(
+        "to-peft", help="write the adapters of a run for Hugging Face's peft"
+    )
+    more = ways.add_parser(
+        "add-tokens", help="copy a Hugging Face folder, with more special tokens"
+    )
     for way, run in ((out, to_hf), (adapters, to_peft), (more, add_tokens)):
         what = "Hugging Face folder" if way is more else "job.dump_folder of the run"
         way.add_argument("folder", type=Path, help=what)
         way.add_argument("output", type=Path, help="new folder")
         way.set_defaults(run=run)
         if way is not more:
-            way.add_argument("--step", type=int, default=-1, help="saved step (default: the latest)")
+            way.add_argument(
+                "--step", type=int, default=-1, help="saved step (default: the latest)"
+            )
             imports_option(way)
-    more.add_argument("--tokens", nargs="+", required=True, help="names of the tokens, such as '<|tool|>'")
+    more.add_argument(
+        "--tokens", nargs="+", required=True, help="names of the tokens, such as '<|tool|>'"
+    )
     return described
 
 
@@ -97,10 +115,14 @@ def main(argv: list[str] | None = None) -> int:
     """Convert, and say what can be done next."""
     args = parser().parse_args(argv)
     if args.way is None:
-        raise ConfigError("lct convert needs one of to-hf, to-peft, add-tokens, such as lct convert to-hf RUN FOLDER")
+        raise ConfigError(
+            "lct convert needs one of to-hf, to-peft, add-tokens, such as lct convert to-hf RUN FOLDER"
+        )
     try:
         print(args.run(args))
     except OSError as error:
         reason = full_disk(error, args.output.absolute().parent) or error.strerror or str(error)
-        raise ConfigError(f"{args.output} could not be written ({reason}); make room, or name another") from None
+        raise ConfigError(
+            f"{args.output} could not be written ({reason}); make room, or name another"
+        ) from None
     return 0

@@ -38,10 +38,20 @@ Document = tuple[str, list[tuple[str, bool]]]
 def parser() -> Parser:
     """Return the parser of the options."""
     described = Parser("data show", __doc__)
-    described.add_argument("--sample", type=number(int, 0), default=0, metavar="N", help="sequence of the run, from 0")
-    described.add_argument("--html", type=Path, metavar="FILE", help="write the sequence as a page, too")
+    described.add_argument(
+        "--sample",
+        type=number(int, 0),
+        default=0,
+        metavar="N",
+        help="sequence of the run, from 0",
+    )
+    described.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the sequence as a page, too"
+    )
     text = "most characters of a document, from its start and its end (default: 2000; 0: all)"
-    described.add_argument("--characters", type=number(int, 0), default=2000, metavar="N", help=text)
+    described.add_argument(
+        "--characters", type=number(int, 0), default=2000, metavar="N", help=text
+    )
     return described
 
 
@@ -52,7 +62,8 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
     )
     for document in range(int(ids[-1]) + 1):
         inside = np.flatnonzero(ids == document)
-        start, stop = int(inside[0]), int(inside[-1]) + 1
+        start = int(inside[0])
+        stop = int(inside[-1]) + 1
         targets = labels[start:stop]
         if document == ids[-1] and batch["padding"] == stop - start:
             yield f"padding: {stop - start:,} tokens", []
@@ -65,7 +76,10 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
         # The label of a place is the token behind it. The last one may stand behind the sequence.
         shown = np.append(tokens[start:stop], targets[-1:][learned[-1:]])
         marks = np.concatenate([[False], learned[: len(shown) - 1]])
-        parts = ((tokenizer.decode(shown[a:b].tolist()), is_learned) for a, b, is_learned in runs_of(marks))
+        parts = (
+            (tokenizer.decode(shown[a:b].tolist()), is_learned)
+            for a, b, is_learned in runs_of(marks)
+        )
         yield head, list(parts)
 
 
@@ -74,7 +88,8 @@ def shortened(parts: list[tuple[str, bool]], most: int) -> list[tuple[str, bool]
     length = sum(len(text) for text, _ in parts)
     if not most or length <= most:
         return parts
-    head, tail = most // 2, length - (most - most // 2)
+    head = most // 2
+    tail = length - (most - most // 2)
     gap = f"\n... {tail - head:,} characters ...\n", False
     return [*_cut(parts, 0, head), gap, *_cut(parts, tail, length)]
 
@@ -96,7 +111,9 @@ def on_console(documents: list[Document], *, color: bool) -> str:
     for head, parts in documents:
         lines.append(f"{_DIM}-- {head}{_PLAIN}" if color else f"-- {head}")
         shown = ((escaped(text), learned) for text, learned in parts)
-        lines.append("".join(f"{first}{text}{last}" if learned else text for text, learned in shown))
+        lines.append(
+            "".join(f"{first}{text}{last}" if learned else text for text, learned in shown)
+        )
     return "\n".join(lines)
 
 
@@ -104,7 +121,9 @@ def page(documents: list[Document], title: str) -> str:
     """Return the documents as a page of HTML."""
     body = (
         f"<h2>{escape(head)}</h2>"
-        + "".join(f"<b>{escape(text)}</b>" if learned else escape(text) for text, learned in parts)
+        + "".join(
+            f"<b>{escape(text)}</b>" if learned else escape(text) for text, learned in parts
+        )
         for head, parts in documents
     )
     head = f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
@@ -117,8 +136,11 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
     from trainer.data.text_data import open_training_data
 
     if config.task != "tokens":
-        raise ConfigError(f"training.dataset = {config.training.dataset!r} has no tokens; `lct data show` is for text")
-    data, training = open_training_data(config), config.training
+        raise ConfigError(
+            f"training.dataset = {config.training.dataset!r} has no tokens; `lct data show` is for text"
+        )
+    data = open_training_data(config)
+    training = config.training
     loader = BatchLoader(
         data,
         seq_len=training.seq_len,
@@ -138,7 +160,9 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
         try:
             args.html.write_text(page(documents, title), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--html {args.html} cannot be written ({error.strerror})") from None
+            raise ConfigError(
+                f"--html {args.html} cannot be written ({error.strerror})"
+            ) from None
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     found = contents_of(data)
     counts = [table(found, training.seq_len)] if found else []

@@ -57,19 +57,25 @@ def main(argv: list[str]) -> int:
                     f"--calibrate measures a CPU, and this job runs on {type_}; give --job.device cpu, or take a "
                     "record of trainer/planner/gpus.toml"
                 )
-            print(calibrate(arguments, options.calibrate, memory=machine.memory(type_) or 1 << 36))
+            print(
+                calibrate(arguments, options.calibrate, memory=machine.memory(type_) or 1 << 36)
+            )
             return 0
-        record, note = device(options.gpu), ""
+        record = device(options.gpu)
+        note = ""
         record = replace(record, node=start.ranks or record.node)
         # Errors of the configuration are reported here, before a process imports torch.
         resolve(config, ranks, record.type, node=record.node, missing=[])
         if record.type == "cuda" and (why := shim.why_not()):
             note = f"{why}: traced with the kernels of CPUs, which keep more of norms and attention than those of a GPU"
-            record, arguments = replace(record, type="cpu"), [*arguments, *_AS_ON_GPUS]
+            record = replace(record, type="cpu")
+            arguments = [*arguments, *_AS_ON_GPUS]
         what = config.job.description or config.job.config_file or "the default settings"
         print(f"{what} on {ranks} of {options.gpu}", file=sys.stderr)
         with Worker(has_shim=record.type == "cuda") as worker:
-            of = partial(estimate, worker, ranks=ranks, device=record, whole=options.picture is not None)
+            of = partial(
+                estimate, worker, ranks=ranks, device=record, whole=options.picture is not None
+            )
             with redirect_stdout(sys.stderr if options.json else sys.stdout):
                 if options.suggest is not None:
                     found = _suggest(of, arguments, ranks, options.suggest)
@@ -79,14 +85,19 @@ def main(argv: list[str]) -> int:
                     found = of(arguments)
         if options.picture:
             draw(found.profile, options.picture)
-            print(f"the picture is {options.picture}", file=sys.stderr if options.json else sys.stdout)
+            print(
+                f"the picture is {options.picture}",
+                file=sys.stderr if options.json else sys.stdout,
+            )
     except OSError as error:
         raise ConfigError(str(error)) from None
     if options.json:
         print(json.dumps(found.record()))
     else:
         print(paragraphs(lines(found), line_width()))
-        print(f"traced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory")
+        print(
+            f"traced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory"
+        )
     limits = limits_raised(found.job.config.comm, found.time.seconds) if ranks > 1 else ""
     for text in filter(None, (note, limits)):
         print(f"note: {text}", file=sys.stderr)
@@ -96,15 +107,45 @@ def main(argv: list[str]) -> int:
 def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
     """Return the options of this command, and the command line of the job. Its --ngpu is the number of a node."""
     parser = argparse.ArgumentParser(
-        prog="lct estimate", usage=argparse.SUPPRESS, description=__doc__, allow_abbrev=False, formatter_class=_HELP
+        prog="lct estimate",
+        usage=argparse.SUPPRESS,
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=_HELP,
     )
     add = parser.add_argument
-    add("--world-size", default="8", metavar="N", help="ranks of the job, a GPU each (default: 8)")
-    add("--gpu", default="h100", metavar="NAME", help="kind of GPU, or a .toml file (default: h100)")
+    add(
+        "--world-size",
+        default="8",
+        metavar="N",
+        help="ranks of the job, a GPU each (default: 8)",
+    )
+    add(
+        "--gpu",
+        default="h100",
+        metavar="NAME",
+        help="kind of GPU, or a .toml file (default: h100)",
+    )
     add("--max-seq-len", action="store_true", help="search the longest sequence that fits")
-    add("--suggest", nargs="?", const="", metavar="OUT.toml", help="search the fastest settings, and write them")
-    add("--calibrate", type=Path, metavar="OUT.toml", help="measure this machine's CPU, and write its record")
-    add("--picture", type=Path, metavar="FILE", help="draw memory over the step, as .png or .svg")
+    add(
+        "--suggest",
+        nargs="?",
+        const="",
+        metavar="OUT.toml",
+        help="search the fastest settings, and write them",
+    )
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="OUT.toml",
+        help="measure this machine's CPU, and write its record",
+    )
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw memory over the step, as .png or .svg",
+    )
     add("--json", action="store_true", help="print everything as JSON")
     config, rest = (argv[:1], argv[1:]) if argv and not argv[0].startswith("-") else ([], argv)
     options, rest = parser.parse_known_args(rest)
@@ -120,7 +161,9 @@ def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Est
             f"{'longest':13}{longest.job.positions:,} tokens: {size_words(longest.total)} of "
             f"{size_words(longest.device.memory)}"
         )
-    print(f"{'beyond':13}{beyond.job.positions:,} tokens need {size_words(beyond.total)}; the most of it is {wall}")
+    print(
+        f"{'beyond':13}{beyond.job.positions:,} tokens need {size_words(beyond.total)}; the most of it is {wall}"
+    )
     return longest or beyond
 
 
@@ -155,7 +198,8 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
 
 
 def _row(found: Estimate, settings: str) -> str:
-    speed, memory = f"{found.tokens_per_second:9,.0f} tok/s", f"{size_words(found.total):>9}"
+    speed = f"{found.tokens_per_second:9,.0f} tok/s"
+    memory = f"{size_words(found.total):>9}"
     return f"{speed}  {memory}  {settings}\n{'':17}{found.time.bottleneck}"
 
 
@@ -181,7 +225,10 @@ def draw(profile: Profile, path: Path) -> None:
         for name, size in in_words(amounts).items():
             totals[name] = max(totals.get(name, 0.0), size)
     names = sorted(totals, key=lambda name: -totals[name])
-    rows = [[in_words(amounts).get(name, 0.0) / 2**30 for _, amounts in profile.curve] for name in names]
+    rows = [
+        [in_words(amounts).get(name, 0.0) / 2**30 for _, amounts in profile.curve]
+        for name in names
+    ]
     figure = Figure((10, 5), layout="constrained")
     axes = figure.subplots()
     axes.stackplot(range(len(profile.curve)), rows, labels=names)
@@ -190,7 +237,11 @@ def draw(profile: Profile, path: Path) -> None:
     for start in (i for i in starts if phases[i] in ("forward", "backward", "optimizer")):
         axes.axvline(start, color="black", linewidth=0.5)
         axes.text(start, axes.get_ylim()[1], phases[start], va="bottom", fontsize=8)
-    axes.set(ylabel="GiB alive", xlabel="the step, one event after another", xlim=(0, len(profile.curve) - 1))
+    axes.set(
+        ylabel="GiB alive",
+        xlabel="the step, one event after another",
+        xlim=(0, len(profile.curve) - 1),
+    )
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper left", fontsize=7)
     figure.savefig(path)

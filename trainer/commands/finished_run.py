@@ -34,7 +34,8 @@ _KEPT = (
     *("seq_len", "steps", "seed", "data_streams", "dataset_text_field", "on_bad_record"),
     *("loss_chunk_tokens", "dtype", "mixed_precision_param", "enable_cpu_offload"),
 )
-_RESET = ("parallelism", "validation", "activation_checkpoint", "compile")  # tables that whole weights need not
+# tables that whole weights need not
+_RESET = ("parallelism", "validation", "activation_checkpoint", "compile")
 _TEXT_COMMANDS = ("lct generate", "lct chat", "lct serve", "lct evaluate")
 
 
@@ -63,13 +64,21 @@ def configuration(
     Raises:
         ConfigError: there is no run, no such step, or one of other data than `command` is for.
     """
-    config = _saved(folder, step, command=command, task=task, settings=["--allow-imports"] * allow_imports)
+    config = _saved(
+        folder, step, command=command, task=task, settings=["--allow-imports"] * allow_imports
+    )
     # No data are read, and only training on conversations needs their mask.
-    data = {"dataset": "python_stdlib", "dataset_path": None} if config.training.dataset in CONVERSATIONS else {}
+    data = (
+        {"dataset": "python_stdlib", "dataset_path": None}
+        if config.training.dataset in CONVERSATIONS
+        else {}
+    )
     one_row = {"local_batch_size": 1, "global_batch_size": -1}
     config = replace(
         config,
-        training=replace(config.training, **one_row, sequence_chunks=1, attention_mask="causal", **data),
+        training=replace(
+            config.training, **one_row, sequence_chunks=1, attention_mask="causal", **data
+        ),
         **{table: getattr(JobConfig(), table) for table in _RESET},
     )
     _saved_weights(config)
@@ -77,7 +86,12 @@ def configuration(
 
 
 def text_configuration(
-    folder: Path, step: int, *, command: str, tokenizer: str | None = None, settings: Sequence[str] = ()
+    folder: Path,
+    step: int,
+    *,
+    command: str,
+    tokenizer: str | None = None,
+    settings: Sequence[str] = (),
 ) -> tuple[JobConfig, tuple[str, str | None]]:
     """Return a configuration with the language model of a run, or of a Hugging Face folder, and its weights.
 
@@ -89,26 +103,44 @@ def text_configuration(
     Raises:
         ConfigError: the folder holds neither, or no weights, or no tokenizer; or there is no such step.
     """
-    named, adapted = [] if tokenizer is None else ["--model.tokenizer_path", tokenizer], {}
+    named = [] if tokenizer is None else ["--model.tokenizer_path", tokenizer]
+    adapted = {}
     if (folder / CONFIG_FILE).is_file() and not (folder / RUN_FILE).is_file():
         given = parse_command_line([*_hf_settings(folder, step), *named, *settings]).config
         weights = str(folder.absolute())
-        if given.model.tokenizer_path is None and given.model.tokenizer_file == Model().tokenizer_file:
+        if (
+            given.model.tokenizer_path is None
+            and given.model.tokenizer_file == Model().tokenizer_file
+        ):
             files = ", ".join(TOKENIZER_FILES)
-            raise ConfigError(f"{folder} holds no tokenizer ({files}); name the model's own with --tokenizer")
+            raise ConfigError(
+                f"{folder} holds no tokenizer ({files}); name the model's own with --tokenizer"
+            )
     else:
-        given = _saved(folder, step, command=command, task="tokens", settings=[*named, *settings])
+        given = _saved(
+            folder, step, command=command, task="tokens", settings=[*named, *settings]
+        )
         weights = _saved_weights(given)
         if given.lora.rank:  # adapters, beside the weights that they adapt
             there = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
-            adapted = {"checkpoint": replace(given.checkpoint, folder=there), "lora": given.lora}
+            adapted = {
+                "checkpoint": replace(given.checkpoint, folder=there),
+                "lora": given.lora,
+            }
     training = given.training
-    data = given.validation.source(training) if given.validation.enable else (training.dataset, training.dataset_path)
+    data = (
+        given.validation.source(training)
+        if given.validation.enable
+        else (training.dataset, training.dataset_path)
+    )
     config = JobConfig(
-        job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),  # not beside the weights
+        # not beside the weights
+        job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),
         model=given.model,
         chat=given.chat,
-        training=Training(local_batch_size=1, **{name: getattr(training, name) for name in _KEPT}),
+        training=Training(
+            local_batch_size=1, **{name: getattr(training, name) for name in _KEPT}
+        ),
         parallelism=given.parallelism,
         checkpoint=Checkpoint(initial_load_path=weights),
         float8=given.float8,
@@ -117,18 +149,25 @@ def text_configuration(
     return replace(config, **adapted), data
 
 
-def _saved(folder: Path, step: int, *, command: str, task: str, settings: Sequence[str] = ()) -> JobConfig:
+def _saved(
+    folder: Path, step: int, *, command: str, task: str, settings: Sequence[str] = ()
+) -> JobConfig:
     """Return the configuration that a run has saved, with settings of the command line over it, to load a step."""
     file = folder / RUN_FILE
     if not file.is_file():
-        also = f", or a Hugging Face folder with its {CONFIG_FILE}" * (command in _TEXT_COMMANDS)
+        also = f", or a Hugging Face folder with its {CONFIG_FILE}" * (
+            command in _TEXT_COMMANDS
+        )
         raise ConfigError(
             f"{folder} holds no run: {file} is missing; give a folder that a run had as job.dump_folder{also}"
         )
     config = step_configuration(file, step, settings)
     if config.task != task:
-        found, other = TASKS[config.task], TASKS[config.task].command.format(folder)
-        raise ConfigError(f"the run in {folder} is about {found.data}, which `{command}` is not for; use `{other}`")
+        found = TASKS[config.task]
+        other = TASKS[config.task].command.format(folder)
+        raise ConfigError(
+            f"the run in {folder} is about {found.data}, which `{command}` is not for; use `{other}`"
+        )
     return config
 
 
@@ -143,8 +182,12 @@ def step_configuration(file: Path, step: int, settings: Sequence[str] = ()) -> J
     """
 
     def to_load(config: JobConfig, where: str) -> JobConfig:
-        settings = Checkpoint(True, where, load_step=step, initial_load_path=config.checkpoint.initial_load_path)
-        return replace(config, job=replace(config.job, dump_folder=str(file.parent)), checkpoint=settings)
+        settings = Checkpoint(
+            True, where, load_step=step, initial_load_path=config.checkpoint.initial_load_path
+        )
+        return replace(
+            config, job=replace(config.job, dump_folder=str(file.parent)), checkpoint=settings
+        )
 
     place = folder_of_checkpoints(file)
     last = to_load(JobConfig(), place)
@@ -161,7 +204,9 @@ def folder_of_checkpoints(file: Path) -> str:
         if isinstance(place, str):
             return place
         if place is not None:
-            raise ConfigError(f"checkpoint.folder = {place!r} (in {source}) must be a text; write the path of a folder")
+            raise ConfigError(
+                f"checkpoint.folder = {place!r} (in {source}) must be a text; write the path of a folder"
+            )
     return Checkpoint().folder
 
 
@@ -195,7 +240,8 @@ def _saved_weights(config: JobConfig) -> str:
 
 def weights_of(config: JobConfig) -> str:
     """Return in words which weights `open_weights` reads."""
-    start, settings = config.checkpoint.initial_load_path, config.checkpoint
+    start = config.checkpoint.initial_load_path
+    settings = config.checkpoint
     step = step_to_load(config) if settings.enable else None
     if step is None:
         return str(start)
@@ -206,7 +252,9 @@ def weights_of(config: JobConfig) -> str:
 def _hf_settings(folder: Path, step: int) -> list[str]:
     """Return the settings of a Hugging Face folder's model, for the longest sequences that it is made for."""
     if step != -1:
-        raise ConfigError(f"--step {step}: {folder} is a Hugging Face folder, which has no steps; leave --step out")
+        raise ConfigError(
+            f"--step {step}: {folder} is a Hugging Face folder, which has no steps; leave --step out"
+        )
     name = hf_family(entries := read_config(folder))
     dtype = entries.content.get("dtype") or entries.content.get("torch_dtype")
     return [
@@ -234,16 +282,23 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     from trainer.parallel.parallel_dims import ParallelDims
     from trainer.runtime.agreement import raise_on_all_ranks, read_once
 
-    spec, dims = model_spec(job.config.model.name), ParallelDims(job.degrees, device.type)
+    spec = model_spec(job.config.model.name)
+    dims = ParallelDims(job.degrees, device.type)
     with torch.device("meta"):
         model = stored_as(spec.build(job.model), getattr(torch, job.config.training.dtype))
     start = job.config.checkpoint.initial_load_path
-    if not job.config.checkpoint.enable and start is not None and (Path(start) / CONFIG_FILE).is_file():
+    if (
+        not job.config.checkpoint.enable
+        and start is not None
+        and (Path(start) / CONFIG_FILE).is_file()
+    ):
         model.by_length = True  # as transformers does it with the same folder
     spec.parallelize(model, dims, job)
     initialize(model, seed=0, device=device, offload=job.config.training.enable_cpu_offload)
     once = partial(read_once, over=dims["world"])
-    raise_on_all_ranks(lambda: load_weights(open_weights(job.config, job.model, once), [model]), dims["world"])
+    raise_on_all_ranks(
+        lambda: load_weights(open_weights(job.config, job.model, once), [model]), dims["world"]
+    )
     if dims.rank("world") == 0:
         print(f"weights: {weights_of(job.config)}", file=sys.stderr, flush=True)
     return model, dims

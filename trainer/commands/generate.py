@@ -34,7 +34,12 @@ def model_parser(command: str, text: str, *, tokens: int = 1024) -> Parser:
     described = Parser(command, text)
     add = described.add_argument
     add("folder", type=Path, help="job.dump_folder of the run, or a Hugging Face folder")
-    add("--tokens", type=number(int, 1), default=tokens, help=f"most tokens to write (default: {tokens})")
+    add(
+        "--tokens",
+        type=number(int, 1),
+        default=tokens,
+        help=f"most tokens to write (default: {tokens})",
+    )
     text = "0: the likeliest token; 1: as the model says (default: of the model's generation_config.json, else 0.7)"
     add("--temperature", type=number(float, 0), help=text)
     text = "draw among the k likeliest tokens (default: likewise, else 0, all)"
@@ -53,9 +58,17 @@ def parser() -> Parser:
     """Return the parser of the options."""
     described = model_parser("generate", __doc__.splitlines()[0], tokens=64)
     add = described.add_argument
-    add("--prompt", action="append", help="text to continue; may be given again (default: the start of a document)")
+    add(
+        "--prompt",
+        action="append",
+        help="text to continue; may be given again (default: the start of a document)",
+    )
     add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line")
-    add("--chat", action="store_true", help="the prompts are messages, which the model answers by its chat template")
+    add(
+        "--chat",
+        action="store_true",
+        help="the prompts are messages, which the model answers by its chat template",
+    )
     talk_options(described, "with --chat: ")
     return described
 
@@ -67,7 +80,9 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
         try:
             lines = args.prompts.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--prompts {args.prompts} cannot be read ({error}); name a text file") from None
+            raise ConfigError(
+                f"--prompts {args.prompts} cannot be read ({error}); name a text file"
+            ) from None
         if not lines:
             raise ConfigError(f"--prompts {args.prompts} is empty; give a text a line")
         prompts += lines
@@ -82,12 +97,16 @@ def to_write(
     if args.chat:
         talk = Talk.of(config, args.tools)
         tokens = [talk.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-        shown, ends = [""] * len(prompts), talk.ends
+        shown = [""] * len(prompts)
+        ends = talk.ends
     else:
         tokens = [text_tokens(tokenizer, prompt) for prompt in prompts]
-        shown, ends = prompts, ends_of(config, tokenizer)
+        shown = prompts
+        ends = ends_of(config, tokenizer)
     if not all(tokens):
-        raise ConfigError("--prompt '' needs a token that begins a text, and this tokenizer has none; give some text")
+        raise ConfigError(
+            "--prompt '' needs a token that begins a text, and this tokenizer has none; give some text"
+        )
     for prompt in tokens:
         check_length(prompt, config.training.seq_len)
     return shown, tokens, ends
@@ -98,7 +117,9 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     args = parser().parse_args(argv)
     for name, given in (("--tools", args.tools), ("--argument", " ".join(args.argument))):
         if given and not args.chat:
-            raise ConfigError(f"{name} {given} is for a chat template, which --chat uses; add --chat")
+            raise ConfigError(
+                f"{name} {given} is for a chat template, which --chat uses; add --chat"
+            )
     job = job_of(args, command="lct generate")
     if args.chat:
         Talk.of(job.config, args.tools)
@@ -107,11 +128,16 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
     """Return the job of all ranks that write with the model of a folder."""
-    ranks, cp = all_ranks(args.ngpu), args.context_parallel
+    ranks = all_ranks(args.ngpu)
+    cp = args.context_parallel
     if ranks % cp:
-        raise ConfigError(f"--context-parallel {cp} does not divide the {ranks} ranks; give --ngpu a multiple of it")
+        raise ConfigError(
+            f"--context-parallel {cp} does not divide the {ranks} ranks; give --ngpu a multiple of it"
+        )
     settings = ["--allow-imports"] * args.allow_imports
-    config, _ = text_configuration(args.folder, args.step, command=command, tokenizer=args.tokenizer, settings=settings)
+    config, _ = text_configuration(
+        args.folder, args.step, command=command, tokenizer=args.tokenizer, settings=settings
+    )
     set_sampling(args, config)
     unit = ranks * (2 if cp > 1 else 1)
     length = max(config.training.seq_len // unit, 1) * unit
@@ -119,14 +145,18 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
         config,
         training=replace(config.training, seq_len=length),
         parallelism=Parallelism(
-            context_parallel_degree=cp, tensor_parallel_degree=ranks // cp, fsdp_reshard_after_forward="never"
+            context_parallel_degree=cp,
+            tensor_parallel_degree=ranks // cp,
+            fsdp_reshard_after_forward="never",
         ),
         comm=replace(config.comm, trace_buf_size=0),  # nothing is written
         chat=replace(config.chat, arguments=(*config.chat.arguments, *args.argument)),
     )
     name = "--ngpu" if cp == 1 else "--ngpu over --context-parallel"
     with given_as(tensor_parallel_degree=name, context_parallel_degree="--context-parallel"):
-        return resolve(config, ranks, this_machine().device_type(config.job.device), node=args.ngpu)
+        return resolve(
+            config, ranks, this_machine().device_type(config.job.device), node=args.ngpu
+        )
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
@@ -136,12 +166,17 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     from trainer.runtime.agreement import raise_on_all_ranks
 
     tokenizer = open_tokenizer(job.config.model.tokenizer_file)
-    shown, prompts, ends = raise_on_all_ranks(lambda: to_write(args, job.config, tokenizer), device)
+    shown, prompts, ends = raise_on_all_ranks(
+        lambda: to_write(args, job.config, tokenizer), device
+    )
     model, dims = loaded_model(job, device)
     longest = max(map(len, prompts)) + args.tokens
     if longest > job.config.training.seq_len and dims.rank("world") == 0:
         window = f"the {job.config.training.seq_len:,} tokens that the model sees"
-        print(f"note: a text of {longest:,} tokens is longer than {window}; its older half is dropped", file=sys.stderr)
+        print(
+            f"note: a text of {longest:,} tokens is longer than {window}; its older half is dropped",
+            file=sys.stderr,
+        )
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     settings = {"tokens": args.tokens, "sampling": sampling, "seed": args.seed, "ends": ends}
     written = generate(model, job, dims, prompts, **settings)

@@ -17,7 +17,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from trainer.commands.openai_format import AnswerError, Ended, Piece, Reply, error_object, model_object
+from trainer.commands.openai_format import (
+    AnswerError,
+    Ended,
+    Piece,
+    Reply,
+    error_object,
+    model_object,
+)
 from trainer.commands.openai_request import Request, check_fields, request_of
 from trainer.commands.talk import Talk, text_tokens
 from trainer.config.errors import ConfigError
@@ -58,25 +65,40 @@ class _Refused(Exception):
 class Server:
     """The server of rank 0: it queues requests, and sends the parts of their answers."""
 
-    def __init__(self, args: argparse.Namespace, longest: int, tokenizer: Tokenizer, talk: Talk | ConfigError) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        longest: int,
+        tokenizer: Tokenizer,
+        talk: Talk | ConfigError,
+    ) -> None:
         """longest: most tokens of prompt and answer; talk: the chat template, or the error if the model has none."""
-        self._args, self._longest, self._tokenizer, self._talk = args, longest, tokenizer, talk
+        self._args = args
+        self._longest = longest
+        self._tokenizer = tokenizer
+        self._talk = talk
         self._most_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * longest
         self._name = args.folder.resolve().name
         self._requests: queue.Queue[Waiting] = queue.Queue()
-        self._usual = Request([], args.tokens, args.temperature, args.top_k, args.top_p, args.seed, [])
+        self._usual = Request(
+            [], args.tokens, args.temperature, args.top_k, args.top_p, args.seed, []
+        )
         self._number = 0
-        self._reading = threading.Lock()  # a tokenizer is told whether names of special tokens are text
+        # a tokenizer is told whether names of special tokens are text
+        self._reading = threading.Lock()
 
     def start(self) -> None:
         """Listen, and print where; ConfigError if the address is not available."""
         import uvicorn
 
-        host, port = self._args.host, self._args.port
+        host = self._args.host
+        port = self._args.port
         try:
             listening = socket.create_server((host, port))
         except OSError as error:
-            raise ConfigError(f"--host {host} --port {port} is not available ({error}); name another") from None
+            raise ConfigError(
+                f"--host {host} --port {port} is not available ({error}); name another"
+            ) from None
         settings = uvicorn.Config(
             self._app(),
             http=_bounded_protocol(),
@@ -86,7 +108,9 @@ class Server:
             limit_concurrency=_CONNECTIONS,
             h11_max_incomplete_event_size=_HEADER_BYTES,
         )
-        threading.Thread(target=uvicorn.Server(settings).run, args=([listening],), daemon=True).start()
+        threading.Thread(
+            target=uvicorn.Server(settings).run, args=([listening],), daemon=True
+        ).start()
         print(f"{self._name} answers at http://{host}:{port}/v1; Ctrl-C ends", flush=True)
 
     def next(self) -> bytes:
@@ -107,11 +131,20 @@ class Server:
 
         async def wrong_path(_: "HTTPRequest", error: Exception) -> "Response":
             status = error.status_code if isinstance(error, HTTPException) else 500
-            return JSONResponse(error_object("there is no such path or method; /v1/models is one"), status_code=status)
+            return JSONResponse(
+                error_object("there is no such path or method; /v1/models is one"),
+                status_code=status,
+            )
 
         paths = {"/v1/chat/completions": True, "/v1/completions": False}
-        routes = [Route(path, partial(self._answer, chat=chat), methods=["POST"]) for path, chat in paths.items()]
-        routes += [Route("/v1/models", self._models), Route("/v1/models/{name:path}", self._model)]
+        routes = [
+            Route(path, partial(self._answer, chat=chat), methods=["POST"])
+            for path, chat in paths.items()
+        ]
+        routes += [
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+        ]
         routes.append(Route("/health", self._health))
         return Starlette(routes=routes, exception_handlers={404: wrong_path, 405: wrong_path})
 
@@ -125,15 +158,20 @@ class Server:
         name = request.path_params["name"]
         if name == self._name:
             return self._checked(request, model_object(name))
-        return self._checked(request, error_object(f"there is no model {name!r}; {self._name!r} is one"), 404)
+        return self._checked(
+            request, error_object(f"there is no model {name!r}; {self._name!r} is one"), 404
+        )
 
-    def _checked(self, request: "HTTPRequest", content: dict[str, Any], status: int = 200) -> "Response":
+    def _checked(
+        self, request: "HTTPRequest", content: dict[str, Any], status: int = 200
+    ) -> "Response":
         from starlette.responses import JSONResponse
 
         try:
             check_origin(request.headers, self._args.host)
         except _Refused as error:
-            content, status = error_object(str(error)), error.status
+            content = error_object(str(error))
+            status = error.status
         return JSONResponse(content, status_code=status)
 
     async def _answer(self, request: "HTTPRequest", *, chat: bool) -> "Response":
@@ -149,7 +187,9 @@ class Server:
             return Response(status_code=400)  # nobody reads it
         except _Refused as error:
             closed = {"Connection": "close"}  # what has not been read is not read
-            return JSONResponse(error_object(str(error)), status_code=error.status, headers=closed)
+            return JSONResponse(
+                error_object(str(error)), status_code=error.status, headers=closed
+            )
         except ConfigError as error:
             return JSONResponse(error_object(str(error)), status_code=400)
         return await self._send(request, body, asked, chat=chat)
@@ -161,7 +201,8 @@ class Server:
             raise _Refused(415, f"Content-Type = {kind[:60]!r} must be application/json")
         length = request.headers.get("content-length", "")
         too_long = _Refused(
-            413, f"the request is longer than the {self._most_bytes:,} bytes that the model's window takes"
+            413,
+            f"the request is longer than the {self._most_bytes:,} bytes that the model's window takes",
         )
         if length.isdigit() and int(length) > self._most_bytes:
             raise too_long
@@ -177,18 +218,28 @@ class Server:
         try:
             return await asyncio.wait_for(read(), _SECONDS)
         except asyncio.TimeoutError:
-            raise _Refused(408, f"the request did not end within {_SECONDS:g} seconds") from None
+            raise _Refused(
+                408, f"the request did not end within {_SECONDS:g} seconds"
+            ) from None
 
-    async def _send(self, request: "HTTPRequest", body: Mapping[str, Any], asked: Request, *, chat: bool) -> "Response":
+    async def _send(
+        self, request: "HTTPRequest", body: Mapping[str, Any], asked: Request, *, chat: bool
+    ) -> "Response":
         from starlette.responses import JSONResponse, StreamingResponse
 
         parts: asyncio.Queue[Part] = asyncio.Queue()
-        waiting = Waiting(asked, partial(asyncio.get_running_loop().call_soon_threadsafe, parts.put_nowait))
+        waiting = Waiting(
+            asked, partial(asyncio.get_running_loop().call_soon_threadsafe, parts.put_nowait)
+        )
         self._requests.put(waiting)
         leaves = asyncio.create_task(_leaves(request, waiting.gone, parts))
-        opening = self._talk.opening(asked.prompt) if chat and isinstance(self._talk, Talk) else ""
+        opening = (
+            self._talk.opening(asked.prompt) if chat and isinstance(self._talk, Talk) else ""
+        )
         scored = asked.scores is not None
-        reply = Reply(self._name, chat, len(asked.prompt), opening, self._tokenizer.decode, scored)
+        reply = Reply(
+            self._name, chat, len(asked.prompt), opening, self._tokenizer.decode, scored
+        )
         answer = _all(parts, leaves)
         if body.get("stream"):
             options = body.get("stream_options") or {}
@@ -226,7 +277,9 @@ class Server:
             raise ConfigError("prompt must be one text, or the numbers of its tokens")
         for token in given:
             if not 0 <= token < size:
-                raise ConfigError(f"prompt has the token {token}, and the model's tokens are 0 to {size - 1}")
+                raise ConfigError(
+                    f"prompt has the token {token}, and the model's tokens are 0 to {size - 1}"
+                )
         return given
 
 
@@ -241,7 +294,10 @@ def check_origin(headers: Mapping[str, str], host: str) -> None:
         with suppress(ValueError):
             if urlsplit(given if "//" in given else f"//{given}").hostname in _LOOPBACK:
                 continue
-        raise _Refused(403, f"{name} = {given[:60]!r} is not this machine, and the server answers at {host} alone")
+        raise _Refused(
+            403,
+            f"{name} = {given[:60]!r} is not this machine, and the server answers at {host} alone",
+        )
 
 
 def read_body(content: bytes) -> dict[str, Any]:
@@ -257,11 +313,15 @@ def read_body(content: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError("the request is nested too deeply") from None
     except UnicodeEncodeError:
-        raise ConfigError("the request has one half of a surrogate pair, which is no character; leave it out") from None
+        raise ConfigError(
+            "the request has one half of a surrogate pair, which is no character; leave it out"
+        ) from None
     return body
 
 
-async def _leaves(request: "HTTPRequest", gone: threading.Event, parts: "asyncio.Queue[Part]") -> None:
+async def _leaves(
+    request: "HTTPRequest", gone: threading.Event, parts: "asyncio.Queue[Part]"
+) -> None:
     """Wait until the client has left, and end its answer."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -269,7 +329,9 @@ async def _leaves(request: "HTTPRequest", gone: threading.Event, parts: "asyncio
     parts.put_nowait(AnswerError("the client has left"))
 
 
-async def _all(parts: "asyncio.Queue[Part]", leaves: "asyncio.Task[None]") -> AsyncIterator[Piece | Ended]:
+async def _all(
+    parts: "asyncio.Queue[Part]", leaves: "asyncio.Task[None]"
+) -> AsyncIterator[Piece | Ended]:
     """Yield the parts of an answer as they come, up to its end; AnswerError if it has failed."""
     try:
         while isinstance(part := await parts.get(), Piece):

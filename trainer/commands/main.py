@@ -10,16 +10,36 @@ from trainer.runtime.output import outlasting_readers
 
 # command -> (module, what it does, an example)
 COMMANDS = {
-    "train": ("train", "train on the GPUs of this machine, or on two CPU ranks", "lct train my.toml --ngpu 8"),
-    "check": ("check", "check a configuration and print every decision", "lct check my.toml --world-size 8"),
+    "train": (
+        "train",
+        "train on the GPUs of this machine, or on two CPU ranks",
+        "lct train my.toml --ngpu 8",
+    ),
+    "check": (
+        "check",
+        "check a configuration and print every decision",
+        "lct check my.toml --world-size 8",
+    ),
     "estimate": (
         "estimate",
         "predict memory, traffic and time of a step on GPUs, the longest sequence, the fastest settings",
         "lct estimate my.toml --world-size 8 --gpu h100",
     ),
-    "generate": ("generate", "continue a text with the weights of a run", "lct generate outputs/debug_model"),
-    "chat": ("chat", "talk with the model of a run, through its chat template", "lct chat outputs/chat"),
-    "serve": ("serve", "answer requests in the format of OpenAI's API", "lct serve outputs/chat --port 8000"),
+    "generate": (
+        "generate",
+        "continue a text with the weights of a run",
+        "lct generate outputs/debug_model",
+    ),
+    "chat": (
+        "chat",
+        "talk with the model of a run, through its chat template",
+        "lct chat outputs/chat",
+    ),
+    "serve": (
+        "serve",
+        "answer requests in the format of OpenAI's API",
+        "lct serve outputs/chat --port 8000",
+    ),
     "evaluate": (
         "evaluate",
         "measure a run on long sequences: loss by position, needles in a haystack",
@@ -30,8 +50,16 @@ COMMANDS = {
         "convert the weights of a run to Hugging Face's files",
         "lct convert to-hf outputs exported",
     ),
-    "verify": ("verify", "read checkpoints whole, and say which are damaged", "lct verify outputs/debug_model"),
-    "plan": ("plan", "show who computes and sends what in context parallelism", "lct plan --seq-len 65536 --degree 4"),
+    "verify": (
+        "verify",
+        "read checkpoints whole, and say which are damaged",
+        "lct verify outputs/debug_model",
+    ),
+    "plan": (
+        "plan",
+        "show who computes and sends what in context parallelism",
+        "lct plan --seq-len 65536 --degree 4",
+    ),
     "data": (
         "data",
         "show what a job trains on: counts, and a packed sequence with its labels",
@@ -49,12 +77,23 @@ _LOGS = (["convert"], ["serve"], ["tokenize"])
 
 def usage() -> str:
     """Return the list of commands."""
-    lines = [f"lct {__version__}: train language models on long sequences.", "", "  lct COMMAND --help", ""]
+    lines = [
+        f"lct {__version__}: train language models on long sequences.",
+        "",
+        "  lct COMMAND --help",
+        "",
+    ]
     for name, (_, what, example) in COMMANDS.items():
         lines.append(f"  {name:20}{what}")
         lines.append(f"  {'':20}{example}")
     return "\n".join(
-        [*lines, "", "  lct --version", "", "Settings: lct train --help. Documentation: docs/ in the repository."]
+        [
+            *lines,
+            "",
+            "  lct --version",
+            "",
+            "Settings: lct train --help. Documentation: docs/ in the repository.",
+        ]
     )
 
 
@@ -76,7 +115,9 @@ def _run(arguments: list[str]) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         known = [*COMMANDS, "--version", "--help"]
-        report(f"error: {arguments[0]!r} is not a command of lct{did_you_mean(arguments[0], known)}")
+        report(
+            f"error: {arguments[0]!r} is not a command of lct{did_you_mean(arguments[0], known)}"
+        )
         return 2
     command = import_module(f"trainer.commands.{COMMANDS[arguments[0]][0]}")
     try:

@@ -70,11 +70,15 @@ class Reply:
         """Return the answer when it has ended."""
         *parts, ended = [piece async for piece in pieces]
         text = self.opening + "".join(part.text for part in parts)
-        content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        content = (
+            {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        )
         scores = self._scores([score for part in parts for score in part.scores])
         return self._object(content, ended.reason, scores) | {"usage": self._usage(ended)}
 
-    async def events(self, pieces: AsyncIterator[Piece | Ended], *, with_usage: bool) -> AsyncIterator[str]:
+    async def events(
+        self, pieces: AsyncIterator[Piece | Ended], *, with_usage: bool
+    ) -> AsyncIterator[str]:
         """Yield server-sent events: the pieces as they come, how it ended, and how many tokens there were if asked."""
         if self.chat:
             yield _event(self._chunk({"role": "assistant", "content": self.opening}))
@@ -82,7 +86,11 @@ class Reply:
             async for piece in pieces:
                 if isinstance(piece, Piece):
                     if piece.text or piece.scores:
-                        yield _event(self._chunk({"content": piece.text}, scores=self._scores(piece.scores)))
+                        yield _event(
+                            self._chunk(
+                                {"content": piece.text}, scores=self._scores(piece.scores)
+                            )
+                        )
                     continue
                 yield _event(self._chunk({}, piece.reason))
                 if with_usage:
@@ -93,7 +101,10 @@ class Reply:
         yield "data: [DONE]\n\n"
 
     def _chunk(
-        self, delta: dict[str, str], reason: str | None = None, scores: dict[str, Any] | None = None
+        self,
+        delta: dict[str, str],
+        reason: str | None = None,
+        scores: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         return self._object(content, reason, scores, kind="chat.completion.chunk")
@@ -106,25 +117,38 @@ class Reply:
         kind: str = "chat.completion",
     ) -> dict[str, Any]:
         choice = {"index": 0, **content, "logprobs": scores, "finish_reason": reason}
-        about = {"id": self.id, "object": kind if self.chat else "text_completion", "created": self.created}
+        about = {
+            "id": self.id,
+            "object": kind if self.chat else "text_completion",
+            "created": self.created,
+        }
         return about | {"model": self.model, "choices": [choice]}
 
     def _usage(self, ended: Ended) -> dict[str, int]:
-        read, written = self.prompt_tokens, ended.tokens
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        read = self.prompt_tokens
+        written = ended.tokens
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+        }
 
     def _scores(self, scores: Sequence[Score]) -> dict[str, Any] | None:
         if not self.scored:
             return None
         if self.chat:
             return {"content": [self._chat_score(score) for score in scores], "refusal": None}
-        texts, offsets = [self.decode([score.token]) for score in scores], []
+        texts = [self.decode([score.token]) for score in scores]
+        offsets = []
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [None if x.log_probability is None else _finite(x.log_probability) for x in scores],
+            "token_logprobs": [
+                None if x.log_probability is None else _finite(x.log_probability)
+                for x in scores
+            ],
             "top_logprobs": [self._by_text(score) for score in scores],
             "text_offset": offsets,
         }
@@ -140,7 +164,9 @@ class Reply:
 
     def _chat_score(self, score: Score) -> dict[str, Any]:
         likeliest = [self._named(token, value) for token, value in score.likeliest]
-        return self._named(score.token, score.log_probability or 0.0) | {"top_logprobs": likeliest}
+        return self._named(score.token, score.log_probability or 0.0) | {
+            "top_logprobs": likeliest
+        }
 
     def _named(self, token: int, value: float) -> dict[str, Any]:
         text = self.decode([token])

@@ -11,13 +11,38 @@ from trainer.commands.talk import check_length
 from trainer.config.errors import ConfigError
 
 _USED = {
-    *("model", "stream", "stream_options", "stop", "seed", "temperature", "top_k", "top_p", "logprobs"),
+    *(
+        "model",
+        "stream",
+        "stream_options",
+        "stop",
+        "seed",
+        "temperature",
+        "top_k",
+        "top_p",
+        "logprobs",
+    ),
     *("max_tokens", "max_completion_tokens"),
 }
-_USED_BY_CHAT = {"messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "top_logprobs"}
+_USED_BY_CHAT = {
+    "messages",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "top_logprobs",
+}
 _USED_BY_TEXTS = {"prompt", "echo"}
 _UNUSED = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *(
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    ),
 }
 """Fields for the provider's books, which change no answer."""
 _ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
@@ -74,21 +99,34 @@ def check_fields(body: Mapping[str, Any], *, chat: bool) -> None:
         if key not in _ONE_VALUE:
             raise ConfigError(f"{key} is not offered; leave it out")
         if value not in _ONE_VALUE[key]:
-            raise ConfigError(f"{key} = {_short(value)} is not offered; leave it out, or write {_ONE_VALUE[key][0]!r}")
+            raise ConfigError(
+                f"{key} = {_short(value)} is not offered; leave it out, or write {_ONE_VALUE[key][0]!r}"
+            )
     if chat and body.get("tool_choice") not in (None, "auto", "none"):
-        raise ConfigError(f"tool_choice = {_short(body['tool_choice'])} is not offered; write 'auto' or 'none'")
+        raise ConfigError(
+            f"tool_choice = {_short(body['tool_choice'])} is not offered; write 'auto' or 'none'"
+        )
     tools = body.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
         raise ConfigError("tools must be a list of objects")
     for key in ("stream", "echo", "add_generation_prompt"):
         if not isinstance(body.get(key, False), bool | None):
             raise ConfigError(f"{key} = {_short(body[key])} must be true or false")
     if not isinstance(body.get("stream_options") or {}, dict):
-        raise ConfigError(f"stream_options = {_short(body['stream_options'])} must be an object")
+        raise ConfigError(
+            f"stream_options = {_short(body['stream_options'])} must be an object"
+        )
 
 
 def request_of(
-    body: Mapping[str, Any], prompt: list[int], usual: Request, longest: int, *, chat: bool = False
+    body: Mapping[str, Any],
+    prompt: list[int],
+    usual: Request,
+    longest: int,
+    *,
+    chat: bool = False,
 ) -> Request:
     """Return what a request asks for; its fields have been checked.
 
@@ -98,7 +136,9 @@ def request_of(
         ConfigError: a wrong value.
     """
 
-    def given(key: str, kind: type, default: Any, *, least: float = 0, most: float = 2**63 - 1) -> Any:
+    def given(
+        key: str, kind: type, default: Any, *, least: float = 0, most: float = 2**63 - 1
+    ) -> Any:
         value = body.get(key)
         if value is None:
             return default
@@ -112,7 +152,12 @@ def request_of(
     check_length(prompt, longest)
     echo = bool(body.get("echo"))
     least = 0 if echo else 1
-    most = given("max_completion_tokens", int, given("max_tokens", int, usual.tokens, least=least), least=least)
+    most = given(
+        "max_completion_tokens",
+        int,
+        given("max_tokens", int, usual.tokens, least=least),
+        least=least,
+    )
     return Request(
         prompt,
         min(most, longest - len(prompt)),
@@ -136,7 +181,9 @@ def _stops(given: Any) -> list[str]:
 def _chat_scores(body: Mapping[str, Any], given: Any) -> int | None:
     wanted = body.get("logprobs")
     if wanted is not None and not isinstance(wanted, bool):
-        raise ConfigError(f"logprobs = {_short(wanted)} must be true or false; top_logprobs says how many")
+        raise ConfigError(
+            f"logprobs = {_short(wanted)} must be true or false; top_logprobs says how many"
+        )
     scores = given("top_logprobs", int, 0, most=_MOST_SCORES)
     if scores and not wanted:
         raise ConfigError(f"top_logprobs = {scores} needs logprobs = true")

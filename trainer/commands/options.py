@@ -19,18 +19,31 @@ class Parser(argparse.ArgumentParser):
         """text: what the command does, in one line; lines below it stand as they are behind the options."""
         what, _, more = text.partition("\n")
         if more:
-            settings |= {"epilog": more, "formatter_class": argparse.RawDescriptionHelpFormatter}
-        super().__init__(prog=f"lct {command}", description=what, allow_abbrev=False, **settings)
+            settings |= {
+                "epilog": more,
+                "formatter_class": argparse.RawDescriptionHelpFormatter,
+            }
+        super().__init__(
+            prog=f"lct {command}", description=what, allow_abbrev=False, **settings
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 def number(
-    kind: type[Number], least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf
+    kind: type[Number],
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: float = -math.inf,
 ) -> Callable[[str], Number]:
     """Return the `type` of an option that takes a finite number from `least` to `most`, and more than `above`."""
-    bounds = ((least, f"at least {least:g}"), (above, f"above {above:g}"), (most, f"at most {most:g}"))
+    bounds = (
+        (least, f"at least {least:g}"),
+        (above, f"above {above:g}"),
+        (most, f"at most {most:g}"),
+    )
     rule = " and ".join(text for bound, text in bounds if math.isfinite(bound))
 
     def read(text: str) -> Number:
@@ -38,7 +51,9 @@ def number(
             value = kind(text)
         except ValueError:
             hint = f"; write {whole}" if kind is int and (whole := meant(text)) else ""
-            raise argparse.ArgumentTypeError(f"{text!r} must be a {'whole ' * (kind is int)}number{hint}") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a {'whole ' * (kind is int)}number{hint}"
+            ) from None
         if not (least <= value <= most and above < value and math.isfinite(value)):
             raise argparse.ArgumentTypeError(f"{text} must be {rule}")
         return value
@@ -52,5 +67,9 @@ def given_as(**options: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        named = [f"{key} is {option} here" for key, option in options.items() if f".{key} =" in str(error)]
+        named = [
+            f"{key} is {option} here"
+            for key, option in options.items()
+            if f".{key} =" in str(error)
+        ]
         raise type(error)("; ".join([str(error), *named])) from None

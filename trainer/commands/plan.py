@@ -27,8 +27,23 @@ MASKS = ("causal", "full", "window:4096", "document")
 OUTPUTS = (".svg", ".png")
 WIDTH = 100
 
-_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
-_FLOPS = {"FLOP": 1, "kFLOP": 1e3, "MFLOP": 1e6, "GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15, "EFLOP": 1e18}
+_BYTES = {
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "PiB": 1 << 50,
+}
+_FLOPS = {
+    "FLOP": 1,
+    "kFLOP": 1e3,
+    "MFLOP": 1e6,
+    "GFLOP": 1e9,
+    "TFLOP": 1e12,
+    "PFLOP": 1e15,
+    "EFLOP": 1e18,
+}
 _EXAMPLES = """examples:
   lct plan --seq-len 1048576 --degree 64 --method auto
       a summary, with the method that training would choose
@@ -44,7 +59,9 @@ def parse_documents(text: str, seq_len: int) -> list[int]:
     """
     name, _, seed = text.partition(":")
     if name == "random" and seed.isdecimal():
-        rng, lengths, left = np.random.default_rng(int(seed)), [], seq_len
+        rng = np.random.default_rng(int(seed))
+        lengths = []
+        left = seq_len
         while left:
             lengths.append(min(int(rng.lognormal(0, 1) * seq_len / 16) + 1, left))
             left -= lengths[-1]
@@ -56,14 +73,20 @@ def parse_documents(text: str, seq_len: int) -> list[int]:
         )
     lengths = [int(word) for word in words]
     if sum(lengths) != seq_len:
-        raise ConfigError(f"--documents {text} are {sum(lengths):,} tokens and must be --seq-len {seq_len}")
+        raise ConfigError(
+            f"--documents {text} are {sum(lengths):,} tokens and must be --seq-len {seq_len}"
+        )
     return lengths
 
 
-def parse_mask(text: str, seq_len: int, document_text: str | None) -> tuple[Mask, Mask | None, str]:
+def parse_mask(
+    text: str, seq_len: int, document_text: str | None
+) -> tuple[Mask, Mask | None, str]:
     """Return the mask, the mask of the batch's documents (by which `balanced` assigns) or None, and the mask's name."""
     if document_text is not None and text != "document":
-        raise ConfigError(f"--documents has no effect with --mask {text}; leave it out, or use --mask document")
+        raise ConfigError(
+            f"--documents has no effect with --mask {text}; leave it out, or use --mask document"
+        )
     if text == "document":
         lengths = parse_documents(document_text or "random:0", seq_len)
         packed = documents(lengths)
@@ -95,7 +118,9 @@ def build(args: argparse.Namespace) -> Case:
     shape = AttentionShape(1, args.heads, args.kv_heads, args.head_dim, args.bytes)
     options, reason = method_of(args, shape, mask, packed)
     layout = options.layout(args.seq_len, args.degree, packed)
-    return Case(layout, mask, mask_name, options, args.direction or DIRECTIONS[0], shape, reason)
+    return Case(
+        layout, mask, mask_name, options, args.direction or DIRECTIONS[0], shape, reason
+    )
 
 
 def divisors(number: int) -> str:
@@ -106,7 +131,8 @@ def method_of(
     args: argparse.Namespace, shape: AttentionShape, mask: Mask, packed: Mask | None
 ) -> tuple[ContextParallelOptions, str]:
     """Return the options of the method, and why `auto` chose it (empty if it is named)."""
-    options, head_degree = ContextParallelOptions(load_balancer=args.load_balancer), args.head_degree
+    options = ContextParallelOptions(load_balancer=args.load_balancer)
+    head_degree = args.head_degree
     spread = METHODS.get(args.method)
     two_level = spread is not None and spread.two_level
     if two_level and head_degree is None:
@@ -121,7 +147,15 @@ def method_of(
     if spread is None:
         # As training does: with packed documents, for the batch, and on the mesh that stands before the first batch.
         masks = (causal(args.seq_len) if packed else mask,)
-        return choose(options, masks, args.degree, shape, batch=packed, hybrids=packed is None, node=args.node)
+        return choose(
+            options,
+            masks,
+            args.degree,
+            shape,
+            batch=packed,
+            hybrids=packed is None,
+            node=args.node,
+        )
     if head_degree is not None and args.degree % head_degree:
         raise ConfigError(
             f"--head-degree {head_degree} must divide --degree {args.degree}; use one of {divisors(args.degree)}"
@@ -130,14 +164,17 @@ def method_of(
     try:
         check_heads(args.heads, spread.head_degree(args.degree, hybrid), args.method)
     except ValueError as error:
-        option = f"--degree {args.degree}" if head_degree is None else f"--head-degree {head_degree}"
+        option = (
+            f"--degree {args.degree}" if head_degree is None else f"--head-degree {head_degree}"
+        )
         raise ConfigError(f"{option} does not go with --heads {args.heads}: {error}") from None
     return replace(options, method=args.method, hybrid_degrees=hybrid), ""
 
 
 def summary(case: Case, directions: Sequence[str] = DIRECTIONS) -> str:
     """Return the summary of a case in these directions, at most 100 columns wide."""
-    shape, layout = case.shape, case.layout
+    shape = case.shape
+    layout = case.layout
     pairs = [float(x) for x in case.pairs]
     facts = {
         "method": method_in_words(case),
@@ -152,15 +189,22 @@ def summary(case: Case, directions: Sequence[str] = DIRECTIONS) -> str:
     lines = [
         f"{case.options.method} on {case.ranks_named}: {layout.length:,} tokens, one layer's attention, one sequence"
     ]
-    lines += [paragraphs(((f"  {name}", text) for name, text in facts.items()), WIDTH), "", *_table(case, directions)]
+    lines += [
+        paragraphs(((f"  {name}", text) for name, text in facts.items()), WIDTH),
+        "",
+        *_table(case, directions),
+    ]
     if len(case.planned) < case.degree:
-        lines.append(f"  These numbers are of {len(case.planned)} of the ranks: the outermost and some between.")
+        lines.append(
+            f"  These numbers are of {len(case.planned)} of the ranks: the outermost and some between."
+        )
     return "\n".join(lines)
 
 
 def method_in_words(case: Case) -> str:
     """Return how the plan spreads attention, by what it does and not by its name."""
-    group, rings = case.head_degree, case.degree // case.head_degree
+    group = case.head_degree
+    rings = case.degree // case.head_degree
     if case.degree == 1:
         return "one rank has all heads and all tokens"
     if rings == 1:
@@ -169,18 +213,32 @@ def method_in_words(case: Case) -> str:
             f"the {group} ranks divide the heads, and each has {each:,} query head{'s' * (each > 1)} for the whole "
             "sequence"
         )
-    heads = f"groups of {group} ranks divide the heads" if group > 1 else "every rank has all heads"
+    heads = (
+        f"groups of {group} ranks divide the heads" if group > 1 else "every rank has all heads"
+    )
     others = "groups" if group > 1 else "ranks"
-    steps = max(len(case.stages(rank, direction)) for rank in case.planned for direction in DIRECTIONS) - 1
+    steps = (
+        max(
+            len(case.stages(rank, direction))
+            for rank in case.planned
+            for direction in DIRECTIONS
+        )
+        - 1
+    )
     if not steps:
         return f"{heads}; no K/V are sent, because no query sees keys of other {others}"
-    way = "while it computes" if case.options.spread.overlaps or group > 1 else "of all others at once"
+    way = (
+        "while it computes"
+        if case.options.spread.overlaps or group > 1
+        else "of all others at once"
+    )
     return f"{heads}; K/V of other {others} arrive in {steps:,} step{'s' * (steps > 1)}, {way}"
 
 
 def layout_in_words(case: Case) -> str:
     """Return the name of the layout, and how many tokens, bytes of K/V and pieces a rank has."""
-    layout, shape = case.layout, case.shape
+    layout = case.layout
+    shape = case.shape
     lengths = [layout.local_length(rank) for rank in range(case.degree)]
     pieces = [len(ranges) for ranges in layout.ranges]
     keys = in_unit(max(lengths) * 2 * shape.kv_heads * shape.head_dim * shape.itemsize, _BYTES)
@@ -197,7 +255,8 @@ def in_unit(value: float, units: dict[str, float]) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
+    low = min(numbers)
+    high = max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
@@ -205,7 +264,10 @@ def _table(case: Case, directions: Sequence[str]) -> list[str]:
     rows: dict[str, tuple[Callable[[Cost], float], Callable[[float], str]]] = {
         "computes": (lambda cost: cost.flops, lambda value: in_unit(value, _FLOPS)),
         "sends": (lambda cost: cost.bytes_sent.total(), lambda value: in_unit(value, _BYTES)),
-        "receives": (lambda cost: cost.bytes_received.total(), lambda value: in_unit(value, _BYTES)),
+        "receives": (
+            lambda cost: cost.bytes_received.total(),
+            lambda value: in_unit(value, _BYTES),
+        ),
         "exchanges": (lambda cost: cost.calls.total(), lambda value: f"{value:,.4g}"),
         "buffers": (lambda cost: cost.workspace, lambda value: in_unit(value, _BYTES)),
     }
@@ -215,14 +277,20 @@ def _table(case: Case, directions: Sequence[str]) -> list[str]:
     ]
     for name, (of, form) in rows.items():
         cells = [
-            f"{form(most):>15}{form(mean):>13}" for most, mean in (busiest_and_mean(case, d, of) for d in directions)
+            f"{form(most):>15}{form(mean):>13}"
+            for most, mean in (busiest_and_mean(case, d, of) for d in directions)
         ]
         lines.append(f"  {name:<11}" + "".join(cells))
     stages = [max(len(case.stages(rank, d)) for rank in case.planned) for d in directions]
-    return [*lines, (f"  {'stages':<11}" + "".join(f"{most:>15,}{'':>13}" for most in stages)).rstrip()]
+    return [
+        *lines,
+        (f"  {'stages':<11}" + "".join(f"{most:>15,}{'':>13}" for most in stages)).rstrip(),
+    ]
 
 
-def busiest_and_mean(case: Case, direction: str, of: Callable[[Cost], float]) -> tuple[float, float]:
+def busiest_and_mean(
+    case: Case, direction: str, of: Callable[[Cost], float]
+) -> tuple[float, float]:
     """Return the most of the planned ranks, and the mean of those that stand for all."""
     most = max(of(case.costs[direction][rank]) for rank in case.planned)
     return most, fmean(of(case.costs[direction][rank]) for rank in case.middles)
@@ -231,15 +299,23 @@ def busiest_and_mean(case: Case, direction: str, of: Callable[[Cost], float]) ->
 def painter(args: argparse.Namespace) -> Callable[[Case, Path], None]:
     """Return the function that draws; it is imported at its use, because matplotlib is optional."""
     if args.output.suffix not in OUTPUTS:
-        raise ConfigError(f"--output {args.output} must end in {' or '.join(OUTPUTS)}, the two kinds of picture")
+        raise ConfigError(
+            f"--output {args.output} must end in {' or '.join(OUTPUTS)}, the two kinds of picture"
+        )
     if not args.output.parent.is_dir():
-        raise ConfigError(f"--output {args.output} lies in no folder: make {args.output.parent} first")
+        raise ConfigError(
+            f"--output {args.output} lies in no folder: make {args.output.parent} first"
+        )
     if args.degree > MOST_RANKS:
-        raise ConfigError(f"--output draws at most {MOST_RANKS} ranks, and --degree is {args.degree}; draw fewer ranks")
+        raise ConfigError(
+            f"--output draws at most {MOST_RANKS} ranks, and --degree is {args.degree}; draw fewer ranks"
+        )
     try:
         from trainer.commands.plan_picture import draw
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--output needs {error.name}: pip install {error.name}, or leave --output out") from None
+        raise ConfigError(
+            f"--output needs {error.name}: pip install {error.name}, or leave --output out"
+        ) from None
     return draw
 
 
@@ -249,9 +325,23 @@ def parser() -> Parser:
     some = number(int, 1)
     add = described.add_argument_group("sequence and ranks").add_argument
     add("--seq-len", type=some, required=True, metavar="TOKENS", help="tokens of the sequence")
-    add("--degree", type=some, required=True, metavar="RANKS", help="ranks that share the sequence")
-    add("--mask", default="causal", help="causal (default), full, window:4096, or document (causal within documents)")
-    add("--documents", metavar="LENGTHS", help="with --mask document: 5000,3000,... or random:SEED (default random:0)")
+    add(
+        "--degree",
+        type=some,
+        required=True,
+        metavar="RANKS",
+        help="ranks that share the sequence",
+    )
+    add(
+        "--mask",
+        default="causal",
+        help="causal (default), full, window:4096, or document (causal within documents)",
+    )
+    add(
+        "--documents",
+        metavar="LENGTHS",
+        help="with --mask document: 5000,3000,... or random:SEED (default random:0)",
+    )
     add = described.add_argument_group("method and layout").add_argument
     add(
         "--method",
@@ -259,16 +349,38 @@ def parser() -> Parser:
         default="ring",
         help="how attention reaches other ranks' keys (default: ring); auto: the choice of training, with its reason",
     )
-    add("--head-degree", type=some, metavar="RANKS", help="with --method hybrid: ranks that divide the heads")
-    add("--node", type=some, default=8, metavar="RANKS", help="with --method auto: ranks of one node (8)")
-    add("--load-balancer", choices=("auto", *LOAD_BALANCERS), default="auto", help="who owns which tokens (auto)")
-    add = described.add_argument_group("attention, by default that of Llama 3 8B in bfloat16").add_argument
+    add(
+        "--head-degree",
+        type=some,
+        metavar="RANKS",
+        help="with --method hybrid: ranks that divide the heads",
+    )
+    add(
+        "--node",
+        type=some,
+        default=8,
+        metavar="RANKS",
+        help="with --method auto: ranks of one node (8)",
+    )
+    add(
+        "--load-balancer",
+        choices=("auto", *LOAD_BALANCERS),
+        default="auto",
+        help="who owns which tokens (auto)",
+    )
+    add = described.add_argument_group(
+        "attention, by default that of Llama 3 8B in bfloat16"
+    ).add_argument
     add("--heads", type=some, default=32, metavar="N", help="query heads (32)")
     add("--kv-heads", type=some, default=8, metavar="N", help="key/value heads (8)")
     add("--head-dim", type=some, default=128, metavar="N", help="size of a head (128)")
     add("--bytes", type=some, default=2, metavar="N", help="bytes of an element of q, k, v (2)")
     add = described.add_argument_group("what is shown").add_argument
-    add("--direction", choices=DIRECTIONS, help="only this one (default: both in the summary, forward in the picture)")
+    add(
+        "--direction",
+        choices=DIRECTIONS,
+        help="only this one (default: both in the summary, forward in the picture)",
+    )
     add("--output", type=Path, metavar="FILE", help="picture to write, .svg or .png")
     return described
 

@@ -62,19 +62,28 @@ class Case:
     @cached_property
     def plans(self) -> dict[int, RankPlan]:
         settings = self.layout, self.mask, self.options.method
-        return {rank: make_plan(*settings, rank, head_degree=self.head_degree) for rank in self.planned}
+        return {
+            rank: make_plan(*settings, rank, head_degree=self.head_degree)
+            for rank in self.planned
+        }
 
     @cached_property
     def costs(self) -> dict[str, dict[int, Cost]]:
         """Direction -> rank -> its cost."""
         plans = self.plans.items()
-        return {d: {rank: attention_cost(plan, self.shape, d) for rank, plan in plans} for d in DIRECTIONS}
+        return {
+            d: {rank: attention_cost(plan, self.shape, d) for rank, plan in plans}
+            for d in DIRECTIONS
+        }
 
     @cached_property
     def pairs(self) -> np.ndarray:
         """The visible pairs that each rank computes for its heads, without plans: (degree,) int64."""
         total = np.concatenate([[0], np.cumsum(self.mask.work())])
-        pairs = [sum(int(total[stop] - total[start]) for start, stop in ranges) for ranges in self._queries]
+        pairs = [
+            sum(int(total[stop] - total[start]) for start, stop in ranges)
+            for ranges in self._queries
+        ]
         return np.repeat(np.array(pairs, dtype=np.int64), self.head_degree)
 
     def stages(self, rank: int, direction: str | None = None) -> tuple[Stage, ...]:
@@ -89,4 +98,7 @@ class Case:
     @cached_property
     def _queries(self) -> list[Ranges]:
         firsts = range(0, self.degree, self.head_degree)
-        return [union(sum(self.layout.ranges[first : first + self.head_degree], ())) for first in firsts]
+        return [
+            union(sum(self.layout.ranges[first : first + self.head_degree], ()))
+            for first in firsts
+        ]

@@ -16,9 +16,23 @@ from trainer.commands.plan_case import Case
 
 Color = tuple[float, ...]
 
-_SETTINGS = {"svg.hashsalt": "plan", "font.family": "DejaVu Sans", "font.size": 9, "axes.linewidth": 0.6}
+_SETTINGS = {
+    "svg.hashsalt": "plan",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.linewidth": 0.6,
+}
 # Of Okabe and Ito: the colour-blind can distinguish them, too.
-_RANKS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#999999")
+_RANKS = (
+    "#e69f00",
+    "#56b4e9",
+    "#009e73",
+    "#cc79a7",
+    "#f0e442",
+    "#0072b2",
+    "#d55e00",
+    "#999999",
+)
 _GREY = (0.8, 0.8, 0.8)
 _FEW = 16
 """Up to so many ranks have numbers and shades of their stages; of more, a darker field has more pairs."""
@@ -30,7 +44,9 @@ def draw(case: Case, output: Path) -> None:
     """Write the picture, SVG or PNG by the file's ending; the same case gives the same file."""
     with matplotlib.rc_context(_SETTINGS):
         # No date, and no version of the program that drew it. White behind all, so that it can be read on any page.
-        metadata = {"Date": None, "Creator": None} if output.suffix == ".svg" else {"Software": None}
+        metadata = (
+            {"Date": None, "Creator": None} if output.suffix == ".svg" else {"Software": None}
+        )
         picture(case).savefig(output, dpi=160, metadata=metadata, facecolor="white")
 
 
@@ -44,21 +60,27 @@ def picture(case: Case) -> Figure:
         def place(x: float, y: float, w: float, h: float) -> Axes:
             return figure.add_axes((x / width, y / height, w / width, h / height))
 
-        inner, right = left + strip + gap, left + strip + gap + side
-        upright, across = place(left, bottom, strip, side), place(inner, bottom + side + gap, side, strip)
+        inner = left + strip + gap
+        right = left + strip + gap + side
+        upright = place(left, bottom, strip, side)
+        across = place(inner, bottom + side + gap, side, strip)
         _draw_square(place(inner, bottom, side, side), upright, across, case)
         chart = place(right + 0.85, bottom + 1.1, 1.5, side - 1.6)
         loads = [place(right + x, bottom + 1.1, 0.5, side - 1.6) for x in (2.45, 3.05)]
         _draw_chart(chart, loads, case)
         title = f"{case.options.method}, {case.direction}: {case.layout.length:,} tokens on {case.ranks_named}"
-        for text, y, size in ((title, 0.985, 11), (f"{case.mask_name}, {case.layout.name} layout", 0.945, 9)):
+        for text, y, size in (
+            (title, 0.985, 11),
+            (f"{case.mask_name}, {case.layout.name} layout", 0.945, 9),
+        ):
             figure.text(left / width, y, text, ha="left", va="top", fontsize=size)
     return figure
 
 
 def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
     """Return the place of each token where the ranges lie one after another; -1 if it is in none."""
-    places, before = np.full(len(tokens), -1), 0
+    places = np.full(len(tokens), -1)
+    before = 0
     for start, stop in ranges:
         inside = (start <= tokens) & (tokens < stop)
         places[inside] = tokens[inside] - start + before
@@ -66,9 +88,12 @@ def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
     return places
 
 
-def areas_of(case: Case, rank: int, stage: Stage, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def areas_of(
+    case: Case, rank: int, stage: Stage, tokens: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield for each tile of a stage its pairs (query, key) among `tokens`, as indices of these."""
-    queries, keys = places_of(tokens, case.queries(rank)), places_of(tokens, stage.held)
+    queries = places_of(tokens, case.queries(rank))
+    keys = places_of(tokens, stage.held)
     for tile in stage.tiles:
         rows, columns = (
             np.flatnonzero((start <= places) & (places < stop))
@@ -87,17 +112,22 @@ def _draw_square(axes: Axes, upright: Axes, across: Axes, case: Case) -> None:
     seq_len = case.layout.length
     side = min(seq_len, _SIDE)
     tokens = (2 * np.arange(side) + 1) * seq_len // (2 * side)
-    image, owners = np.ones((side, side, 3)), np.ones((side, 3))
-    for r in range(0, case.degree, case.head_degree):  # ranks of a head group compute the same pairs, for other heads
+    image = np.ones((side, side, 3))
+    owners = np.ones((side, 3))
+    # ranks of a head group compute the same pairs, for other heads
+    for r in range(0, case.degree, case.head_degree):
         for number, stage in enumerate(case.stages(r)):
             for area in areas_of(case, r, stage, tokens):
                 image[area] = _stage_color(case, r, number)
     for r in range(case.degree):
         owners[places_of(tokens, case.layout.ranges[r]) >= 0] = rank_color(case, r)
     ticks = [seq_len * i // 4 for i in range(5)]
-    names = [f"{n >> 10}k" if n and not n % 1024 else f"{n:,}" for n in ticks]  # 48k is 48 * 1024
+    # 48k is 48 * 1024
+    names = [f"{n >> 10}k" if n and not n % 1024 else f"{n:,}" for n in ticks]
     for place, pixels in ((axes, image), (upright, owners[:, None]), (across, owners[None])):
-        place.imshow(pixels, aspect="auto", interpolation="nearest", extent=(0, seq_len, seq_len, 0))
+        place.imshow(
+            pixels, aspect="auto", interpolation="nearest", extent=(0, seq_len, seq_len, 0)
+        )
         place.set(xticks=[], yticks=[])
     upright.set(yticks=ticks, yticklabels=names)
     upright.set_ylabel("query", labelpad=2)
@@ -109,7 +139,8 @@ def _draw_square(axes: Axes, upright: Axes, across: Axes, case: Case) -> None:
 
 def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
     """Ranks run down: the pairs of each stage, as a share of the mean rank's, all of its pairs, and what it sends."""
-    degree, few = case.degree, case.degree <= _FEW
+    degree = case.degree
+    few = case.degree <= _FEW
     stages = max(len(case.stages(r)) for r in range(degree))
     mean = float(case.pairs.mean()) or 1
     share = np.zeros((degree, stages))
@@ -117,18 +148,33 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
         share[r, : len(case.stages(r))] = [stage.pairs / mean for stage in case.stages(r)]
     image = np.ones((degree, stages, 3))
     for r, number in np.ndindex(degree, stages):
-        color, weight = np.array(rank_color(case, r)), share[r, number] / (share.max() or 1)
+        color = np.array(rank_color(case, r))
+        weight = share[r, number] / (share.max() or 1)
         image[r, number] = _stage_color(case, r, number) if few else 1 - (1 - color) * weight
         if few and stages <= 8 and number < len(case.stages(r)):
             text = f"{100 * share[r, number]:.0f}"
             _number(axes, number + 0.5, r, text, _ink(image[r, number]))
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, stages, degree, 0))
     for r in range(degree):  # the legend of colours
-        axes.add_patch(Rectangle((-0.09 * stages, r), 0.06 * stages, 1, facecolor=rank_color(case, r), clip_on=False))
-    ranks = [*range(degree)] if few else [*range(0, degree - degree // 16, degree // 8), degree - 1]
+        axes.add_patch(
+            Rectangle(
+                (-0.09 * stages, r),
+                0.06 * stages,
+                1,
+                facecolor=rank_color(case, r),
+                clip_on=False,
+            )
+        )
+    ranks = (
+        [*range(degree)] if few else [*range(0, degree - degree // 16, degree // 8), degree - 1]
+    )
     ticks = [*range(stages)] if few and stages <= 8 else sorted({0, stages - 1})
     axes.set(yticks=[r + 0.5 for r in ranks], yticklabels=[f"rank {r}" for r in ranks])
-    axes.set(xticks=[stage + 0.5 for stage in ticks], xticklabels=map(str, ticks), title="pairs at stage")
+    axes.set(
+        xticks=[stage + 0.5 for stage in ticks],
+        xticklabels=map(str, ticks),
+        title="pairs at stage",
+    )
     axes.tick_params(length=0, labelsize=8, pad=4)
     axes.tick_params(axis="y", pad=14)
     sent = [case.costs[case.direction][r].bytes_sent.total() / 2**20 for r in range(degree)]
@@ -136,7 +182,13 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
     for load, (values, title) in zip(loads, columns, strict=True):
         most = max(values) or 1
         load.barh([r + 0.5 for r in range(degree)], values, height=1, color="#cccccc")
-        load.set(ylim=(degree, 0), xlim=(0, 1.05 * most), yticks=[], xticks=[most], xticklabels=[f"{most:,.0f}"])
+        load.set(
+            ylim=(degree, 0),
+            xlim=(0, 1.05 * most),
+            yticks=[],
+            xticks=[most],
+            xticklabels=[f"{most:,.0f}"],
+        )
         load.tick_params(length=2, labelsize=8)
         load.set_title(title, fontsize=8)
         load.spines[["top", "right"]].set_visible(False)

@@ -24,7 +24,14 @@ from trainer.job import ResolvedJob, resolve
 from trainer.job.attention import options_as_keys
 from trainer.job.resolution import on_device
 from trainer.job.summary import summary
-from trainer.runtime.console import end_live_line, line_width, logger, report, say_waiting, set_up_logging
+from trainer.runtime.console import (
+    end_live_line,
+    line_width,
+    logger,
+    report,
+    say_waiting,
+    set_up_logging,
+)
 from trainer.runtime.devices import this_machine
 from trainer.runtime.dump_folder import folder_held, folders_of, remove_estimate
 from trainer.runtime.garbage import imports_uncollected
@@ -39,7 +46,8 @@ if TYPE_CHECKING:
     from trainer.runtime.reports import Reports
 
 _GRACE_SECONDS = 5
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first one set is read
+# the first one set is read
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
@@ -48,7 +56,9 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
     launched: our launcher started this rank.
     """
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | os.environ
-    rank, local_rank, world_size = (int(variables[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local_rank, world_size = (
+        int(variables[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
     try:
         command = parse_command_line(sys.argv[1:] if argv is None else argv)
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -107,7 +117,8 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         from trainer.runtime.reports import Reports
 
     config = job.config
-    process = Process.from_environment(job.given.job.device)  # as the user wrote it: `auto` takes what PyTorch has
+    # as the user wrote it: `auto` takes what PyTorch has
+    process = Process.from_environment(job.given.job.device)
     try:
         job = _with_device_of_torch(job, process.device.type)
     except ConfigError as error:
@@ -118,7 +129,13 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
     try:
         records = Path(config.job.dump_folder) / config.comm.save_traces_folder
         with (
-            process_group(process, config.comm, records, reports.store, cpu_tensors=config.training.enable_cpu_offload),
+            process_group(
+                process,
+                config.comm,
+                records,
+                reports.store,
+                cpu_tensors=config.training.enable_cpu_offload,
+            ),
             _shared_errors_printed_once(process.rank),
             out_of_memory_explained(job),
             options_as_keys(),
@@ -158,7 +175,9 @@ def _with_device_of_torch(job: ResolvedJob, device_type: str) -> ResolvedJob:
 
 def _left_early(reports: "Reports", error: SystemExit) -> int:
     """Report that this rank's work called `sys.exit`, and return an exit code above 0."""
-    report(f"error: rank {reports.process.rank} called sys.exit({error.code!r}) before its work was done")
+    report(
+        f"error: rank {reports.process.rank} called sys.exit({error.code!r}) before its work was done"
+    )
     reports.failed(error)
     return error.code if isinstance(error.code, int) and error.code > 0 else 1
 

@@ -24,22 +24,35 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
     # Ranks share the cores instead of fighting over them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // here, 1)))
     if (ROOT / "train.py").is_file():  # a clone, which need not be installed
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    os.environ["PYTHONSAFEPATH"] = "1"  # a folder `trainer` where the user stands is not this program
-    options = ["--nproc-per-node", str(here), "--start-timeout", str(config.comm.init_timeout_seconds)]
-    options += ["--end-timeout", str(config.comm.checkpoint_timeout_seconds)]  # the last work is a save
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        )
+    # a folder `trainer` where the user stands is not this program
+    os.environ["PYTHONSAFEPATH"] = "1"
+    options = [
+        "--nproc-per-node",
+        str(here),
+        "--start-timeout",
+        str(config.comm.init_timeout_seconds),
+    ]
+    # the last work is a save
+    options += ["--end-timeout", str(config.comm.checkpoint_timeout_seconds)]
     options += ["--stop-signals", ",".join(config.job.stop_signals)]
     if device_type == "cpu":  # no GPU has run a forked rank yet
         options += ["--preload", "trainer.trainer"]
     if device_type == "cuda" and config.comm.trace_buf_size:
-        options += ["--flight-records", str(Path(config.job.dump_folder, config.comm.save_traces_folder).absolute())]
+        options += [
+            "--flight-records",
+            str(Path(config.job.dump_folder, config.comm.save_traces_folder).absolute()),
+        ]
     return options
 
 
 def launch(arguments: list[str]) -> int:
     """Start the launcher, and return the exit code of the job."""
     given = os.environ.get(_CPP_LOGS)
-    os.environ.setdefault(_CPP_LOGS, "ERROR")  # torch reads it once; the store of a node that ends prints C++ traces
+    # torch reads it once; the store of a node that ends prints C++ traces
+    os.environ.setdefault(_CPP_LOGS, "ERROR")
     from trainer.runtime.launch import main
 
     if given is None:
@@ -70,7 +83,8 @@ def work_on_rank(argv: list[str], *, launched: bool = False) -> int:
     """Do the work of one rank of a command, see `run`, and return the exit code. Rank 0 reports a wrong setting."""
     from trainer.commands.rank import on_rank
 
-    command, is_first = import_module(argv[0]), os.environ.get("RANK", "0") == "0"
+    command = import_module(argv[0])
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
         wanted, job = command.checked(argv[1:])
     except ConfigError as error:

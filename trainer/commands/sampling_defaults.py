@@ -21,7 +21,8 @@ def set_sampling(args: argparse.Namespace, config: JobConfig) -> None:
     Raises:
         ConfigError: the file has a value that is out of bounds.
     """
-    folder, named = hf_folder(config), {}
+    folder = hf_folder(config)
+    named = {}
     if folder is not None:
         named = _named(folder / GENERATION_FILE, read_settings(folder / GENERATION_FILE))
     for name, usual in USUAL.items():
@@ -37,8 +38,12 @@ def _named(file: Path, content: Mapping[str, Any]) -> dict[str, float]:
     for name, value in found.items():
         least, most = bounds[name]
         kinds = int if name == "top_k" else (int, float)
-        right = isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
+        right = (
+            isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
+        )
         if not right or (name == "top_p" and value == 0) or value == float("inf"):
             rule = {"top_k": "a whole number from 0", "top_p": "a number above 0, at most 1"}
-            raise ConfigError(f"{file}: {name} = {value!r} must be {rule.get(name, 'a number from 0')}; correct it")
+            raise ConfigError(
+                f"{file}: {name} = {value!r} must be {rule.get(name, 'a number from 0')}; correct it"
+            )
     return found

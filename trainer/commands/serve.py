@@ -29,8 +29,17 @@ def parser() -> Parser:
     """Return the parser of the options."""
     described = model_parser("serve", __doc__)
     add = described.add_argument
-    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: from other machines (default: 127.0.0.1)")
-    add("--port", type=number(int, 1, most=65535), default=8000, help="port to listen at (default: 8000)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at; 0.0.0.0: from other machines (default: 127.0.0.1)",
+    )
+    add(
+        "--port",
+        type=number(int, 1, most=65535),
+        default=8000,
+        help="port to listen at (default: 8000)",
+    )
     talk_options(described, tools=False)
     return described
 
@@ -38,7 +47,9 @@ def parser() -> Parser:
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     """Return the arguments and the job of all ranks."""
     args = parser().parse_args(argv)
-    if missing := [package for package in ("starlette", "uvicorn") if find_spec(package) is None]:
+    if missing := [
+        package for package in ("starlette", "uvicorn") if find_spec(package) is None
+    ]:
         raise ConfigError(
             f"lct serve needs {' and '.join(missing)}; install them with pip install '.[serve]' in the folder of this "
             f"program, or with pip install {' '.join(missing)}"
@@ -63,12 +74,17 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     from trainer.runtime.agreement import control_group, raise_on_all_ranks, read_once
     from trainer.runtime.process_group import set_timeout
 
-    tokenizer, talk = open_tokenizer(job.config.model.tokenizer_file), talk_of(job)
+    tokenizer = open_tokenizer(job.config.model.tokenizer_file)
+    talk = talk_of(job)
     ends = talk.ends if isinstance(talk, Talk) else ends_of(job.config, tokenizer)
     model, dims = loaded_model(job, device)
     control = control_group()
     writer = Writer(model, job, dims, tokenizer, ends, control)
-    server = Server(args, job.config.training.seq_len, tokenizer, talk) if dims.rank("world") == 0 else None
+    server = (
+        Server(args, job.config.training.seq_len, tokenizer, talk)
+        if dims.rank("world") == 0
+        else None
+    )
     raise_on_all_ranks(server.start if server else lambda: None, device)
     set_timeout(PATIENCE_SECONDS, but_for=control)  # the other ranks wait for a request
     while given := read_once(server.next if server else bytes, over=dims["world"]):

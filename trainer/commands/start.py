@@ -45,7 +45,10 @@ class Start:
 
     def world_size(self, config: JobConfig, machine: Machine) -> int:
         """Return the number of ranks of the job: as many on each node as here."""
-        return self.of_job or self.ranks_here(config, machine) * Nodes.from_environment(os.environ).count
+        return (
+            self.of_job
+            or self.ranks_here(config, machine) * Nodes.from_environment(os.environ).count
+        )
 
 
 def check_here(config: JobConfig) -> None:
@@ -66,7 +69,9 @@ def parse(argv: list[str]) -> Start:
             f"{rest[0]!r}{beside} is neither the one file nor an option; write FILE --table.key value, such as "
             "debug_model --training.steps 300"
         )
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     for option in ("--ngpu", "--log-rank"):
         parser.add_argument(option, nargs="?", const="")
     known, rest = parser.parse_known_args(rest)
@@ -75,7 +80,9 @@ def parse(argv: list[str]) -> Start:
         ranks = whole_number("--ngpu", known.ngpu, such_as="--ngpu 2")
     elif "NGPU" in os.environ:
         ranks = whole_number("NGPU", os.environ["NGPU"], such_as="NGPU=2")
-    names_weights = any(word.partition("=")[0] in ("--model.path", "--model-path") for word in rest)
+    names_weights = any(
+        word.partition("=")[0] in ("--model.path", "--model-path") for word in rest
+    )
     without_file = FINE_TUNING if names_weights else DEFAULT_CONFIG
     config = config or os.environ.get("CONFIG_FILE") or str(without_file)
     log_rank = getattr(known, "log_rank", os.environ.get("LOG_RANK", "0"))
@@ -115,7 +122,8 @@ def _one_connection(device_type: str) -> str:
 
 
 def _left_checkpoints(job: ResolvedJob) -> str:
-    if job.config.checkpoint.enable or is_address(job.config.checkpoint.folder):  # a store may answer late
+    # a store may answer late
+    if job.config.checkpoint.enable or is_address(job.config.checkpoint.folder):
         return ""
     folder = checkpoint_folder(job.config)
     with suppress(OSError):
@@ -129,7 +137,11 @@ def _left_checkpoints(job: ResolvedJob) -> str:
 
 def _tokenizer_of_python(config: JobConfig) -> str:
     is_shipped = config.model.tokenizer_file == Model().tokenizer_file
-    if not is_shipped or config.task != "tokens" or config.training.dataset in ("python_stdlib", "tokens"):
+    if (
+        not is_shipped
+        or config.task != "tokens"
+        or config.training.dataset in ("python_stdlib", "tokens")
+    ):
         return ""
     return (
         "the shipped tokenizer was made of Python's sources: a token has 4.0 characters of Python, 2.8 of English, 1.9 "

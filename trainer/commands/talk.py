@@ -25,7 +25,9 @@ Message = Mapping[str, Any]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def ends_of(config: JobConfig, tokenizer: "Tokenizer", template: ChatTemplate | None = None) -> set[int]:
+def ends_of(
+    config: JobConfig, tokenizer: "Tokenizer", template: ChatTemplate | None = None
+) -> set[int]:
     """Return the tokens that end a text; with a template also the one that ends an answer."""
     file = Path(config.model.tokenizer_file)
     return end_ids(tokenizer, (file, file.parent, hf_folder(config)), template)
@@ -39,15 +41,24 @@ def text_tokens(tokenizer: "Tokenizer", text: str) -> list[int]:
 def check_length(prompt: Sequence[int], longest: int) -> None:
     """Raise a ConfigError unless a prompt, and a token behind it, fits the tokens that the model takes."""
     if not 0 < len(prompt) < longest:
-        raise ConfigError(f"the prompt has {len(prompt)} tokens, and the model takes 1 to {longest - 1}")
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens, and the model takes 1 to {longest - 1}"
+        )
 
 
 def talk_options(described: Parser, when: str = "", *, tools: bool = True) -> None:
     """Add the options of how a model is talked to. tools: whether the command, and not each request, brings them."""
     if tools:
-        described.add_argument("--tools", type=Path, metavar="FILE", help=f"{when}tools of the model, a list in JSON")
+        described.add_argument(
+            "--tools",
+            type=Path,
+            metavar="FILE",
+            help=f"{when}tools of the model, a list in JSON",
+        )
     text = f"{when}argument of the chat template, as enable_thinking=false; may be given again"
-    described.add_argument("--argument", action="append", default=[], metavar="NAME=VALUE", help=text)
+    described.add_argument(
+        "--argument", action="append", default=[], metavar="NAME=VALUE", help=text
+    )
 
 
 @dataclass(frozen=True)
@@ -64,22 +75,31 @@ class Talk:
         """Return it for the tokenizer and template of a model. tools: a file of JSON; ConfigError if one is missing."""
         from trainer.data.tokenizers.tokenizer import open_tokenizer
 
-        template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)
+        template = find_template(
+            config.model.tokenizer_file, config.model.chat_template, config.chat
+        )
         if template is None:
             raise ConfigError(
                 "this model has no chat template, so that it cannot be talked to; use lct generate without --chat, or "
                 "name a Jinja file in model.chat_template before training, or put the chat_template.jinja of an "
                 "instruction-tuned model into the model's folder"
             )
-        tokenizer, given = open_tokenizer(config.model.tokenizer_file), None
+        tokenizer = open_tokenizer(config.model.tokenizer_file)
+        given = None
         if tools is not None:
             try:
                 given = json.loads(tools.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{tools} cannot be read as JSON ({error})") from None
-        if tools is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
-            raise ConfigError(f"--tools {tools} must be a list of objects; write what the template's model expects")
-        return cls(tokenizer, template, given or (), frozenset(ends_of(config, tokenizer, template)))
+        if tools is not None and not (
+            isinstance(given, list) and all(isinstance(tool, dict) for tool in given)
+        ):
+            raise ConfigError(
+                f"--tools {tools} must be a list of objects; write what the template's model expects"
+            )
+        return cls(
+            tokenizer, template, given or (), frozenset(ends_of(config, tokenizer, template))
+        )
 
     def prompt(self, messages: object, more: Mapping[str, Any] = _NOTHING) -> list[int]:
         """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages.
@@ -88,12 +108,22 @@ class Talk:
         arguments of the template, and add_generation_prompt.
         """
         values = read_template_arguments(more.get("chat_template_kwargs"))
-        tools = None if more.get("tool_choice") == "none" else more.get("tools") or self.tools or None
-        brought = {"tools": tools, "values": values, "asks": more.get("add_generation_prompt") is not False}
+        tools = (
+            None
+            if more.get("tool_choice") == "none"
+            else more.get("tools") or self.tools or None
+        )
+        brought = {
+            "tools": tools,
+            "values": values,
+            "asks": more.get("add_generation_prompt") is not False,
+        }
         text = self.template.prompt({"messages": read_messages(messages), **brought})
         return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
 
-    def fitting(self, messages: Sequence[Message], longest: int, room: int) -> tuple[list[Message], list[int], int]:
+    def fitting(
+        self, messages: Sequence[Message], longest: int, room: int
+    ) -> tuple[list[Message], list[int], int]:
         """Drop the earliest whole turns until the prompt fits; return the remaining messages.
 
         A turn begins with a message of the user. System messages before the first turn, and the last turn, stay.
@@ -110,7 +140,8 @@ class Talk:
             ConfigError: the template refuses the messages, or the last turn alone is too long.
         """
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
-        before, left_out = list(messages[: starts[0]]), 0
+        before = list(messages[: starts[0]])
+        left_out = 0
         while True:
             kept = before + list(messages[starts[left_out] :])
             prompt = self.prompt(kept)
@@ -123,11 +154,18 @@ class Talk:
 
     def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
         """Return what the model has written as a message. Reasoning that the prompt has begun is part of it."""
-        return {"role": "assistant", "content": self.opening(prompt) + self.tokenizer.decode(tokens)}
+        return {
+            "role": "assistant",
+            "content": self.opening(prompt) + self.tokenizer.decode(tokens),
+        }
 
     def opening(self, prompt: Sequence[int]) -> str:
         """Return the beginning of the answer that the prompt ends with."""
-        return f"{_OPENED}\n" if self.tokenizer.decode(prompt[-8:]).rstrip().endswith(_OPENED) else ""
+        return (
+            f"{_OPENED}\n"
+            if self.tokenizer.decode(prompt[-8:]).rstrip().endswith(_OPENED)
+            else ""
+        )
 
 
 class Pieces:
@@ -136,8 +174,12 @@ class Pieces:
     Some tokens before tell how a new one is written.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode, self._tokens, self._given = decode, [], 0
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()
+    ) -> None:
+        self._decode = decode
+        self._tokens = []
+        self._given = 0
         self._stops, self._held, self.stopped = stops, "", False
 
     def put(self, token: int) -> str:
@@ -153,7 +195,9 @@ class Pieces:
 
     def finish(self) -> str:
         """Return the rest of the text."""
-        return "" if self.stopped else self._certain(self._decode(self._tokens)[self._given :], 0)
+        return (
+            "" if self.stopped else self._certain(self._decode(self._tokens)[self._given :], 0)
+        )
 
     def _certain(self, more: str, waits: int) -> str:
         text = self._held + more

@@ -53,21 +53,35 @@ def into_folder(args: argparse.Namespace) -> None:
             f"--processes {args.processes} and --shard-mb {args.shard_mb} must be at least 1; leave them out"
         )
     if args.hub and (args.path or args.dataset != "jsonl"):
-        raise ConfigError(f"--hub {args.hub} has its own files and format; leave out --path and --dataset")
-    folder, log = Path(args.output), partial(print, flush=True)
+        raise ConfigError(
+            f"--hub {args.hub} has its own files and format; leave out --path and --dataset"
+        )
+    folder = Path(args.output)
+    log = partial(print, flush=True)
     how = args.chat_template, args.text_field, args.on_bad_record == "skip"
-    settings = DataSettings(args.dataset, args.path, args.tokenizer_path or default_tokenizer_path(), *how)
+    settings = DataSettings(
+        args.dataset, args.path, args.tokenizer_path or default_tokenizer_path(), *how
+    )
     if args.hub:
         data = HubData(args.hub, args.hub_config, args.split, args.hub_revision)
-        before = HubData.of(noted(folder).get("path") or data.path)  # an interrupted run began with a revision
+        # an interrupted run began with a revision
+        before = HubData.of(noted(folder).get("path") or data.path)
         goes_on = before.revision and replace(before, revision=data.revision) == data
         data = before if goes_on else data.found()
         settings = replace(settings, dataset="hub", path=data.path)
         log(f"{data}: {data.shards} shards of revision {data.revision}")
     try:
-        tokenize(Inputs.of(settings), folder, processes=args.processes, log=log, shard_bytes=args.shard_mb << 20)
+        tokenize(
+            Inputs.of(settings),
+            folder,
+            processes=args.processes,
+            log=log,
+            shard_bytes=args.shard_mb << 20,
+        )
     except OSError as error:
-        raise ConfigError(f"{error.filename or args.output} cannot be written ({error.strerror})") from None
+        raise ConfigError(
+            f"{error.filename or args.output} cannot be written ({error.strerror})"
+        ) from None
 
 
 def main(argv: list[str]) -> int:
@@ -81,19 +95,36 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser("tokenize", __doc__)
-    kinds = [name for name, source in DATASETS.items() if not source.token_files and name != "hub"]
+    kinds = [
+        name for name, source in DATASETS.items() if not source.token_files and name != "hub"
+    ]
     parser.add_argument("--dataset", default="jsonl", choices=kinds)
     parser.add_argument("--path", default=None, help="file, folder or glob")
-    parser.add_argument("--hub", default=None, help="data set of the Hugging Face hub, in the place of --path")
-    parser.add_argument("--hub-config", default=None, help="its configuration, such as en; default: its default")
-    parser.add_argument("--hub-revision", default=None, help="its revision; default: the newest one")
+    parser.add_argument(
+        "--hub", default=None, help="data set of the Hugging Face hub, in the place of --path"
+    )
+    parser.add_argument(
+        "--hub-config", default=None, help="its configuration, such as en; default: its default"
+    )
+    parser.add_argument(
+        "--hub-revision", default=None, help="its revision; default: the newest one"
+    )
     parser.add_argument("--split", default="train", help="its split")
     parser.add_argument("--output", required=True, help="folder of the token ids")
     parser.add_argument("--tokenizer-path", default=None, help="as model.tokenizer_path")
     parser.add_argument("--chat-template", default=None, help="as model.chat_template")
-    parser.add_argument("--text-field", default="text", help="field or column with the text of a document")
-    parser.add_argument("--on-bad-record", default="stop", choices=("stop", "skip"), help="skip: an empty document")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that tokenize, each a shard")
+    parser.add_argument(
+        "--text-field", default="text", help="field or column with the text of a document"
+    )
+    parser.add_argument(
+        "--on-bad-record",
+        default="stop",
+        choices=("stop", "skip"),
+        help="skip: an empty document",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="that tokenize, each a shard"
+    )
     parser.add_argument("--shard-mb", type=int, default=256, help="MiB of input for a shard")
     return parser
 

@@ -31,7 +31,8 @@ from trainer.runtime.stop import Stopped, ends_by, handled_by
 from trainer.stores.folder import checkpoint_folder
 
 _WRONG = 2  # a setting
-_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # until there are ranks
+# until there are ranks
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: list[str]) -> int:
@@ -78,9 +79,13 @@ def _tokenized(start: Start, config: JobConfig) -> bool:
 
 def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] | None:
     """Start to predict the memory of a run on GPUs of one node, which its first log line is compared with."""
-    machine, folder = this_machine(), Path(config.job.dump_folder)
+    machine = this_machine()
+    folder = Path(config.job.dump_folder)
     remove_estimate(config)
-    if machine.device_type(config.job.device) != "cuda" or Nodes.from_environment(os.environ).count > 1:
+    if (
+        machine.device_type(config.job.device) != "cuda"
+        or Nodes.from_environment(os.environ).count > 1
+    ):
         return None
     folder.mkdir(parents=True, exist_ok=True)
     ranks = str(start.world_size(config, machine))
@@ -104,9 +109,11 @@ def _to_resume(config: JobConfig) -> str:
 
 
 def _prepare(start: Start, command: CommandLine) -> list[str]:
-    config, machine = command.config, this_machine()
+    config = command.config
+    machine = this_machine()
     nodes = Nodes.from_environment(os.environ)
-    here, ranks = start.ranks_here(config, machine), start.world_size(config, machine)
+    here = start.ranks_here(config, machine)
+    ranks = start.world_size(config, machine)
     device_type = machine.device_type(config.job.device)
     os.environ["LOG_RANK"] = start.log_rank
     set_up_logging(0, color=config.metrics.enable_color_printing)
@@ -114,7 +121,10 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     job = resolve(config, ranks, device_type, node=here)
     lines = [
         summary(job, line_width()),
-        *(f"note: {note}" for note in (*command.notes, *job.notes, *job_notes(job, machine, here))),
+        *(
+            f"note: {note}"
+            for note in (*command.notes, *job.notes, *job_notes(job, machine, here))
+        ),
     ]
     for text in lines if nodes.count == 1 else ():  # of several nodes rank 0 prints them, once
         logger.info(text)

@@ -30,9 +30,11 @@ def steps_of(given: str) -> tuple[Store, list[int], Path]:
         return folder, [step], Path(str(folder)).parent / RUN_FILE
     if own.is_file():
         settings = Checkpoint(folder=folder_of_checkpoints(own))
-        folder, run = checkpoint_folder(JobConfig(job=Job(dump_folder=given), checkpoint=settings)), own
+        folder = checkpoint_folder(JobConfig(job=Job(dump_folder=given), checkpoint=settings))
+        run = own
     else:
-        folder, run = store_of("path", given), Path(given).absolute().parent / RUN_FILE
+        folder = store_of("path", given)
+        run = Path(given).absolute().parent / RUN_FILE
     steps = folder.steps()
     if not steps:
         raise ConfigError(
@@ -42,7 +44,9 @@ def steps_of(given: str) -> tuple[Store, list[int], Path]:
     return folder, steps, run
 
 
-def model_of(folder: Store, step: int, last: Path) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
+def model_of(
+    folder: Store, step: int, last: Path
+) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
     """Return configuration and model of a saved step, or None and why they are not known.
 
     last: the configuration of the folder's last run, for a step without one of its own.
@@ -67,7 +71,9 @@ def model_of(folder: Store, step: int, last: Path) -> tuple[tuple[JobConfig, Mod
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     described = argparse.ArgumentParser(prog="lct verify", description=__doc__.splitlines()[0])
-    described.add_argument("path", help="job.dump_folder of a run, or one saved step of it, step-N")
+    described.add_argument(
+        "path", help="job.dump_folder of a run, or one saved step of it, step-N"
+    )
     return described
 
 
@@ -86,7 +92,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             run, why_not = model_of(folder, step, file)
             if run is None and why_not != told:
-                print(f"note: entries are not compared with a model ({why_not})", file=sys.stderr)
+                print(
+                    f"note: entries are not compared with a model ({why_not})", file=sys.stderr
+                )
                 told = why_not
             files, size, tensors = verify_step(folder, step, run)
         except ConfigError as error:
@@ -94,5 +102,8 @@ def main(argv: list[str] | None = None) -> int:
             damaged = True
             continue
         what = f"{files} files, {size / 2**20:,.1f} MiB, {tensors:,} tensors"
-        print(f"{folder.step(step).name}: whole: {what} ({time.monotonic() - started:.1f} s)", flush=True)
+        print(
+            f"{folder.step(step).name}: whole: {what} ({time.monotonic() - started:.1f} s)",
+            flush=True,
+        )
     return int(damaged)

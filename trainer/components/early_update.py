@@ -29,22 +29,29 @@ class EarlyUpdates:
     unit's input is known.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
         sets_device = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
-        self._optimizer, self._pool = optimizer, ThreadPoolExecutor(1, "update", *sets_device)
-        self._counts, self._calls = False, Counter[FSDPModule]()
+        self._optimizer = optimizer
+        self._pool = ThreadPoolExecutor(1, "update", *sets_device)
+        self._counts = False
+        self._calls = Counter[FSDPModule]()
         """Forwards of each unit, less those whose backward is done, in the last micro-batch."""
         self._jobs: list[Future] = []
         self._versions: dict[nn.Parameter, int] = {}
         """Of gradients that are given to the worker."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.register_forward_pre_hook(self._called, prepend=True)  # before FSDP's hook
+                # before FSDP's hook
+                module.register_forward_pre_hook(self._called, prepend=True)
 
     def start(self) -> None:
         """Begin the last forward and backward of a step; RuntimeError if a step before has failed in its middle."""
         if self._versions:
-            raise RuntimeError("a failed step has updated some parameters, not all; resume from the last checkpoint")
+            raise RuntimeError(
+                "a failed step has updated some parameters, not all; resume from the last checkpoint"
+            )
         self._calls.clear()
         self._counts, self._part = True, copy.copy(self._optimizer)  # which has no hooks
 
@@ -56,12 +63,18 @@ class EarlyUpdates:
             Exception: that of an update.
             RuntimeError: a gradient has changed since its parameter was updated.
         """
-        self._counts, jobs, self._jobs = False, self._jobs, []
+        self._counts = False
+        jobs = self._jobs
+        self._jobs = []
         for job in jobs:
             job.result()
         gradients = {parameter: parameter.grad for parameter in self._versions}
-        if any(version_of(local_part(grad)) != self._versions[p] for p, grad in gradients.items()):
-            raise RuntimeError("a gradient has changed since the update; use training.on_nonfinite = 'stop'")
+        if any(
+            version_of(local_part(grad)) != self._versions[p] for p, grad in gradients.items()
+        ):
+            raise RuntimeError(
+                "a gradient has changed since the update; use training.on_nonfinite = 'stop'"
+            )
         for parameter in gradients:
             parameter.grad = None
         yield
@@ -84,14 +97,25 @@ class EarlyUpdates:
         self._counts = False  # from here on a forward recomputes
         self._calls[unit] -= 1
         if not self._calls[unit]:
-            reduced = [x for group in fsdp_groups(unit) for x in group.fsdp_params if x.sharded_param.grad is not None]
-            self._versions |= {x.sharded_param: version_of(local_part(x.sharded_param.grad)) for x in reduced}
+            reduced = [
+                x
+                for group in fsdp_groups(unit)
+                for x in group.fsdp_params
+                if x.sharded_param.grad is not None
+            ]
+            self._versions |= {
+                x.sharded_param: version_of(local_part(x.sharded_param.grad)) for x in reduced
+            }
             copied = [x.grad_offload_event for x in reduced if x.grad_offload_event is not None]
-            self._jobs.append(self._pool.submit(self._update, {x.sharded_param for x in reduced}, copied))
+            self._jobs.append(
+                self._pool.submit(self._update, {x.sharded_param for x in reduced}, copied)
+            )
 
     def _update(self, parameters: set[nn.Parameter], copied: list[torch.Event]) -> None:
         for event in copied:
             event.synchronize()
         groups = self._optimizer.param_groups
-        self._part.param_groups = [{**g, "params": [p for p in g["params"] if p in parameters]} for g in groups]
+        self._part.param_groups = [
+            {**g, "params": [p for p in g["params"] if p in parameters]} for g in groups
+        ]
         self._part.step()

@@ -49,8 +49,13 @@ class GenerationCache:
     divide tokens and heads.
     """
 
-    def __init__(self, lengths: torch.Tensor, capacity: int, cp: DeviceMesh, tp: DeviceMesh) -> None:
-        self.lengths, self._capacity, self._cp, self._tp = lengths.clone(), capacity, cp, tp
+    def __init__(
+        self, lengths: torch.Tensor, capacity: int, cp: DeviceMesh, tp: DeviceMesh
+    ) -> None:
+        self.lengths = lengths.clone()
+        self._capacity = capacity
+        self._cp = cp
+        self._tp = tp
         self._positions = torch.full((len(lengths), capacity), -1, device=lengths.device)
         """Of the kept tokens; -1: none, or what fills up a prompt."""
         self._used = self._runs = self._new = self._own_new = 0
@@ -73,7 +78,8 @@ class GenerationCache:
         handle of the open context, None without one; positions: (B, N), by default the last token of each text, N = 1
         -> the hidden states at the positions, (B, N, dim), the same on every rank.
         """
-        self._rows, self._used = rows, len(rows)
+        self._rows = rows
+        self._used = len(rows)
         self._positions[:, : self._used] = torch.where(rows < self.lengths[:, None], rows, -1)
         keep = {
             InnerAttention: self._keep_keys,
@@ -92,23 +98,33 @@ class GenerationCache:
         Tensor-parallel ranks divide the tokens, so they are filled up at their end. No token sees those behind it.
         """
         self._new = tokens.shape[1]
-        self._own_new = self._new if self._runs % self._cp.size() == self._cp.get_local_rank() else 0
+        self._own_new = (
+            self._new if self._runs % self._cp.size() == self._cp.get_local_rank() else 0
+        )
         filled = F.pad(tokens, (0, -self._new % self._tp.size()))
-        self._queries = self.lengths[:, None] + torch.arange(filled.shape[1], device=tokens.device)
-        self._positions[:, self._used : self._used + self._own_new] = self._queries[:, : self._own_new]
+        self._queries = self.lengths[:, None] + torch.arange(
+            filled.shape[1], device=tokens.device
+        )
+        self._positions[:, self._used : self._used + self._own_new] = self._queries[
+            :, : self._own_new
+        ]
         step = {
             InnerAttention: self._attend,
             InnerLinearAttention: self._change_state,
             InnerConvolution: self._convolve,
         }
         with _replaced(model, step):
-            hidden = whole_sequence(model(filled, positions=self._queries), self._tp)[:, : self._new]
+            hidden = whole_sequence(model(filled, positions=self._queries), self._tp)[
+                :, : self._new
+            ]
         self.lengths += self._new
         self._used += self._own_new
         self._runs += 1
         return hidden
 
-    def _rows_at(self, x: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _rows_at(
+        self, x: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Return rows of x (B, S, C) by their positions (B, N), from whatever rank of `cp` has them: (B, N, C).
 
         rows: (S,), the positions of those that are here. Before a text there are zeros.
@@ -120,23 +136,38 @@ class GenerationCache:
         found = torch.where((rows[here] == positions).unsqueeze(-1), found, 0)
         return all_reduce(found.contiguous(), self._cp)
 
-    def _keep(self, module: nn.Module, k: torch.Tensor, v: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
+    def _keep(
+        self, module: nn.Module, k: torch.Tensor, v: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, ...]:
         """Keep keys and values, (B, K, S, D), behind the `first` ones, and return all of them."""
         if module not in self._kept:
-            self._kept[module] = tuple(x.new_empty(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v))
+            self._kept[module] = tuple(
+                x.new_empty(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v)
+            )
         end = first + k.shape[2]
         for kept, x in zip(self._kept[module], (k, v), strict=True):
             kept[:, :, first:end] = x
         return tuple(kept[:, :, :end] for kept in self._kept[module])
 
     def _keep_keys(
-        self, module: nn.Module, forward: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any
+        self,
+        module: nn.Module,
+        forward: Callable,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        **settings: Any,
     ) -> torch.Tensor:
         self._keep(module, k, v, 0)
         return forward(q, k, v, **settings)
 
     def _keep_inputs(
-        self, module: nn.Module, forward: Callable, x: torch.Tensor, weight: torch.Tensor, **settings: Any
+        self,
+        module: nn.Module,
+        forward: Callable,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        **settings: Any,
     ) -> torch.Tensor:
         before = torch.arange(1 - weight.shape[2], 0, device=x.device)
         self._inputs[module] = self._rows_at(x, self._rows, self.lengths[:, None] + before)
@@ -152,7 +183,10 @@ class GenerationCache:
     ) -> torch.Tensor:
         """Run the module over the prompts; what fills them up changes no state."""
         real = self._rows < self.lengths[:, None]
-        q, *others = (None if x is None else x * real.view(*real.shape, *[1] * (x.ndim - 2)) for x in inputs)
+        q, *others = (
+            None if x is None else x * real.view(*real.shape, *[1] * (x.ndim - 2))
+            for x in inputs
+        )
         out, _, last = linear_attention(q, *others, settings["plan"], None, scale)
         is_last = self._rows[-1] + 1 == len(self._rows) * self._cp.size()
         self._states[module] = all_reduce(last * is_last, self._cp)
@@ -173,7 +207,9 @@ class GenerationCache:
             state = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
         out = torch.zeros_like(v)
         for t in range(self._new):
-            state, out[:, t] = one_token(state, *(None if x is None else x[:, t] for x in inputs))
+            state, out[:, t] = one_token(
+                state, *(None if x is None else x[:, t] for x in inputs)
+            )
         self._states[module] = state
         return out * scale
 
@@ -191,8 +227,11 @@ class GenerationCache:
         up: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Do what the module does, with the keys and values of all tokens so far; shapes as there."""
-        keys, values = self._keep(module, k[:, :, : self._own_new], v[:, :, : self._own_new], self._used)
-        dtype, scale = torch.promote_types(q.dtype, torch.float32), q.shape[-1] ** -0.5 if scale is None else scale
+        keys, values = self._keep(
+            module, k[:, :, : self._own_new], v[:, :, : self._own_new], self._used
+        )
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         if up is not None:
             q, of_values = absorbed(q, keys, up)
             values = keys[..., : up.shape[2]]
@@ -215,12 +254,18 @@ class GenerationCache:
 
     def _visible(self, kept: int, window: int | None) -> torch.Tensor:
         """Return which of the kept tokens each new token sees: (B, S, T)."""
-        keys, queries = self._positions[:, None, :kept], self._queries[:, :, None]
+        keys = self._positions[:, None, :kept]
+        queries = self._queries[:, :, None]
         seen = (keys >= 0) & (keys <= queries)
         return seen if window is None else seen & (keys > queries - window)
 
     def _convolve(
-        self, module: nn.Module, _: Callable, x: torch.Tensor, weight: torch.Tensor, **settings: Any
+        self,
+        module: nn.Module,
+        _: Callable,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        **settings: Any,
     ) -> torch.Tensor:
         last = weight.shape[2] - 1
         before = self._inputs.get(module, x.new_zeros(x.shape[0], last, x.shape[2]))
@@ -233,7 +278,12 @@ class GenerationCache:
 @contextmanager
 def _replaced(model: nn.Module, by_kind: Mapping[type, Callable]) -> Iterator[None]:
     """Let modules of some kinds run a function of (the module, its own forward, its arguments) inside."""
-    modules = {module: run for module in model.modules() for kind, run in by_kind.items() if isinstance(module, kind)}
+    modules = {
+        module: run
+        for module in model.modules()
+        for kind, run in by_kind.items()
+        if isinstance(module, kind)
+    }
     before = {module: vars(module).get("forward") for module in modules}
     try:
         for module, run in modules.items():
@@ -262,8 +312,11 @@ class Sampling:
         """Return a token by its logits (V,)."""
         if self.temperature == 0:
             return int(logits.argmax())
-        below = logits.double() - logits.max()  # of a tiny temperature too the largest is finite
-        chances, tokens = torch.softmax(below / self.temperature, 0).cpu().sort(descending=True, stable=True)
+        # of a tiny temperature too the largest is finite
+        below = logits.double() - logits.max()
+        chances, tokens = (
+            torch.softmax(below / self.temperature, 0).cpu().sort(descending=True, stable=True)
+        )
         if self.top_k:
             chances[self.top_k :] = 0
         behind = chances.cumsum(0) - chances >= self.top_p * chances.sum()
@@ -297,11 +350,22 @@ def generate(
     Raises:
         SharedConfigError: on every rank, if logits are not numbers.
     """
-    if len(prompts) > 1 and rotated_until(model, 1) < math.inf:  # the frequencies depend on the length of each text
-        one = partial(generate, model, job, dims, tokens=tokens, sampling=sampling, ends=ends, on_prompt=on_prompt)
+    # the frequencies depend on the length of each text
+    if len(prompts) > 1 and rotated_until(model, 1) < math.inf:
+        one = partial(
+            generate,
+            model,
+            job,
+            dims,
+            tokens=tokens,
+            sampling=sampling,
+            ends=ends,
+            on_prompt=on_prompt,
+        )
         return _one_by_one(one, prompts, seed, on_token)
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-    texts, open_texts = [list(prompt) for prompt in prompts], list(range(len(prompts)))
+    texts = [list(prompt) for prompt in prompts]
+    open_texts = list(range(len(prompts)))
     written: list[list[int]] = [[] for _ in prompts]
     most = min(job.config.training.seq_len, max(map(len, texts)) + tokens)
     reading = _logits(model, job, dims, texts, most, on_prompt)
@@ -319,7 +383,8 @@ def generate(
                 open_texts.remove(i)
         if not open_texts:
             break
-        for i, text in enumerate(texts):  # an ended text continues with any token, which nobody reads
+        # an ended text continues with any token, which nobody reads
+        for i, text in enumerate(texts):
             text.append(written[i][-1] if i in open_texts else text[-1])
     return written
 
@@ -364,34 +429,58 @@ def _logits(
 
     on_prompt: see `generate`; called when the texts are read for the first time.
     """
-    longest, device = job.config.training.seq_len, torch.device(job.device_type)
-    cp, tp = dims["cp"], dims["tp"]
+    longest = job.config.training.seq_len
+    device = torch.device(job.device_type)
+    cp = dims["cp"]
+    tp = dims["tp"]
     unit = tp.size() * (2 * cp.size() if cp.size() > 1 else 1)
     while True:
-        read = [text[-longest:] if len(text) <= longest else text[-max(longest // 2, 1) :] for text in texts]
+        read = [
+            text[-longest:] if len(text) <= longest else text[-max(longest // 2, 1) :]
+            for text in texts
+        ]
         length = max(map(len, read))
         until = int(min(most, rotated_until(model, max(map(len, texts)))))
         filled = length + -length % unit
-        tokens = torch.tensor([text + [0] * (filled - len(text)) for text in read], device=device)
+        tokens = torch.tensor(
+            [text + [0] * (filled - len(text)) for text in read], device=device
+        )
         capacity = filled // cp.size() + -(-(until - length) // cp.size())
         lengths = torch.tensor([len(text) for text in read], device=device)
         cache = GenerationCache(lengths, capacity, cp, tp)
-        positions = None if on_prompt is None else torch.arange(length, device=device).expand(len(texts), -1)
+        positions = (
+            None
+            if on_prompt is None
+            else torch.arange(length, device=device).expand(len(texts), -1)
+        )
         if job.attention is None:
-            hidden = cache.read(model, tokens, torch.arange(filled, device=device), None, positions)
-        else:  # windows and sinks exist in planned attention only; on one rank the plan has one stage
-            settings = {"buffer_seq_dims": [1], "options": job.attention, "sequences": len(texts)}
+            hidden = cache.read(
+                model, tokens, torch.arange(filled, device=device), None, positions
+            )
+        else:
+            # windows and sinks exist in planned attention only; on one rank the plan has one stage
+            settings = {
+                "buffer_seq_dims": [1],
+                "options": job.attention,
+                "sequences": len(texts),
+            }
             settings["local_attention"] = True
             with context_parallel(cp, buffers=[tokens], **settings) as context:
                 rows = rows_on(context.layout, cp.get_local_rank(), device)
                 hidden = cache.read(model, tokens, rows, context.attention_plan, positions)
         if on_prompt is not None:
             for start in range(0, length, _PROMPT_PART):
-                on_prompt(start, whole_logits(model, hidden[:, start : start + _PROMPT_PART], tp))
-            hidden = hidden.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2]))
+                on_prompt(
+                    start, whole_logits(model, hidden[:, start : start + _PROMPT_PART], tp)
+                )
+            hidden = hidden.gather(
+                1, (lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
+            )
             on_prompt = None
         for written in range(until - length + 1):
             yield whole_logits(model, hidden, tp)[:, -1]
             if written < until - length:
-                hidden = cache.run(model, torch.tensor([text[-1:] for text in texts], device=device))
+                hidden = cache.run(
+                    model, torch.tensor([text[-1:] for text in texts], device=device)
+                )
         # The texts are full: read their younger half again. Or all of them, with frequencies for longer texts.

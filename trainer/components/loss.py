@@ -20,14 +20,20 @@ def row_losses(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) 
     see `chunked_loss.Chunks`; it changes gradients alone.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = local_part(F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none"))
+    losses = local_part(
+        F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    )
     if z_loss:
-        squares = (z_loss * logits.logsumexp(-1).square()).masked_fill(labels == IGNORE_INDEX, 0)
+        squares = (z_loss * logits.logsumexp(-1).square()).masked_fill(
+            labels == IGNORE_INDEX, 0
+        )
         losses = losses + (squares - squares.detach())
     return losses
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor, rows: Callable = row_losses) -> torch.Tensor:
+def token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, rows: Callable = row_losses
+) -> torch.Tensor:
     """Return `row_losses` of tokens. logits: (B, S, V); labels: (B, S), already shifted -> (B, S).
 
     rows: `row_losses` or its compiled form. The compiler cannot follow the backward of a view of a DTensor whose length
@@ -52,6 +58,8 @@ def whole_logits(part: Decoder, hidden: torch.Tensor, tp: DeviceMesh) -> torch.T
     The model's output takes a part of the rows from each rank, and has a part of the vocabulary on each.
     """
     rows = hidden.shape[1]
-    own = F.pad(hidden, (0, 0, 0, -rows % tp.size())).chunk(tp.size(), dim=1)[tp.get_local_rank()]
+    own = F.pad(hidden, (0, 0, 0, -rows % tp.size())).chunk(tp.size(), dim=1)[
+        tp.get_local_rank()
+    ]
     logits = part.output(own.contiguous())
     return (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, :rows]

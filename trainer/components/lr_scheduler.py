@@ -29,13 +29,18 @@ def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * left
 
 
-def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: LRScheduler, steps: int) -> LambdaLR:
+def build_lr_scheduler(
+    optimizer: torch.optim.Optimizer, config: LRScheduler, steps: int
+) -> LambdaLR:
     """Return the schedule of `optimizer` over `total_steps`, by default the `steps` of the run.
 
     It starts after `restart_step`; steps before that have the rate of its first one.
     """
-    total_steps, start = config.length(steps), config.restart_step
-    return LambdaLR(optimizer, lambda step: lr_factor(max(step - start, 0), config, total_steps))
+    total_steps = config.length(steps)
+    start = config.restart_step
+    return LambdaLR(
+        optimizer, lambda step: lr_factor(max(step - start, 0), config, total_steps)
+    )
 
 
 def scheduled_rate(scheduler: LambdaLR, peak: float) -> float:
@@ -48,7 +53,10 @@ def scheduled_rate(scheduler: LambdaLR, peak: float) -> float:
 
 def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
     """Set `scheduler` and the learning rates of its optimizer to their values after `steps` steps of this schedule."""
-    lrs = [lr * factor(steps) for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    lrs = [
+        lr * factor(steps)
+        for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
     for group, lr in zip(scheduler.optimizer.param_groups, lrs, strict=True):
         group["lr"] = lr
     place = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": lrs}

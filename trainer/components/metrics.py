@@ -126,7 +126,9 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float, *, position: str = "tok") -> str:
+def console_line(
+    metrics: StepMetrics, total_steps: int, eta_seconds: float, *, position: str = "tok"
+) -> str:
     """Return one line of at most `line_width()` characters: progress, loss, speed, resources, time left.
 
     position: short word for what a sample consists of: tokens, or points of a field.
@@ -135,21 +137,34 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float, *, 
     and at last no resources.
     """
     loss_max = f" (max {_loss(metrics.loss_max, 2)})" if metrics.mfu is None else ""
-    data = f"data {metrics.data_loading_fraction:.0%}" if metrics.data_loading_fraction >= 0.05 else ""
+    data = (
+        f"data {metrics.data_loading_fraction:.0%}"
+        if metrics.data_loading_fraction >= 0.05
+        else ""
+    )
     resources = (
         "" if metrics.mfu is None else f"{metrics.mfu:.0%} mfu",
         f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s",
         f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB",
     )
-    width, lines, speed = line_width(), [], metrics.tokens_per_second
-    choices = (loss_max, data, resources), (loss_max, "", resources), ("", "", resources), ("", "", ())
+    width = line_width()
+    lines = []
+    speed = metrics.tokens_per_second
+    choices = (
+        (loss_max, data, resources),
+        (loss_max, "", resources),
+        ("", "", resources),
+        ("", "", ()),
+    )
     for detail, extra, used in choices:
         parts = [
             f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
             f"loss {_loss(metrics.loss)}{detail}",
             f"grad {metrics.grad_norm:.{2 if metrics.grad_norm < 100 else 0}f}",
             f"lr {_short_power(metrics.lr)}",
-            f"{speed:,.0f} {position}/s" if speed < 1e5 else f"{speed / 1e6:,.2f}M {position}/s",
+            f"{speed:,.0f} {position}/s"
+            if speed < 1e5
+            else f"{speed / 1e6:,.2f}M {position}/s",
             *used,
             extra,
             f"eta {duration(eta_seconds)}" if metrics.step < total_steps else "",
@@ -185,23 +200,41 @@ class MetricsLogger:
     """
 
     def __init__(
-        self, job: ResolvedJob, dims: ParallelDims, device: torch.device, *, start_step: int, tokens_before: int
+        self,
+        job: ResolvedJob,
+        dims: ParallelDims,
+        device: torch.device,
+        *,
+        start_step: int,
+        tokens_before: int,
     ) -> None:
-        self.settings, self.dims, self.device = job.config.metrics, dims, device
+        self.settings = job.config.metrics
+        self.dims = dims
+        self.device = device
         training = job.config.training
-        self.start_step, self.last_step, self.tokens_before = start_step, training.steps, tokens_before
+        self.start_step = start_step
+        self.last_step = training.steps
+        self.tokens_before = tokens_before
         beside = flops_beside(job.config, job.model)
-        self.flops_per_token = tuple(flops + beside for flops in job.model.flops_per_token(job.positions))
+        self.flops_per_token = tuple(
+            flops + beside for flops in job.model.flops_per_token(job.positions)
+        )
         self.tokens_per_step = job.sequences_per_step * job.positions
-        self.position, self.compiles = job.task.position, job.compilation.any
+        self.position = job.task.position
+        self.compiles = job.compilation.any
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         self._validation: list[JsonLines] = []
-        self._estimate, self._predicted = Path(job.config.job.dump_folder, ESTIMATE), None
-        raise_on_all_ranks(lambda: self._open_sinks(job.config) if dims.rank("world") == 0 else None, dims["world"])
+        self._estimate = Path(job.config.job.dump_folder, ESTIMATE)
+        self._predicted = None
+        raise_on_all_ranks(
+            lambda: self._open_sinks(job.config) if dims.rank("world") == 0 else None,
+            dims["world"],
+        )
         # In the group of all ranks, values of a step would queue behind what the next step gathers.
         self._all_ranks = dims.own_group("world", "metrics") or dims["world"]
-        self._clock, self._run_started = DeviceClock(device), time.perf_counter()
+        self._clock = DeviceClock(device)
+        self._run_started = time.perf_counter()
         self.last_loss: float | None = None
         """Loss of the last logged step of this run."""
         self.restart_clock(start_step)
@@ -212,7 +245,9 @@ class MetricsLogger:
         if config.validation.enable:
             self._validation = [JsonLines(folder / "validation.jsonl", self.start_step)]
         if self.settings.enable_tensorboard:
-            self._sinks.append(TensorBoard(folder / self.settings.save_tb_folder, self.start_step))
+            self._sinks.append(
+                TensorBoard(folder / self.settings.save_tb_folder, self.start_step)
+            )
         if self.settings.enable_wandb:
             self._sinks.append(WeightsAndBiases(config, self.start_step))
 
@@ -239,7 +274,11 @@ class MetricsLogger:
 
     def log_validation(self, step: int, result: ValidationResult) -> None:
         """Log the loss on validation data; rank 0 writes it to validation.jsonl, and to the sinks but metrics.jsonl."""
-        found = {"step": step, "validation_loss": result.loss, "validation_perplexity": result.perplexity}
+        found = {
+            "step": step,
+            "validation_loss": result.loss,
+            "validation_perplexity": result.perplexity,
+        }
         for sink in (*self._validation, *self._sinks[1:]):
             sink.write(found)
         logger.info(
@@ -262,7 +301,8 @@ class MetricsLogger:
                 "training.steps to continue, or name another job.dump_folder to start again"
             )
         else:
-            loss = "" if self.last_loss is None else f", loss {self.last_loss:.3f}"  # None: all were skipped
+            # None: all were skipped
+            loss = "" if self.last_loss is None else f", loss {self.last_loss:.3f}"
             run_time = duration(time.perf_counter() - self._run_started)
             logger.info(f"training done: {steps - self.start_step} steps in {run_time}{loss}")
 
@@ -299,7 +339,9 @@ class MetricsLogger:
             return None
         sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
         end = self._clock.mark() if late else None
-        return StepRecord(sequence_losses, lr, data.epoch, data.state_dict(), self.data_seconds, end)
+        return StepRecord(
+            sequence_losses, lr, data.epoch, data.state_dict(), self.data_seconds, end
+        )
 
     def log(
         self,
@@ -317,12 +359,20 @@ class MetricsLogger:
         """
         end = self._clock.mark() if record.end is None else record.end
         ended = self._clock.time_of(end)
-        elapsed, data_seconds = ended - self._started, self.data_seconds - record.waited
-        steps, ranks = step - self._last_step, self.dims.size("world")
+        elapsed = ended - self._started
+        data_seconds = self.data_seconds - record.waited
+        steps = step - self._last_step
+        ranks = self.dims.size("world")
         with self._clock.after(end):  # the device is in the next step
-            largest = [record.sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
+            largest = [
+                record.sequence_losses.max().item(),
+                elapsed,
+                peak_memory_gib(self.device),
+            ]
             loss_max, elapsed, memory = self._of_all_ranks(largest, "max")
-            waited, epoch = (x / ranks for x in self._of_all_ranks([record.waited, record.epoch], "sum"))
+            waited, epoch = (
+                x / ranks for x in self._of_all_ranks([record.waited, record.epoch], "sum")
+            )
         per_device = self.tokens_per_step * steps / elapsed / ranks
         flops = [per_device * flops for flops in self.flops_per_token]
         mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]
@@ -345,11 +395,17 @@ class MetricsLogger:
         )
         self.last_loss = loss
         left = self.last_step - step
-        logger.info(console_line(metrics, self.last_step, left * elapsed / steps, position=self.position))
+        logger.info(
+            console_line(
+                metrics, self.last_step, left * elapsed / steps, position=self.position
+            )
+        )
         beside = dict(more or {}) | (self._beside_estimate(memory) if self._sinks else {})
         for sink in self._sinks:
             sink.write(asdict(metrics) | beside)
-        self._last_step, self._started, self.data_seconds = step, ended, data_seconds
+        self._last_step = step
+        self._started = ended
+        self.data_seconds = data_seconds
         return metrics
 
     def predicted_seconds(self) -> float:
@@ -374,10 +430,14 @@ class MetricsLogger:
         """Return the peak that `lct estimate` has predicted for GPUs, once it is there; the first time, log both."""
         if self._predicted is None and (size := self._estimated("allocated")) is not None:
             self._predicted = size / 2**30
-            logger.info(f"memory: {memory:.1f} GiB allocated at the peak, {self._predicted:.1f} GiB predicted")
+            logger.info(
+                f"memory: {memory:.1f} GiB allocated at the peak, {self._predicted:.1f} GiB predicted"
+            )
         return {} if self._predicted is None else {"memory_predicted_gib": self._predicted}
 
-    def _of_all_ranks(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:
+    def _of_all_ranks(
+        self, values: Sequence[float], operation: Literal["sum", "max"]
+    ) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
         return all_reduce(numbers, self._all_ranks, operation).tolist()
 

@@ -21,7 +21,9 @@ from trainer.components.rounding import Rounding, store
 from trainer.config.optimizer import Muon as Settings
 from trainer.parallel.ownership import Matrix, Owners
 
-_A, _B, _C = 3.4445, -4.7750, 2.0315
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
 """Of a quintic whose repetition brings singular values near one, whatever they are (Jordan et al.)."""
 _LEAST = 1e-7
 
@@ -72,8 +74,12 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         of_rest = [] if rest is None else rest.param_groups
         super().__init__([*({**group, "fused": fused} for group in groups), *of_rest], {})
-        self.matrix_groups, self.rest = self.param_groups[: len(groups)], rest
-        self._owners, self._settings, self._rounding, self._momenta = owners, settings, rounding, momenta
+        self.matrix_groups = self.param_groups[: len(groups)]
+        self.rest = rest
+        self._owners = owners
+        self._settings = settings
+        self._rounding = rounding
+        self._momenta = momenta
         if rest is not None:
             rest.state = self.state
 
@@ -82,7 +88,9 @@ class Muon(torch.optim.Optimizer):
         for group in self.matrix_groups:
             for p in group["params"]:
                 if not self.state[p]:
-                    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+                    step = torch.zeros(
+                        (), dtype=torch.float32, device=p.device if group["fused"] else "cpu"
+                    )
                     momentum = torch.zeros_like(p, dtype=self._momenta, requires_grad=False)
                     self.state[p] = {"step": step, "momentum": momentum}
 
@@ -92,11 +100,17 @@ class Muon(torch.optim.Optimizer):
         self.add_state()
         found = getattr(self, "found_inf", None)
         share = None if found is None else 1 - found.double()  # 0: nothing is to change
-        updates = [_Update(p, self.state[p], group) for group in self.matrix_groups for p in group["params"]]
+        updates = [
+            _Update(p, self.state[p], group)
+            for group in self.matrix_groups
+            for p in group["params"]
+        ]
         for update in updates:
             self._advance(update, share)
         rounds = self._owners.rounds
-        gathered = self._owners.gather(rounds[0], partial(self._part, updates)) if rounds else None
+        gathered = (
+            self._owners.gather(rounds[0], partial(self._part, updates)) if rounds else None
+        )
         if self.rest is not None:  # while the first matrices are sent
             if found is not None:
                 self.rest.found_inf = found
@@ -106,14 +120,20 @@ class Muon(torch.optim.Optimizer):
             whole = gathered()
             if number < len(rounds):  # sent while this round is computed
                 gathered = self._owners.gather(rounds[number], partial(self._part, updates))
-            results = newton_schulz(whole, self._settings.newton_schulz_steps) if len(whole) else whole
-            before, returned = returned, self._owners.give_back(matrices, results)
+            results = (
+                newton_schulz(whole, self._settings.newton_schulz_steps)
+                if len(whole)
+                else whole
+            )
+            before = returned
+            returned = self._owners.give_back(matrices, results)
             self._change(updates, before(), share)
         self._change(updates, returned(), share)
 
     def _advance(self, update: "_Update", share: torch.Tensor | None) -> None:
         """Bring a momentum forward. A gradient that is not finite must not reach it."""
-        moved, weight = wide(update.momentum), 1 - self._settings.momentum
+        moved = wide(update.momentum)
+        weight = 1 - self._settings.momentum
         if share is not None:
             update.gradient = torch.where(share > 0, update.gradient, 0)
             weight = (weight * share).to(moved.dtype)
@@ -126,13 +146,17 @@ class Muon(torch.optim.Optimizer):
         momentum = wide(updates[number].momentum[slice(*rows)])
         if not self._settings.nesterov:
             return momentum
-        both = torch.promote_types(gradient.dtype, momentum.dtype)  # weights of float64, momenta of bfloat16
+        # weights of float64, momenta of bfloat16
+        both = torch.promote_types(gradient.dtype, momentum.dtype)
         return gradient.to(both).lerp(momentum.to(both), self._settings.momentum)
 
-    def _change(self, updates: Sequence["_Update"], blocks: Iterable[Block], share: torch.Tensor | None) -> None:
+    def _change(
+        self, updates: Sequence["_Update"], blocks: Iterable[Block], share: torch.Tensor | None
+    ) -> None:
         for matrix, rows, block in blocks:
             update = updates[matrix.parameter]
-            weights, rate = update.weights[slice(*rows)], update.group["lr"]
+            weights = update.weights[slice(*rows)]
+            rate = update.group["lr"]
             rate = rate if share is None else rate * share
             factor = rate_factor(matrix.rows, matrix.columns, self._settings.lr_rule)
             changed = wide(weights).mul_(1 - rate * update.group["weight_decay"])
@@ -140,20 +164,36 @@ class Muon(torch.optim.Optimizer):
             self._store(update, weights, changed, first_row=rows[0], bits_above=0)
 
     def _store(
-        self, update: "_Update", stored: torch.Tensor, value: torch.Tensor, *, first_row: int, bits_above: int
+        self,
+        update: "_Update",
+        stored: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        first_row: int,
+        bits_above: int,
     ) -> None:
         """Store rows of a shard, from `first_row` on. bits_above: those of each element that something else has."""
         if value is not stored:
             start = first_row * stored.shape[1]
-            bits = self._rounding.bits(update.parameter, update.step, start, start + stored.numel())
-            store(stored, value, None if bits is None else bits.view(stored.shape) >> bits_above)
+            bits = self._rounding.bits(
+                update.parameter, update.step, start, start + stored.numel()
+            )
+            store(
+                stored, value, None if bits is None else bits.view(stored.shape) >> bits_above
+            )
 
 
 class _Update:
     """A parameter in a step: views of this rank's shards, (rows, columns) with all dimensions but the last made one."""
 
-    def __init__(self, parameter: nn.Parameter, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
-        self.parameter, self.step, self.group = parameter, state["step"], group
+    def __init__(
+        self, parameter: nn.Parameter, state: dict[str, torch.Tensor], group: dict[str, Any]
+    ) -> None:
+        self.parameter = parameter
+        self.step = state["step"]
+        self.group = group
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         shards = (local_part(x) for x in (parameter.detach(), gradient, state["momentum"]))
-        self.weights, self.gradient, self.momentum = (x.view(x.shape[:-1].numel(), x.shape[-1]) for x in shards)
+        self.weights, self.gradient, self.momentum = (
+            x.view(x.shape[:-1].numel(), x.shape[-1]) for x in shards
+        )

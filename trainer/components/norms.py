@@ -29,7 +29,9 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
             pairs = enumerate(zip(grad.placements, parameter.placements, strict=True))
-            (dim, have, want), *others = [(dim, have, want) for dim, (have, want) in pairs if have != want]
+            (dim, have, want), *others = [
+                (dim, have, want) for dim, (have, want) in pairs if have != want
+            ]
             if not others and have.is_partial("sum") and want.is_replicate():
                 together[grad.device_mesh, dim, grad.dtype].append(parameter)
             else:
@@ -39,9 +41,15 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
         sums = all_reduce(torch.cat([part.flatten() for part in parts]), mesh.get_group(dim))
         sums = sums.split([part.numel() for part in parts])
         for parameter, part, x in zip(partial, parts, sums, strict=True):
-            shape, stride = parameter.shape, parameter.stride()
+            shape = parameter.shape
+            stride = parameter.stride()
             parameter.grad = DTensor.from_local(
-                x.view_as(part), mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+                x.view_as(part),
+                mesh,
+                parameter.placements,
+                run_check=False,
+                shape=shape,
+                stride=stride,
             )
 
 
@@ -67,13 +75,17 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torc
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: float | torch.Tensor, max_norm: float) -> None:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], norm: float | torch.Tensor, max_norm: float
+) -> None:
     """Scale all gradients so that their common norm is at most `max_norm`.
 
     norm: of all gradients; as a tensor on their device, () float64, it is not read: all gradients are multiplied, by
     one if they are not to be scaled.
     """
-    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [
+        local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
     if not isinstance(norm, torch.Tensor):
         if norm > max_norm:
             torch._foreach_mul_(grads, max_norm / norm)
@@ -85,7 +97,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float | torch.Tenso
 
 def replicas_of(x: torch.Tensor, dims: ParallelDims) -> int:
     """Return how many ranks hold the same shard: those along mesh dimensions over which it is not cut."""
-    sizes = zip(x.device_mesh.shape, x.placements, strict=True) if isinstance(x, DTensor) else ()
+    sizes = (
+        zip(x.device_mesh.shape, x.placements, strict=True) if isinstance(x, DTensor) else ()
+    )
     shards = math.prod(size for size, placement in sizes if not placement.is_replicate())
     return dims.size("world") // dims.size("pp") // shards
 
@@ -96,13 +110,26 @@ class UpdateNorms(Observer):
     It keeps a copy of this rank's weights while the optimizer works. A collective of all ranks.
     """
 
-    def __init__(self, model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, dims: ParallelDims) -> None:
-        self._dims, self._device = dims, dims["world"].device_type
-        trained = [(name, p) for part in model_parts for name, p in part.named_parameters() if p.requires_grad]
+    def __init__(
+        self,
+        model_parts: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        dims: ParallelDims,
+    ) -> None:
+        self._dims = dims
+        self._device = dims["world"].device_type
+        trained = [
+            (name, p)
+            for part in model_parts
+            for name, p in part.named_parameters()
+            if p.requires_grad
+        ]
         kinds = [re.sub(r"\.\d+\.", ".", name) for name, _ in trained]
         stages = [kinds] if dims.size("pp") == 1 else of_all_ranks(kinds, dims["world"])
         self._kinds = list(dict.fromkeys(kind for stage in stages for kind in stage))
-        self._parameters = [(self._kinds.index(kind), p) for kind, (_, p) in zip(kinds, trained, strict=True)]
+        self._parameters = [
+            (self._kinds.index(kind), p) for kind, (_, p) in zip(kinds, trained, strict=True)
+        ]
         self._sums = torch.zeros(3, len(self._kinds), dtype=torch.float64, device=self._device)
         """Of this rank: squares of weights, squares of updates, elements."""
         optimizer.register_step_pre_hook(lambda *_: self._before())
@@ -125,7 +152,9 @@ class UpdateNorms(Observer):
 
     def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
         """Return `weight_rms.KIND` and `update_rms.KIND`; one collective."""
-        weights, updates, elements = all_reduce(self._sums.clone(), self._dims["world"]).tolist()
+        weights, updates, elements = all_reduce(
+            self._sums.clone(), self._dims["world"]
+        ).tolist()
         return {
             f"{what}.{kind}": (square / max(number, 1)) ** 0.5
             for what, squares in (("weight_rms", weights), ("update_rms", updates))

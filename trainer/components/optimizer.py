@@ -39,13 +39,17 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
-                dtype, fused = getattr(optimizer, "state_dtype", None), bool(group["fused"])
+                dtype = getattr(optimizer, "state_dtype", None)
+                fused = bool(group["fused"])
                 optimizer.state[parameter] = initial_state(parameter, dtype=dtype, fused=fused)
 
 
 def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients, rates = [p.grad for p in parameters], [group["lr"] for group in optimizer.param_groups]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    gradients = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
@@ -70,29 +74,46 @@ def build_optimizer(
     settings = config.optimizer
     if settings.name in OPTIMIZERS:
         return resolve_name(OPTIMIZERS[settings.name])(model_parts, config)
-    names = {parameter: name for part in model_parts for name, parameter in part.named_parameters()}
-    matrices = matrices_of(model_parts, per_head=config.muon.per_head) if settings.name == "Muon" else {}
+    names = {
+        parameter: name for part in model_parts for name, parameter in part.named_parameters()
+    }
+    matrices = (
+        matrices_of(model_parts, per_head=config.muon.per_head)
+        if settings.name == "Muon"
+        else {}
+    )
     groups = parameter_groups(nn.ModuleList(model_parts), settings.weight_decay)
     groups = [
         {**group, "params": [p for p in group["params"] if p not in matrices]}
         for group in _with_rules(groups, settings, names)
     ]
-    rounding = Rounding(names, seed=config.training.seed, stochastic=settings.rounding == "stochastic")
+    rounding = Rounding(
+        names, seed=config.training.seed, stochastic=settings.rounding == "stochastic"
+    )
     device = next(nn.ModuleList(model_parts).parameters()).device.type
     implementation = settings.implementation_on(device)
-    rest = _adam([group for group in groups if group["params"]], config, rounding, implementation)
+    rest = _adam(
+        [group for group in groups if group["params"]], config, rounding, implementation
+    )
     if settings.name != "Muon":
         return rest
-    muon, moments = config.muon, getattr(torch, config.state_dtype)
+    muon = config.muon
+    moments = getattr(torch, config.state_dtype)
     of_matrices = {"params": list(matrices), "lr": _or(muon.lr, settings.lr)}
     of_matrices["weight_decay"] = _or(muon.weight_decay, settings.weight_decay)
     groups = _with_rules([of_matrices] if matrices else [], settings, names)
     in_order = {p: matrices[p] for group in groups for p in group["params"]}
-    compute = "float64" if config.training.dtype == "float64" else muon.dtype_on(dims["world"].device_type)
+    compute = (
+        "float64"
+        if config.training.dtype == "float64"
+        else muon.dtype_on(dims["world"].device_type)
+    )
     on = {"dtype": getattr(torch, compute), "device": torch.device(dims["world"].device_type)}
     fused = implementation == "fused"
     owners = Owners(in_order, dims.stage_group(), **on)
-    return Muon(groups, owners, muon, rest=rest, rounding=rounding, momenta=moments, fused=fused)
+    return Muon(
+        groups, owners, muon, rest=rest, rounding=rounding, momenta=moments, fused=fused
+    )
 
 
 def _adam(
@@ -100,7 +121,8 @@ def _adam(
 ) -> torch.optim.Adam | None:
     if not groups:
         return None
-    settings, decoupled = config.optimizer, config.optimizer.name != "Adam"
+    settings = config.optimizer
+    decoupled = config.optimizer.name != "Adam"
     how = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     how |= {name: implementation == name for name in ("foreach", "fused")}
     stored = {str(group["params"][0].dtype).removeprefix("torch.") for group in groups}
@@ -128,7 +150,10 @@ def _with_rules(
 
 
 def check_groups(
-    optimizer: torch.optim.Optimizer, model_parts: Iterable[nn.Module], settings: Optimizer, dims: ParallelDims
+    optimizer: torch.optim.Optimizer,
+    model_parts: Iterable[nn.Module],
+    settings: Optimizer,
+    dims: ParallelDims,
 ) -> None:
     """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter; SharedConfigError otherwise.
 
@@ -136,16 +161,23 @@ def check_groups(
     """
     names = [name for part in model_parts for name, _ in part.named_parameters()]
     used = [settings.rule_of(name) for name in names]
-    mine, found = [rule in used for rule in settings.group_rules()], []
+    mine = [rule in used for rule in settings.group_rules()]
+    found = []
     if mine:
         found = [any(ranks) for ranks in zip(*of_all_ranks(mine, dims["world"]), strict=True)]
-    if unused := [text for text, is_used in zip(settings.groups, found, strict=True) if not is_used]:
+    if unused := [
+        text for text, is_used in zip(settings.groups, found, strict=True) if not is_used
+    ]:
         raise SharedConfigError(
             f"optimizer.groups has {unused[0]!r}, which is for no parameter that an earlier entry has not taken; names "
             f"are such as {', '.join(map(repr, names[:3]))}"
         )
-    if settings.name == "Muon" and not any(of_all_ranks(bool(optimizer.matrix_groups), dims["world"])):
-        raise SharedConfigError("optimizer.name = 'Muon' finds no matrix in this model; use optimizer.name = 'AdamW'")
+    if settings.name == "Muon" and not any(
+        of_all_ranks(bool(optimizer.matrix_groups), dims["world"])
+    ):
+        raise SharedConfigError(
+            "optimizer.name = 'Muon' finds no matrix in this model; use optimizer.name = 'AdamW'"
+        )
 
 
 def _or(value: float | None, otherwise: float) -> float:
@@ -158,13 +190,22 @@ def parameter_groups(whole: nn.Module, weight_decay: float) -> list[dict[str, An
     Norms, biases and embeddings (also tied) do not decay. A group has parameters of one mesh, as its kernels need.
     """
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
-    biases = {bias for m in whole.modules() if isinstance(m, Experts) for bias in (m.b13, m.b2) if bias is not None}
+    biases = {
+        bias
+        for m in whole.modules()
+        if isinstance(m, Experts)
+        for bias in (m.b13, m.b2)
+        if bias is not None
+    }
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
     for p in (p for p in whole.parameters() if p.requires_grad):
         decays = p.ndim > 1 and p not in embeddings and p not in biases
         groups[decays, p.device_mesh if isinstance(p, DTensor) else None].append(p)
     ordered = sorted(groups.items(), key=lambda group: not group[0][0])
-    return [{"params": group, "weight_decay": weight_decay * decays} for (decays, _), group in ordered]
+    return [
+        {"params": group, "weight_decay": weight_decay * decays}
+        for (decays, _), group in ordered
+    ]
 
 
 def can_mask_update(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -173,9 +214,12 @@ def can_mask_update(optimizer: torch.optim.Optimizer, device: torch.device) -> b
     Then the host launches the update before it knows the gradient norm. Gradients of half precision would be scaled by
     a factor that is rounded to it.
     """
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
     return all(group.get("fused") for group in optimizer.param_groups) and all(
-        p.device.type == device.type and p.dtype in (torch.float32, torch.float64) for p in parameters
+        p.device.type == device.type and p.dtype in (torch.float32, torch.float64)
+        for p in parameters
     )
 
 

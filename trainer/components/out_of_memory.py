@@ -26,31 +26,60 @@ def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
             raise
         settings = "\n  ".join(memory_savers(job))
         reason = str(error).splitlines()[0]
-        raise torch.OutOfMemoryError(f"{reason}\nWhat needs less memory, the cheapest first:\n  {settings}") from error
+        raise torch.OutOfMemoryError(
+            f"{reason}\nWhat needs less memory, the cheapest first:\n  {settings}"
+        ) from error
 
 
 def memory_savers(job: ResolvedJob) -> list[str]:
     """Return settings that are not at their limit yet, the cheapest first, each as `key = value: what it does`."""
-    config, degrees, device_type = job.config, job.degrees, job.device_type
-    training, parallelism = config.training, config.parallelism
-    shards, replicas = degrees.dp_shard, degrees.dp_replicate
+    config = job.config
+    degrees = job.degrees
+    device_type = job.device_type
+    training = config.training
+    parallelism = config.parallelism
+    shards = degrees.dp_shard
+    replicas = degrees.dp_replicate
     savers = []
-    if training.mixed_precision_param == "float32" and training.dtype == "float32" and device_type == "cuda":
+    if (
+        training.mixed_precision_param == "float32"
+        and training.dtype == "float32"
+        and device_type == "cuda"
+    ):
         savers.append('training.mixed_precision_param = "auto": activations in bfloat16')
     if degrees.pp == 1 and training.local_batch_size > 1:
         size = training.local_batch_size
-        fewer = next(n for n in range(size // 2, 0, -1) if size % n == 0)  # a divisor keeps the sequences of a step
-        total = f" with training.global_batch_size = {size * degrees.dp}" if training.global_batch_size == -1 else ""
-        savers.append(f"training.local_batch_size = {fewer}{total}: the same step in more micro-batches")
+        # a divisor keeps the sequences of a step
+        fewer = next(n for n in range(size // 2, 0, -1) if size % n == 0)
+        total = (
+            f" with training.global_batch_size = {size * degrees.dp}"
+            if training.global_batch_size == -1
+            else ""
+        )
+        savers.append(
+            f"training.local_batch_size = {fewer}{total}: the same step in more micro-batches"
+        )
     if degrees.pp > 1 and parallelism.pipeline_parallel_microbatch_size > 1:
-        savers.append("parallelism.pipeline_parallel_microbatch_size = 1: fewer sequences at a time, the same step")
+        savers.append(
+            "parallelism.pipeline_parallel_microbatch_size = 1: fewer sequences at a time, the same step"
+        )
     if parallelism.fsdp_reshard_after_forward == "never":
-        savers.append('parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time')
+        savers.append(
+            'parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time'
+        )
     if degrees.tp > 1 and parallelism.disable_loss_parallel:
-        savers.append("parallelism.disable_loss_parallel = false: logits stay cut over the vocabulary")
-    chunks = job.task.name == "tokens" and not job.loss_chunk_tokens and not why_no_chunks(config, degrees)
+        savers.append(
+            "parallelism.disable_loss_parallel = false: logits stay cut over the vocabulary"
+        )
+    chunks = (
+        job.task.name == "tokens"
+        and not job.loss_chunk_tokens
+        and not why_no_chunks(config, degrees)
+    )
     if chunks and saves_memory(job.model, job.tokens_of_a_pass):
-        savers.append("training.loss_chunk_tokens = 2048: the logits of so many tokens at a time")
+        savers.append(
+            "training.loss_chunk_tokens = 2048: the logits of so many tokens at a time"
+        )
     if replicas > 1:
         savers.append(
             f"parallelism.data_parallel_shard_degree = {shards * replicas} with "
@@ -58,14 +87,22 @@ def memory_savers(job: ResolvedJob) -> list[str]:
         )
     savers += _activation_savers(job)
     if not training.enable_cpu_offload and device_type == "cuda" and degrees.dp_replicate == 1:
-        savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
+        savers.append(
+            "training.enable_cpu_offload = true: parameters and optimizer state in host memory"
+        )
     pieces = degrees.cp * degrees.tp
     if training.seq_len > pieces:
-        savers.append(f"training.seq_len = {max(training.seq_len // 2 // pieces, 1) * pieces}: shorter sequences")
+        savers.append(
+            f"training.seq_len = {max(training.seq_len // 2 // pieces, 1) * pieces}: shorter sequences"
+        )
     more = f"on {degrees.world_size * 2} ranks"
-    savers.append(f"parallelism.data_parallel_shard_degree = {shards * 2} {more}: half the parameters on each")
+    savers.append(
+        f"parallelism.data_parallel_shard_degree = {shards * 2} {more}: half the parameters on each"
+    )
     if training.seq_len >= 2 * pieces:
-        savers.append(f"parallelism.context_parallel_degree = {degrees.cp * 2} {more}: half the activations on each")
+        savers.append(
+            f"parallelism.context_parallel_degree = {degrees.cp * 2} {more}: half the activations on each"
+        )
     return savers
 
 
@@ -73,17 +110,28 @@ def _activation_savers(job: ResolvedJob) -> list[str]:
     """Return settings that keep fewer activations on the device, see `memory_savers`."""
     activations = job.config.activation_checkpoint
     # Such a schedule refuses recomputation, unless layers are compiled.
-    splits_backward = job.compilation.splits_backward and not job.compilation.chooses_recomputation
+    splits_backward = (
+        job.compilation.splits_backward and not job.compilation.chooses_recomputation
+    )
     savers = []
     if activations.mode == "none" and not splits_backward:
-        savers.append('activation_checkpoint.mode = "selective": keep only what is expensive to compute')
+        savers.append(
+            'activation_checkpoint.mode = "selective": keep only what is expensive to compute'
+        )
     if activations.mode != "full" and not splits_backward:
-        savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs')
+        savers.append(
+            'activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs'
+        )
     if activations.mode != "none" and job.task.name == "tokens":
         stages = layers_of_stages(job.pipeline, job.model)
         if activations.offload == "none" and least_offloadable(activations, stages) is None:
-            savers.append('activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory')
-        if not activations.mlp_chunk_tokens and why_no_parts(job.config, job.compilation) is None:
+            savers.append(
+                'activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory'
+            )
+        if (
+            not activations.mlp_chunk_tokens
+            and why_no_parts(job.config, job.compilation) is None
+        ):
             savers.append(
                 "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on so many tokens at a time"
             )

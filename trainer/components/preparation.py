@@ -29,7 +29,9 @@ def prepare_machine(job: ResolvedJob, dims: ParallelDims, device: torch.device) 
         ConfigError: the machine lacks something, or the configuration cannot be saved.
     """
     check_compiler(job.compilation, device)
-    check_float8_machine(job.config.float8, device, norms_have_parameters=job.model.norms_have_parameters)
+    check_float8_machine(
+        job.config.float8, device, norms_have_parameters=job.model.norms_have_parameters
+    )
     check_memory_snapshot(job.config.profiling, device)
     if dims.rank("world") == 0:
         save_configuration(job.given)

@@ -45,12 +45,21 @@ def profiling(
 
 
 @contextmanager
-def _traces(settings: Profiling, dump_folder: Path, rank: int, device: torch.device) -> Iterator[Callable[[int], None]]:
+def _traces(
+    settings: Profiling, dump_folder: Path, rank: int, device: torch.device
+) -> Iterator[Callable[[int], None]]:
     """Write Chrome traces of `profiler_active` steps, of which the last is step freq, 2 freq, ... since the start."""
-    last_step, warmup, active = 0, settings.profiler_warmup, settings.profiler_active
+    last_step = 0
+    warmup = settings.profiler_warmup
+    active = settings.profiler_active
 
     def write(profiler: torch.profiler.profile) -> None:
-        path = dump_folder / settings.save_traces_folder / f"iteration_{last_step}" / f"rank{rank}_trace.json"
+        path = (
+            dump_folder
+            / settings.save_traces_folder
+            / f"iteration_{last_step}"
+            / f"rank{rank}_trace.json"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         logger.info(f"trace of the steps up to {last_step}: {path}")
@@ -62,26 +71,39 @@ def _traces(settings: Profiling, dump_folder: Path, rank: int, device: torch.dev
 
     profiler = torch.profiler.profile(
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
-        schedule=torch.profiler.schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active),
+        schedule=torch.profiler.schedule(
+            wait=settings.profile_freq - warmup - active, warmup=warmup, active=active
+        ),
         on_trace_ready=write,
         record_shapes=True,
     )
-    warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")  # as wanted
+    # as wanted
+    warnings.filterwarnings(
+        "ignore", message=".*Profiler clears events at the end of each cycle"
+    )
     profiler.start()
     try:
         yield step_is_over
     finally:
-        profiler.on_trace_ready = None  # an incomplete trace is not written: it would look complete
+        # an incomplete trace is not written: it would look complete
+        profiler.on_trace_ready = None
         profiler.stop()
 
 
 @contextmanager
-def _snapshots(settings: Profiling, dump_folder: Path, rank: int) -> Iterator[Callable[[int], None]]:
+def _snapshots(
+    settings: Profiling, dump_folder: Path, rank: int
+) -> Iterator[Callable[[int], None]]:
     """Write the CUDA allocator's history every `profile_freq` steps, and when memory runs out."""
     last_step = 0
 
     def write(name: str) -> None:
-        path = dump_folder / settings.save_memory_snapshot_folder / name / f"rank{rank}_snapshot.pickle"
+        path = (
+            dump_folder
+            / settings.save_memory_snapshot_folder
+            / name
+            / f"rank{rank}_snapshot.pickle"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
         logger.info(f"memory snapshot: {path}")

@@ -29,20 +29,32 @@ class QKClip(Observer):
     """
 
     def __init__(
-        self, model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, dims: ParallelDims, largest: float
+        self,
+        model_parts: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        dims: ParallelDims,
+        largest: float,
     ) -> None:
         self._dims, self._largest = dims, largest
         layers = [item for part in model_parts for item in part.layers.items()]
         kinds = Attention, LatentAttention
-        self._layers = {int(n): layer.attention for n, layer in layers if isinstance(layer.attention, kinds)}
+        self._layers = {
+            int(n): layer.attention for n, layer in layers if isinstance(layer.attention, kinds)
+        }
         self._places = {layer: place for place, layer in enumerate(self._layers)}
-        heads = max((_queries(layer)[1] for layer in self._layers.values()), default=0) // dims.size("tp")
-        shape, device = (len(self._layers), heads), dims["world"].device_type
+        heads = max(
+            (_queries(layer)[1] for layer in self._layers.values()), default=0
+        ) // dims.size("tp")
+        shape = (len(self._layers), heads)
+        device = dims["world"].device_type
         self._seen = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         """Of each parameter the rows that this rank has, counted within its tensor-parallel rank; found once."""
-        self._of_step = torch.stack([self._seen, self._seen])  # what was seen in the last step, and its factors
-        optimizer.register_step_post_hook(lambda *_: self._clip(getattr(optimizer, "found_inf", None)))
+        # what was seen in the last step, and its factors
+        self._of_step = torch.stack([self._seen, self._seen])
+        optimizer.register_step_post_hook(
+            lambda *_: self._clip(getattr(optimizer, "found_inf", None))
+        )
 
     def start_step(self) -> None:
         self._seen.fill_(-torch.inf)
@@ -69,16 +81,25 @@ class QKClip(Observer):
     def _scale(self, parameter: nn.Parameter, factors: torch.Tensor) -> None:
         """Multiply the rows that this rank has. factors: of all rows of its tensor-parallel rank."""
         if parameter not in self._rows:
-            rows = torch.cat([torch.arange(*part) for part in rows_here(parameter)] or [torch.arange(0)])
-            self._rows[parameter] = (rows - self._dims.rank("tp") * len(factors)).to(factors.device)
+            rows = torch.cat(
+                [torch.arange(*part) for part in rows_here(parameter)] or [torch.arange(0)]
+            )
+            self._rows[parameter] = (rows - self._dims.rank("tp") * len(factors)).to(
+                factors.device
+            )
         local = local_part(parameter)
         own = factors[self._rows[parameter]].view(-1, *[1] * (local.ndim - 1))
         local.mul_(own.to(local.device, torch.promote_types(local.dtype, torch.float32)))
 
     def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
         """Return the largest S of the last step, and the number of heads that were clipped. A collective."""
-        (seen, factors), dims = self._of_step, self._dims
-        largest = all_reduce(torch.cat([seen.flatten(), seen.new_tensor([-torch.inf])]).amax(), dims["world"], "max")
+        (seen, factors) = self._of_step
+        dims = self._dims
+        largest = all_reduce(
+            torch.cat([seen.flatten(), seen.new_tensor([-torch.inf])]).amax(),
+            dims["world"],
+            "max",
+        )
         clipped = all_reduce(all_reduce((factors < 1).sum(), dims["tp"]), dims["pp"])
         logit, heads = torch.stack([largest, clipped.to(largest)]).tolist()
         return {"attention_logit": logit, "clipped_heads": int(heads)}
@@ -89,28 +110,43 @@ def _queries(attention: nn.Module) -> tuple[nn.Linear, int]:
     if isinstance(attention, LatentAttention):
         module = attention.wq if attention.args.query_rank is None else attention.wq_b
         return module, module.out_features // attention.args.head_dim
-    return attention.wq, attention.wq.out_features // (attention.head_dim * (2 if attention.gate else 1))
+    return attention.wq, attention.wq.out_features // (
+        attention.head_dim * (2 if attention.gate else 1)
+    )
 
 
-def _row_factors(attention: nn.Module, factors: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+def _row_factors(
+    attention: nn.Module, factors: torch.Tensor
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Return the factor of each row that a tensor-parallel rank has of the parameters that make queries and keys.
 
     factors: of its heads' logits.
     """
     if isinstance(attention, LatentAttention):
-        args, root = attention.args, factors.sqrt()
+        args = attention.args
+        root = factors.sqrt()
         queries = _rows((args.nope_dim, root), (args.rope_dim, factors))
         keys = _rows((args.nope_dim, root), (args.value_dim, torch.ones_like(factors)))
         return [(_queries(attention)[0].weight, queries), (attention.wkv_b.weight, keys)]
-    queries, keys = attention.wq, attention.wk
-    groups = factors.unflatten(0, (-1, _queries(attention)[1] * attention.head_dim // keys.out_features))
+    queries = attention.wq
+    keys = attention.wk
+    groups = factors.unflatten(
+        0, (-1, _queries(attention)[1] * attention.head_dim // keys.out_features)
+    )
     of_keys = groups.amin(1).sqrt()
     of_queries = [(attention.head_dim, (groups / of_keys[:, None]).flatten())]
     of_queries += [(attention.head_dim, torch.ones_like(factors))] if attention.gate else []
     rows = {queries: _rows(*of_queries), keys: _rows((attention.head_dim, of_keys))}
-    return [(p, of_rows) for module, of_rows in rows.items() for p in (module.weight, module.bias) if p is not None]
+    return [
+        (p, of_rows)
+        for module, of_rows in rows.items()
+        for p in (module.weight, module.bias)
+        if p is not None
+    ]
 
 
 def _rows(*parts: tuple[int, torch.Tensor]) -> torch.Tensor:
     """Return the factor of each row: a head has the rows of all parts, (their number, factor of each head)."""
-    return torch.cat([factors[:, None].expand(-1, number) for number, factors in parts], 1).flatten()
+    return torch.cat(
+        [factors[:, None].expand(-1, number) for number, factors in parts], 1
+    ).flatten()

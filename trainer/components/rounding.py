@@ -24,7 +24,9 @@ from longshard.sharding.random_bits import parameter_seed, random_bits
 from longshard.sharding.tensors import local_part
 
 _STEP = 0x2545F4914F6CDD1D  # odd, so that steps have different keys
-PIECE, PIECE_ON_CPU = 2**22, 2**18  # which the caches of a CPU hold
+# which the caches of a CPU hold
+PIECE = 2**22
+PIECE_ON_CPU = 2**18
 """Elements that are copied at once; copies and random bits take at most 60 bytes each."""
 
 
@@ -35,7 +37,9 @@ def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     NaN stay.
     """
     x = x.float()
-    sums = (x.view(torch.int32) + (bits & 0xFFFF).int()).bitwise_and_(-0x10000).view(torch.float32)
+    sums = (
+        (x.view(torch.int32) + (bits & 0xFFFF).int()).bitwise_and_(-0x10000).view(torch.float32)
+    )
     return torch.where(x.isnan(), x, sums).bfloat16()
 
 
@@ -46,15 +50,21 @@ def global_indices(parameter: torch.Tensor, start: int, stop: int) -> torch.Tens
     """
     if not isinstance(parameter, DTensor):
         return torch.arange(start, stop, device=parameter.device)
-    local, shape = parameter.to_local(), parameter.shape
-    (chunk,) = parameter.__create_chunk_list__()  # what checkpoints read: one block of the whole tensor
+    local = parameter.to_local()
+    shape = parameter.shape
+    # what checkpoints read: one block of the whole tensor
+    (chunk,) = parameter.__create_chunk_list__()
     position = torch.arange(start, stop, device=local.device)
     if local.shape[1:] == shape[1:]:  # whole rows
         return position.add_(chunk.offsets[0] * math.prod(shape[1:]) if shape else 0)
-    indices, stride = torch.zeros_like(position), 1
-    for size, whole, offset in zip(reversed(local.shape), reversed(shape), reversed(chunk.offsets), strict=True):
+    indices = torch.zeros_like(position)
+    stride = 1
+    for size, whole, offset in zip(
+        reversed(local.shape), reversed(shape), reversed(chunk.offsets), strict=True
+    ):
         indices.add_(position % size + offset, alpha=stride)
-        position, stride = position // size, stride * whole
+        position = position // size
+        stride = stride * whole
     return indices
 
 
@@ -64,14 +74,24 @@ class Rounding:
     names: of the parameters in the model; stochastic: else values are rounded to nearest.
     """
 
-    def __init__(self, names: Mapping[nn.Parameter, str], *, seed: int, stochastic: bool) -> None:
-        self._keys = {p: parameter_seed(seed, f"{name}/rounding") for p, name in names.items()} if stochastic else {}
+    def __init__(
+        self, names: Mapping[nn.Parameter, str], *, seed: int, stochastic: bool
+    ) -> None:
+        self._keys = (
+            {p: parameter_seed(seed, f"{name}/rounding") for p, name in names.items()}
+            if stochastic
+            else {}
+        )
 
-    def bits(self, parameter: nn.Parameter, step: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
+    def bits(
+        self, parameter: nn.Parameter, step: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor | None:
         """Return the bits of elements of the flattened shard in a step: (stop - start,) int64; None: to nearest."""
         if parameter not in self._keys:
             return None
-        return random_bits(global_indices(parameter, start, stop), self._keys[parameter] + step.long() * _STEP)
+        return random_bits(
+            global_indices(parameter, start, stop), self._keys[parameter] + step.long() * _STEP
+        )
 
 
 def store(stored: torch.Tensor, value: torch.Tensor, bits: torch.Tensor | None) -> None:
@@ -81,10 +101,14 @@ def store(stored: torch.Tensor, value: torch.Tensor, bits: torch.Tensor | None) 
         stored.copy_(round_stochastically(value, bits) if rounds else value)
 
 
-def initial_state(parameter: nn.Parameter, *, dtype: torch.dtype | None, fused: bool) -> dict[str, torch.Tensor]:
+def initial_state(
+    parameter: nn.Parameter, *, dtype: torch.dtype | None, fused: bool
+) -> dict[str, torch.Tensor]:
     """Return the state of a parameter that was never updated. dtype: of the moments; None: the parameter's."""
     return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
+        "step": torch.zeros(
+            (), dtype=torch.float32, device=parameter.device if fused else "cpu"
+        ),
         "exp_avg": torch.zeros_like(parameter, dtype=dtype, requires_grad=False),
         "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, requires_grad=False),
     }
@@ -93,14 +117,19 @@ def initial_state(parameter: nn.Parameter, *, dtype: torch.dtype | None, fused: 
 class RoundedAdam(torch.optim.Adam):
     """See the module. `mask_update` works as with PyTorch's own: a value of bfloat16 is rounded to itself."""
 
-    def __init__(self, groups: list[dict[str, Any]], rounding: Rounding, moments: torch.dtype, **how: Any) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], rounding: Rounding, moments: torch.dtype, **how: Any
+    ) -> None:
         """moments: data type of both; how: arguments of `torch.optim.Adam`."""
         super().__init__(groups, **how)
         self.state_dtype, self._rounding = moments, rounding
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of this optimizer shares with it."""
-        return super().__getstate__() | {"state_dtype": self.state_dtype, "_rounding": self._rounding}
+        return super().__getstate__() | {
+            "state_dtype": self.state_dtype,
+            "_rounding": self._rounding,
+        }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -110,14 +139,20 @@ class RoundedAdam(torch.optim.Adam):
                 if parameter.grad is not None:
                     if not self.state[parameter]:
                         fused = bool(group["fused"])
-                        self.state[parameter] = initial_state(parameter, dtype=self.state_dtype, fused=fused)
+                        self.state[parameter] = initial_state(
+                            parameter, dtype=self.state_dtype, fused=fused
+                        )
                     self._update(parameter, group)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        state, gradient = self.state[parameter], local_part(parameter.grad).view(-1)
-        stored = [local_part(x).view(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        state = self.state[parameter]
+        gradient = local_part(parameter.grad).view(-1)
+        stored = [
+            local_part(x).view(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])
+        ]
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        size, before = len(gradient), state["step"].clone()
+        size = len(gradient)
+        before = state["step"].clone()
         piece = PIECE_ON_CPU if gradient.device.type == "cpu" else PIECE
         for start in range(0, max(size, 1), piece):
             stop = min(start + piece, size)

@@ -42,7 +42,8 @@ class JsonLines:
             elif path.exists():
                 last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
                 path.rename(path.with_name(f"{path.stem}.{last}.jsonl"))
-            self._path, self._file = path, path.open("ab", buffering=0)
+            self._path = path
+            self._file = path.open("ab", buffering=0)
         self._pending, self._lost, self._full = b"", 0, False
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
@@ -57,7 +58,9 @@ class JsonLines:
         self._write_pending()
         self._file.close()
         if missing := self._pending.count(b"\n") + self._lost:
-            logger.warning(f"the last lines of {self._path} are not written: {missing:,} are lost")
+            logger.warning(
+                f"the last lines of {self._path} are not written: {missing:,} are lost"
+            )
 
     def _write_pending(self) -> None:
         """Write what waits; the first time that the disk is full, warn."""
@@ -68,12 +71,20 @@ class JsonLines:
             if not (full := full_disk(error, self._path.parent)):
                 raise
             if not self._full:
-                logger.warning(f"lines of {self._path} are not written: {full}; they wait for room")
+                logger.warning(
+                    f"lines of {self._path} are not written: {full}; they wait for room"
+                )
             self._full = True
             return
         if self._full:
-            lost = f"; {self._lost:,} later ones were too many to keep, and are lost" if self._lost else ""
-            logger.info(f"there is room again: the lines of {self._path} that waited are written{lost}")
+            lost = (
+                f"; {self._lost:,} later ones were too many to keep, and are lost"
+                if self._lost
+                else ""
+            )
+            logger.info(
+                f"there is room again: the lines of {self._path} that waited are written{lost}"
+            )
         self._full, self._lost = False, 0
 
 
@@ -82,7 +93,8 @@ def _keep_up_to(path: Path, step: int) -> None:
 
     A damaged line before the last one is removed with a warning.
     """
-    kept, damaged = [], []
+    kept = []
+    damaged = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
@@ -102,8 +114,14 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, start_step: int = 0) -> None:
-        earlier = sorted(path for path in folder.glob("????????-??????") if path.is_dir()) if start_step else []
-        self._run = earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
+        earlier = (
+            sorted(path for path in folder.glob("????????-??????") if path.is_dir())
+            if start_step
+            else []
+        )
+        self._run = (
+            earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
+        )
         self._lost, self._next_try = 0, 0.0
         with writing_to(folder):
             # Repeated steps replace the same steps of the interrupted run.
@@ -123,7 +141,9 @@ class TensorBoard:
             self._give_up(error)
         else:
             if self._lost:
-                logger.info(f"TensorBoard's events are written again; {self._lost:,} steps are missing in {self._run}")
+                logger.info(
+                    f"TensorBoard's events are written again; {self._lost:,} steps are missing in {self._run}"
+                )
             self._lost = 0
 
     def close(self) -> None:
@@ -145,7 +165,8 @@ class TensorBoard:
         if not self._lost:
             logger.warning(f"TensorBoard's events in {self._run} are not written: {full}")
         self._lost += 1
-        self._writer, self._next_try = None, time.monotonic() + _RETRY_SECONDS
+        self._writer = None
+        self._next_try = time.monotonic() + _RETRY_SECONDS
 
 
 class WeightsAndBiases:
@@ -160,7 +181,11 @@ class WeightsAndBiases:
 
         folder = Path(config.job.dump_folder)
         file = folder / "wandb_run_id"
-        run_id = file.read_text(encoding="utf-8") if start_step and file.exists() else uuid4().hex[:8]
+        run_id = (
+            file.read_text(encoding="utf-8")
+            if start_step and file.exists()
+            else uuid4().hex[:8]
+        )
         file.write_text(run_id, encoding="utf-8")
         self._run = wandb.init(
             dir=str(folder),
@@ -174,7 +199,11 @@ class WeightsAndBiases:
         logger.info(f"Weights & Biases: {offline if self._run.offline else self._run.url}")
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
-        known = {name: value for name, value in metrics.items() if name != "step" and isinstance(value, (int, float))}
+        known = {
+            name: value
+            for name, value in metrics.items()
+            if name != "step" and isinstance(value, (int, float))
+        }
         self._run.log(known, step=int(metrics["step"]))
 
     def close(self) -> None:

@@ -26,7 +26,10 @@ from trainer.observer import Observer
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.console import logger
 
-SPIKE_STEPS, SPIKE_LEAST, SPIKE_DEVIATIONS, SPIKE_SHARE = 100, 20, 6.0, 0.05
+SPIKE_STEPS = 100
+SPIKE_LEAST = 20
+SPIKE_DEVIATIONS = 6.0
+SPIKE_SHARE = 0.05
 """A loss is a spike if it is above the mean of the last steps, by deviations and by a share of the mean; after at least
 so many steps."""
 
@@ -38,11 +41,18 @@ class StepTotals:
     one tensor-parallel group have the same part of the loss. votes: see `Stop.votes` and `Checkpointer.vote`.
     """
 
-    def __init__(self, loss: torch.Tensor, squares: torch.Tensor, votes: Sequence[float], dims: ParallelDims) -> None:
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        squares: torch.Tensor,
+        votes: Sequence[float],
+        dims: ParallelDims,
+    ) -> None:
         mine = torch.stack([loss.double() / dims.size("tp"), squares])
         device_votes = to_device(torch.tensor(votes, dtype=torch.float64), mine.device)
         self._sums = all_reduce(torch.cat([mine, device_votes]), dims["world"])
-        self._host, self._arrived = self._sums, None
+        self._host = self._sums
+        self._arrived = None
         if self._sums.is_cuda:
             self._host = self._sums.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
@@ -96,13 +106,19 @@ class StepGuard(Observer):
         weights = "parts of its update are done" if self._updates_early else weights
         found = f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; {weights}"
         if self._in_a_row == self._most:
-            skipped = f"training.max_skipped_steps = {self._most} steps before it were skipped; " if self._most else ""
+            skipped = (
+                f"training.max_skipped_steps = {self._most} steps before it were skipped; "
+                if self._most
+                else ""
+            )
             raise TrainingError(
                 f"{found}; {skipped}a lower optimizer.lr or a longer lr_scheduler.warmup_steps often helps"
             )
         self._in_a_row += 1
         self.skipped += 1
-        logger.warning(f"{found}; this step is skipped, {self._in_a_row} in a row of at most {self._most}")
+        logger.warning(
+            f"{found}; this step is skipped, {self._in_a_row} in a row of at most {self._most}"
+        )
         return True
 
     def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
@@ -112,7 +128,8 @@ class StepGuard(Observer):
     def _warn_of_a_spike(self, step: int, loss: float) -> None:
         before = self._losses
         if len(before) >= SPIKE_LEAST:
-            mean, deviation = statistics.fmean(before), statistics.pstdev(before)
+            mean = statistics.fmean(before)
+            deviation = statistics.pstdev(before)
             if loss - mean > max(SPIKE_DEVIATIONS * deviation, SPIKE_SHARE * abs(mean)):
                 logger.warning(
                     f"step {step}: the loss {loss:.3f} is a spike: the mean of the last {len(before)} steps is "

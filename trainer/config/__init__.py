@@ -3,5 +3,10 @@
 from longshard.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"schema": "JobConfig", "errors": "ConfigError", "loader": "CommandLine parse_command_line to_toml"}
+    __name__,
+    {
+        "schema": "JobConfig",
+        "errors": "ConfigError",
+        "loader": "CommandLine parse_command_line to_toml",
+    },
 )

@@ -3,16 +3,33 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SECONDS, TOKENS, Bounds, Condition, key, needs
+from trainer.config.keys import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SECONDS,
+    TOKENS,
+    Bounds,
+    Condition,
+    key,
+    needs,
+)
 
 _LOADING = needs("checkpoint.enable")
 SAVING = (
     _LOADING,
-    Condition(lambda config, _: not config.checkpoint.load_only, "with checkpoint.load_only, which saves nothing"),
+    Condition(
+        lambda config, _: not config.checkpoint.load_only,
+        "with checkpoint.load_only, which saves nothing",
+    ),
 )
-_INITIAL = needs("checkpoint.initial_load_path", remedy="name the step-N folder of a run, or leave it out")
+_INITIAL = needs(
+    "checkpoint.initial_load_path", remedy="name the step-N folder of a run, or leave it out"
+)
 _FROM_A_STEP = Condition(
-    lambda config, _: config.checkpoint.load_step != -1 or not config.checkpoint.initial_load_model_only,
+    lambda config, _: (
+        config.checkpoint.load_step != -1 or not config.checkpoint.initial_load_model_only
+    ),
     "without checkpoint.load_step",
     "name the saved step after which they start again, such as checkpoint.load_step = 500",
 )
@@ -32,7 +49,9 @@ class Checkpoint:
     """Also save after a step when so much time has passed since the last checkpoint; None: by steps alone."""
     enable_first_step_checkpoint: bool = key(False, when=SAVING)
     """Also save after step 1, to find early what would stop a save."""
-    keep_latest_k: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: keep all)"), "checkpoints", when=SAVING)
+    keep_latest_k: int = key(
+        0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: keep all)"), "checkpoints", when=SAVING
+    )
     """Number of checkpoints to keep; older ones are deleted."""
     keep_every: int = key(
         0,
@@ -41,13 +60,19 @@ class Checkpoint:
         when=(*SAVING, needs("checkpoint.keep_latest_k")),
     )
     """Also keep the checkpoint of every keep_every-th step for good; a multiple of interval."""
-    load_step: int = key(-1, when=needs("checkpoint.enable", remedy="switch it on, or leave the step out"))
+    load_step: int = key(
+        -1, when=needs("checkpoint.enable", remedy="switch it on, or leave the step out")
+    )
     """Saved step to resume from; -1: the latest."""
     load_only: bool = key(False, when=_LOADING)
     """Resume from a checkpoint, and never save or remove one."""
-    exclude_from_loading: tuple[Literal["optimizer", "dataloader"], ...] = key((), when=(_LOADING, _FROM_A_STEP))
+    exclude_from_loading: tuple[Literal["optimizer", "dataloader"], ...] = key(
+        (), when=(_LOADING, _FROM_A_STEP)
+    )
     """What starts again beside the weights of load_step: the optimizer's state, or the data from their beginning."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", when=SAVING)
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
+        "disabled", when=SAVING
+    )
     """async: write a copy in the background while training continues; with_pinned_mem: keep the memory of the copy."""
     initial_load_path: str | None = None
     """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""

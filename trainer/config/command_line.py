@@ -57,7 +57,9 @@ def _read_option(token: str, words: list[str], schema: type, read: Options) -> N
             read.notes += renamed
         value = from_words(_label(name), words, key)
     elif words:
-        raise ConfigError(f"{token} takes no value, and was given {' '.join(words)!r}; write {token} alone")
+        raise ConfigError(
+            f"{token} takes no value, and was given {' '.join(words)!r}; write {token} alone"
+        )
     else:
         value = False
     if read.values.get(name, value) != value and name not in _OFTEN_TWICE:
@@ -94,7 +96,9 @@ def _option_name(token: str, words: list[str], schema: type) -> tuple[str, bool]
     for candidate in (name, name.removeprefix("no_"), f"{table}.{key.removeprefix('no_')}"):
         negated = candidate != name
         if candidate in keys and negated and keys[candidate].kind is not bool:
-            raise ConfigError(f"{token} is no switch: {candidate!r} takes a value; write {_option(candidate)} VALUE")
+            raise ConfigError(
+                f"{token} is no switch: {candidate!r} takes a value; write {_option(candidate)} VALUE"
+            )
         if candidate in keys:
             return candidate, negated
     near = nearest(name, [*ACTIONS, "help"])

@@ -17,7 +17,8 @@ def reads(*datasets: str) -> Condition:
     """Return the condition that training or validation reads data of one of these kinds."""
     return Condition(
         lambda config, _: (
-            config.training.dataset in datasets or (config.validation.enable and config.validation.dataset in datasets)
+            config.training.dataset in datasets
+            or (config.validation.enable and config.validation.dataset in datasets)
         ),
         f"without training.dataset = {' or '.join(map(repr, datasets))}",
     )
@@ -25,7 +26,8 @@ def reads(*datasets: str) -> Condition:
 
 CHAT = reads(*CONVERSATIONS)
 _PAIRS = Condition(
-    lambda config, _: config.training.dataset == "preferences", "without training.dataset = 'preferences'"
+    lambda config, _: config.training.dataset == "preferences",
+    "without training.dataset = 'preferences'",
 )
 _MIXED = needs("mixture.names", remedy="name the sources, or leave it out")
 
@@ -71,7 +73,9 @@ class Chat:
         try:
             date.fromisoformat(self.date or "2026-01-31")
         except ValueError:
-            raise ConfigError(f"chat.date = {self.date!r} is no date; write one as 2026-01-31") from None
+            raise ConfigError(
+                f"chat.date = {self.date!r} is no date; write one as 2026-01-31"
+            ) from None
         return values
 
 
@@ -84,7 +88,9 @@ class DPO:
     loss: Literal["sigmoid", "ipo"] = key("sigmoid", when=_PAIRS)
     """sigmoid: of the difference of rewards (DPO); ipo: squared error of its mean over tokens from 1 / (2 beta)."""
     label_smoothing: float = key(
-        0.0, Bounds(lambda x: 0 <= x < 0.5, "in [0, 0.5)"), when=(_PAIRS, needs_value("dpo.loss", "sigmoid"))
+        0.0,
+        Bounds(lambda x: 0 <= x < 0.5, "in [0, 0.5)"),
+        when=(_PAIRS, needs_value("dpo.loss", "sigmoid")),
     )
     """Assumed share of pairs whose answers are the wrong way round."""
     reference: Literal["auto", "adapters", "copy"] = key("auto", when=_PAIRS)

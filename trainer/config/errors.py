@@ -75,15 +75,26 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     Near is: a few letters wrong, missing, added or swapped; the beginning of the name (four letters or more); or two
     or more of its words. Case, hyphens and underscores do not count.
     """
-    names, plain = list(names), _plain(word)
+    names = list(names)
+    plain = _plain(word)
     distances = [(_distance(plain, _plain(name)), name) for name in names]
-    near = [(distance, name) for distance, name in distances if distance <= _allowed(plain, _plain(name))]
-    near = [(distance, name) for distance, name in near if not _another_number(plain, _plain(name))]
+    near = [
+        (distance, name)
+        for distance, name in distances
+        if distance <= _allowed(plain, _plain(name))
+    ]
+    near = [
+        (distance, name) for distance, name in near if not _another_number(plain, _plain(name))
+    ]
     if near:
         return min(near, key=lambda pair: pair[0])[1]
     parts = set(re.split(r"[-_. ]", word.lower()))
     begun = [name for name in names if len(plain) >= 4 and _plain(name).startswith(plain)]
-    whole = [name for name in names if len(parts) > 1 and parts <= set(re.split(r"[-_. ]", name.lower()))]
+    whole = [
+        name
+        for name in names
+        if len(parts) > 1 and parts <= set(re.split(r"[-_. ]", name.lower()))
+    ]
     return min([*begun, *whole], key=len, default=None)
 
 
@@ -108,7 +119,9 @@ def _distance(a: str, b: str) -> int:
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):
-        earlier, before, row = before, row, [i]
+        earlier = before
+        before = row
+        row = [i]
         for j, other in enumerate(b, 1):
             best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
             if i > 1 and j > 1 and a[i - 2 : i] == other + b[j - 2]:

@@ -68,36 +68,55 @@ def help_text(schema: type, width: int, topics: Sequence[str] = ()) -> str:
 
     topics: tables or keys; only these are in the text; ConfigError for another word.
     """
-    keys, lines = keys_of(schema), [] if topics else [_USAGE]
+    keys = keys_of(schema)
+    lines = [] if topics else [_USAGE]
     wanted = {name for topic in topics for name in _keys_of_topic(topic, schema)}
     for table, kind in get_type_hints(schema).items():
-        fields = [field for field in docstrings(kind) if not topics or f"{table}.{field}" in wanted]
+        fields = [
+            field for field in docstrings(kind) if not topics or f"{table}.{field}" in wanted
+        ]
         if fields:
             lines += ["", fill(f"[{table}] {kind.__doc__}", width)]
         for field in fields:
-            lines += _entry(f"{table}.{field}", keys[f"{table}.{field}"], docstrings(kind)[field], width)
+            lines += _entry(
+                f"{table}.{field}", keys[f"{table}.{field}"], docstrings(kind)[field], width
+            )
     return "\n".join(lines).lstrip("\n")
 
 
 def _entry(name: str, key: Key, text: str, width: int) -> list[str]:
     table, _, field = name.partition(".")
     spelled = f", --{table}.no_{field}" if key.kind is bool else f"  {allowed(key)}"
-    in_vain = f" No effect {', or '.join(when.words() for when in key.when)}." if key.when else ""
+    in_vain = (
+        f" No effect {', or '.join(when.words() for when in key.when)}." if key.when else ""
+    )
     in_vain = in_vain.replace(f" {table}.", " ")  # the reader is in this table
-    indents = {"subsequent_indent": " " * 6, "break_on_hyphens": False, "break_long_words": False}
+    indents = {
+        "subsequent_indent": " " * 6,
+        "break_on_hyphens": False,
+        "break_long_words": False,
+    }
     return [
         fill(f"--{name}{spelled}", width, initial_indent="  ", **indents),
-        fill(f"{text} Default: {shown(key.default)}.{in_vain}", width, initial_indent=" " * 6, **indents),
+        fill(
+            f"{text} Default: {shown(key.default)}.{in_vain}",
+            width,
+            initial_indent=" " * 6,
+            **indents,
+        ),
     ]
 
 
 def _keys_of_topic(topic: str, schema: type) -> list[str]:
     """Return the keys of a table, or the key that a topic names, with or without its table."""
-    name, tables = topic.strip("[]").removeprefix("--").replace("-", "_"), list(get_type_hints(schema))
+    name = topic.strip("[]").removeprefix("--").replace("-", "_")
+    tables = list(get_type_hints(schema))
     found = [key for key in keys_of(schema) if name in (key, *key.split("."))]
     if found:
         return found
-    near = nearest(name, [*tables, *keys_of(schema)]) or nearest(name, [key.split(".")[1] for key in keys_of(schema)])
+    near = nearest(name, [*tables, *keys_of(schema)]) or nearest(
+        name, [key.split(".")[1] for key in keys_of(schema)]
+    )
     if name in ELSEWHERE:
         hint = ELSEWHERE[name]
     elif near is not None:
@@ -110,7 +129,9 @@ def _keys_of_topic(topic: str, schema: type) -> list[str]:
 def allowed(key: Key) -> str:
     """Return the values that a key may have, in words."""
     kind, optional = without_none(key.kind)
-    parts = [kind_name(kind, infinite=key.may_be_infinite) + (f" ({key.unit})" if key.unit else "")]
+    parts = [
+        kind_name(kind, infinite=key.may_be_infinite) + (f" ({key.unit})" if key.unit else "")
+    ]
     parts += [key.bounds.words] if key.bounds is not None else []
     return ", ".join([*parts, "or None"] if optional else parts)
 
@@ -119,9 +140,15 @@ def allowed(key: Key) -> str:
 def docstrings(table: type) -> dict[str, str]:
     """Return the docstring below each field of a table, read from its source."""
     tree = ast.parse(inspect.getsource(sys.modules[table.__module__]))
-    (body,) = (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == table.__name__)
+    (body,) = (
+        node.body
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == table.__name__
+    )
     return {
         field.target.id: inspect.cleandoc(below.value.value)
         for field, below in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
     }

@@ -60,20 +60,29 @@ class Condition:
 def needs(*switches: str, remedy: str = "") -> Condition:
     """Return the condition that one of these keys is on or has a value."""
     otherwise = f"without {' or '.join(switches)}"
-    return Condition(lambda config, _: any(attrgetter(key)(config) for key in switches), otherwise, remedy)
+    return Condition(
+        lambda config, _: any(attrgetter(key)(config) for key in switches), otherwise, remedy
+    )
 
 
 @cache
 def needs_value(key: str, *values: object, why: str = "", remedy: str = "") -> Condition:
     """Return the condition that another key has one of these values."""
-    otherwise, general = f"with {key} = {{0.{key}!r}}{why}", f"unless {key} = {' or '.join(map(repr, values))}"
-    return Condition(lambda config, _: attrgetter(key)(config) in values, otherwise, remedy, general)
+    otherwise = f"with {key} = {{0.{key}!r}}{why}"
+    general = f"unless {key} = {' or '.join(map(repr, values))}"
+    return Condition(
+        lambda config, _: attrgetter(key)(config) in values, otherwise, remedy, general
+    )
 
 
 @cache
 def unless(key: str, value: object, why: str = "", remedy: str = "") -> Condition:
     """Return the condition that another key does not have this value."""
-    return Condition(lambda config, _: attrgetter(key)(config) != value, f"with {key} = {value!r}{why}", remedy)
+    return Condition(
+        lambda config, _: attrgetter(key)(config) != value,
+        f"with {key} = {value!r}{why}",
+        remedy,
+    )
 
 
 TOKENS = Condition(
@@ -129,7 +138,13 @@ def key(
 ) -> Any:
     """Return a field with the properties of `Key`; a key with a type and a default only needs no call."""
     when = when if isinstance(when, tuple) else (when,)
-    metadata = {"bounds": bounds, "unit": unit, "example": example, "when": when, "named": named}
+    metadata = {
+        "bounds": bounds,
+        "unit": unit,
+        "example": example,
+        "when": when,
+        "named": named,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -138,7 +153,10 @@ def keys_of(schema: type) -> dict[str, Key]:
     """Return every key of a schema as "table.key"."""
     return {
         f"{table}.{field.name}": Key(
-            get_type_hints(kind)[field.name], field.default, **field.metadata, name=f"{table}.{field.name}"
+            get_type_hints(kind)[field.name],
+            field.default,
+            **field.metadata,
+            name=f"{table}.{field.name}",
         )
         for table, kind in get_type_hints(schema).items()
         for field in dataclasses.fields(kind)

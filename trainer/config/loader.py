@@ -21,7 +21,13 @@ from trainer.config.places import is_module_name
 from trainer.config.registry import with_tables
 from trainer.config.schema import JobConfig
 from trainer.config.toml import found_or_preset, with_bases
-from trainer.config.torchtitan import Settings, accepted_keys, check_absent, rewrite, todays_value
+from trainer.config.torchtitan import (
+    Settings,
+    accepted_keys,
+    check_absent,
+    rewrite,
+    todays_value,
+)
 from trainer.config.unknown import unknown_key, unknown_table
 from trainer.config.values import from_toml, in_millions, shown
 
@@ -48,7 +54,9 @@ class UntrustedImports(ConfigError):
     """A command that only reads would import packages that the configuration of a run names, and nobody else."""
 
 
-def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig, *, reading: bool = False) -> CommandLine:
+def parse_command_line(
+    argv: list[str], schema: type[JobConfig] = JobConfig, *, reading: bool = False
+) -> CommandLine:
     """Return the configuration of `argv` (without the program's name) and the files it names; --help exits with 0.
 
     reading: the command only reads, as --check-config and --print-config do. The packages of a run's config.toml are
@@ -59,7 +67,8 @@ def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig, *, 
         ConfigError: a package of job.imports that cannot be imported, an unknown table or key, a value of the wrong
             type, a file that is missing or not TOML.
     """
-    problems, imports = Problems(), []
+    problems = Problems()
+    imports = []
     with suppress(ConfigError):  # `read_options` finds it again
         imports = imports_of(split(argv))
     if imports:
@@ -70,33 +79,44 @@ def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig, *, 
     if options.help is not None:
         print(help_text(schema, min(shutil.get_terminal_size().columns, 120), options.help))
         raise SystemExit(0)
-    check_config, print_config = options.values.pop("check_config", False), options.values.pop("print_config", False)
+    check_config = options.values.pop("check_config", False)
+    print_config = options.values.pop("print_config", False)
     world_size = options.values.pop("world_size", None)
     options.values.pop("allow_imports", None)
     with problems.collected():
         if world_size is not None and world_size < 1:
-            raise ConfigError(f"--world-size {world_size} must be the number of ranks, at least 1, such as 8")
+            raise ConfigError(
+                f"--world-size {world_size} must be the number of ranks, at least 1, such as 8"
+            )
         if world_size is not None and not check_config:
             raise ConfigError(f"--world-size {world_size} needs --check-config; add it")
     line = problems.check(rewrite, options.values, COMMAND_LINE)
-    file, name = Settings(), options.values.get("job.config_file")
+    file = Settings()
+    name = options.values.get("job.config_file")
     if name is not None:
         file = problems.check(read_file, found_or_preset(Path(name), name), schema, problems)
     problems.raise_all()
     settings = Settings(notes=tuple(options.notes)).over(line).over(file)
     config = _build(settings.values, schema)
-    notes = (*settings.notes, *check_absent(settings.absent, config), *_longer_step(line.values, file.values, config))
+    notes = (
+        *settings.notes,
+        *check_absent(settings.absent, config),
+        *_longer_step(line.values, file.values, config),
+    )
     return CommandLine(config, check_config, print_config, world_size, notes)
 
 
-def _check_trust(options: Sequence[tuple[str, list[str]]], imports: Sequence[str], *, reading: bool) -> None:
+def _check_trust(
+    options: Sequence[tuple[str, list[str]]], imports: Sequence[str], *, reading: bool
+) -> None:
     """Raise UntrustedImports if a command that reads would import what a run's config.toml alone names."""
     words = {name[2:].replace("-", "_"): words for name, words in options}
     named = {"allow_imports", *(f"{table}.{key}" for table, key in _IMPORT_KEYS)}
     file = "".join(words.get("job.config_file", [])[:1])
     if named & {*words} or not (reading or {"check_config", "print_config"} & {*words}):
         return
-    new = [name for name in imports if name not in sys.modules]  # code of an imported package has run already
+    # code of an imported package has run already
+    new = [name for name in imports if name not in sys.modules]
     if new and Path(file).name == RUN_FILE:
         raise UntrustedImports(
             f"job.imports = {', '.join(map(repr, new))} in the {RUN_FILE} of a run names code, which a command that "
@@ -111,12 +131,18 @@ def import_packages(names: Sequence[str]) -> None:
     for name in names:
         if not is_module_name(name):
             hint = f", such as {Path(name).stem!r}" if name.endswith(".py") else ""
-            raise ConfigError(f"job.imports: {name!r} is not the name of a module; write it as in an import{hint}")
+            raise ConfigError(
+                f"job.imports: {name!r} is not the name of a module; write it as in an import{hint}"
+            )
         try:
             importlib.import_module(name)
             IMPORTED.append(name)
         except Exception as error:  # whatever a user's code raises
-            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            reason = (
+                str(error)
+                if isinstance(error, ConfigError)
+                else f"{type(error).__name__}: {error}"
+            )
             raise ConfigError(
                 f"job.imports: {name!r} cannot be imported ({reason}); name a module that is installed, or lies below "
                 f"the folder where the command runs, {Path.cwd()}"
@@ -177,7 +203,9 @@ def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems
     return Settings(notes=tuple(notes)).over(rewrite(values, where))
 
 
-def _typed_value(name: str, value: object, where: str, schema: type) -> tuple[object, tuple[str, ...]]:
+def _typed_value(
+    name: str, value: object, where: str, schema: type
+) -> tuple[object, tuple[str, ...]]:
     """Return today's value of one key, or None for the default, and notes."""
     if name == "job.config_file":
         raise ConfigError(
@@ -193,7 +221,9 @@ def _typed_value(name: str, value: object, where: str, schema: type) -> tuple[ob
     return value, renamed
 
 
-def _flat(table: str, settings: dict[str, Any], accepted: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def _flat(
+    table: str, settings: dict[str, Any], accepted: dict[str, Any]
+) -> Iterator[tuple[str, object]]:
     """Yield the keys of a table, and of known tables within it as "table.within.key"."""
     for key, value in settings.items():
         name = f"{table}.{key}"
@@ -220,18 +250,28 @@ def _build(values: dict[str, object], schema: type[JobConfig]) -> JobConfig:
     for name, value in values.items():
         table, _, key = name.partition(".")
         tables[table][key] = value
-    return schema(**{table: kind(**tables[table]) for table, kind in get_type_hints(schema).items()})
+    return schema(
+        **{table: kind(**tables[table]) for table, kind in get_type_hints(schema).items()}
+    )
 
 
-def _longer_step(line: dict[str, Any], file: dict[str, Any], config: JobConfig) -> tuple[str, ...]:
+def _longer_step(
+    line: dict[str, Any], file: dict[str, Any], config: JobConfig
+) -> tuple[str, ...]:
     """Return a note if longer sequences on the command line make the step of a file larger by as much."""
     length, batch = "training.seq_len", "training.global_batch_size"
-    sequences, before, now = file.get(batch, -1), file.get(length, keys_of(JobConfig)[length].default), line.get(length)
+    sequences = file.get(batch, -1)
+    before = file.get(length, keys_of(JobConfig)[length].default)
+    now = line.get(length)
     if now is None or batch in line or sequences < 1 or not 0 < before < now:
         return ()
     local = config.training.local_batch_size
     same = sequences * before // now // max(local, 1) * local
-    remedy = f"lower {batch} to {same} to keep it" if same > 0 else f"lower {batch} for a smaller one"
+    remedy = (
+        f"lower {batch} to {same} to keep it"
+        if same > 0
+        else f"lower {batch} for a smaller one"
+    )
     return (
         f"{length} = {now:,} makes a step of {in_millions(now * sequences)} tokens, {now / before:.3g} times what "
         f"{config.job.config_file} asks for; {remedy}",

@@ -22,14 +22,19 @@ from trainer.config.keys import (
 )
 
 _AFTER_WARMUP = Condition(
-    lambda config, _: config.training.steps - config.lr_scheduler.restart_step > config.lr_scheduler.warmup_steps,
+    lambda config, _: (
+        config.training.steps - config.lr_scheduler.restart_step
+        > config.lr_scheduler.warmup_steps
+    ),
     "because all training.steps = {0.training.steps} are in the warm-up",
 )
 _DECAYS = Condition(
     lambda config, _: config.lr_scheduler.decays_within(config.training.steps),
     "because the learning rate does not decay within training.steps = {0.training.steps}",
 )
-_ADAM = needs_value("optimizer.name", "AdamW", "Adam", "Muon", why=", which has settings of its own")
+_ADAM = needs_value(
+    "optimizer.name", "AdamW", "Adam", "Muon", why=", which has settings of its own"
+)
 _MUON = needs_value("optimizer.name", "Muon")
 _NOT_FLOAT64 = unless("training.dtype", "float64", ", in which they are computed")
 _HALF = Condition(
@@ -90,7 +95,10 @@ class Optimizer:
 
     def rule_of(self, name: str) -> GroupRule:
         """Return the first rule that a parameter's name fits, or one that changes nothing."""
-        return next((rule for rule in self.group_rules() if fnmatchcase(name, rule.pattern)), GroupRule("*"))
+        return next(
+            (rule for rule in self.group_rules() if fnmatchcase(name, rule.pattern)),
+            GroupRule("*"),
+        )
 
     def implementation_on(self, device_type: str) -> str:
         """Return the implementation on a device of this type."""
@@ -103,8 +111,16 @@ class Optimizer:
 def _group_rule(text: str) -> GroupRule:
     pattern, *settings = text.split() or [""]
     with suppress(ValueError, TypeError):  # no number, or another name
-        numbers = {name: float(value) for name, _, value in (setting.partition("=") for setting in settings)}
-        if pattern and "=" not in pattern and numbers and all(0 <= x < math.inf for x in numbers.values()):
+        numbers = {
+            name: float(value)
+            for name, _, value in (setting.partition("=") for setting in settings)
+        }
+        if (
+            pattern
+            and "=" not in pattern
+            and numbers
+            and all(0 <= x < math.inf for x in numbers.values())
+        ):
             return GroupRule(pattern, **numbers)
     raise ConfigError(
         f"optimizer.groups has {text!r}, which is no pattern of names followed by lr=FACTOR or weight_decay=VALUE, or "
@@ -146,11 +162,15 @@ class LRScheduler:
 
     warmup_steps: int = key(200, NOT_NEGATIVE, "steps")
     """Steps of the linear warm-up; a run may be shorter."""
-    total_steps: int | None = key(None, AT_LEAST_ONE, "steps", example=10000, when=_AFTER_WARMUP)
+    total_steps: int | None = key(
+        None, AT_LEAST_ONE, "steps", example=10000, when=_AFTER_WARMUP
+    )
     """Steps until the end of the decay; None: training.steps."""
     decay_ratio: float | None = key(None, SHARE, example=0.2, when=_AFTER_WARMUP)
     """Share of the total steps, at their end, in which the rate decays; None: all steps after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", when=(_AFTER_WARMUP, _DECAYS))
+    decay_type: Literal["linear", "sqrt", "cosine"] = key(
+        "linear", when=(_AFTER_WARMUP, _DECAYS)
+    )
     """Shape of the decay."""
     min_lr_factor: float = key(0.0, SHARE, when=(_AFTER_WARMUP, _DECAYS))
     """Learning rate at the end of the decay, as a share of optimizer.lr."""
@@ -164,7 +184,11 @@ class LRScheduler:
     def decay_steps(self, total_steps: int) -> int:
         """Return for how many of the last steps of the schedule the learning rate decays."""
         after_warmup = total_steps - self.warmup_steps
-        return after_warmup if self.decay_ratio is None else min(round(self.decay_ratio * total_steps), after_warmup)
+        return (
+            after_warmup
+            if self.decay_ratio is None
+            else min(round(self.decay_ratio * total_steps), after_warmup)
+        )
 
     def decays_within(self, steps: int) -> bool:
         """Return whether the learning rate decays within a run of `steps` steps."""

@@ -3,9 +3,22 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.keys import AT_LEAST_ONE, NOT_NEGATIVE, SECONDS, Bounds, Condition, key, needs, needs_value, unless
+from trainer.config.keys import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    SECONDS,
+    Bounds,
+    Condition,
+    key,
+    needs,
+    needs_value,
+    unless,
+)
 
-_SHARDS = Bounds(lambda x: x == -1 or AT_LEAST_ONE.test(x), "at least 1, or -1 (what the other degrees leave)")
+_SHARDS = Bounds(
+    lambda x: x == -1 or AT_LEAST_ONE.test(x),
+    "at least 1, or -1 (what the other degrees leave)",
+)
 SHARDED = Condition(
     lambda _, degrees: degrees.dp_shard * degrees.cp > 1,
     "where parameters are not sharded (data_parallel_shard_degree x context_parallel_degree = 1)",
@@ -20,7 +33,8 @@ NO_PIPELINE = Condition(
 )
 DATA_PARALLEL = Condition(lambda _, degrees: degrees.dp > 1, "on one data-parallel rank")
 _WITH_CP, _WITH_PP, _WITH_TP = (
-    unless(f"parallelism.{name}_parallel_degree", 1) for name in ("context", "pipeline", "tensor")
+    unless(f"parallelism.{name}_parallel_degree", 1)
+    for name in ("context", "pipeline", "tensor")
 )
 _HYBRID = needs_value("parallelism.context_parallel_method", "hybrid")
 _NOT_RING = unless(
@@ -47,11 +61,16 @@ _EXCHANGING = needs_value(
     remedy="leave it out, or use 'all_to_all' or 'hybrid'",
 )
 _ALL_TO_ALL = needs_value(
-    "parallelism.context_parallel_method", "all_to_all", remedy="leave it out, or use 'all_to_all'"
+    "parallelism.context_parallel_method",
+    "all_to_all",
+    remedy="leave it out, or use 'all_to_all'",
 )
 _DEALT = Condition(
     lambda config, _: (
-        not (config.parallelism.pipeline_parallel_module_fqns or config.parallelism.pipeline_parallel_split_points)
+        not (
+            config.parallelism.pipeline_parallel_module_fqns
+            or config.parallelism.pipeline_parallel_split_points
+        )
     ),
     "beside pipeline_parallel_module_fqns or pipeline_parallel_split_points, which say where stages begin",
 )
@@ -62,7 +81,9 @@ _FREED = Condition(
     general="with fsdp_reshard_after_forward = 'never'",
 )
 _FREED_WITH_PP = Condition(
-    lambda config, degrees: degrees.pp == 1 or config.parallelism.fsdp_reshard_after_forward == "always",
+    lambda config, degrees: (
+        degrees.pp == 1 or config.parallelism.fsdp_reshard_after_forward == "always"
+    ),
     "where the backward finds all parameters gathered (fsdp_reshard_after_forward = 'default' with a pipeline)",
     "leave it out, or use 'always'",
     general="in a pipeline unless fsdp_reshard_after_forward = 'always'",
@@ -99,26 +120,44 @@ class Parallelism:
     """Ranks that divide every matrix product (TP); it divides the heads, the feed-forward width and the vocabulary."""
     context_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks")
     """Ranks that divide each sequence (CP); any number that leaves every rank a token."""
-    context_parallel_method: Literal["ring", "all_gather", "all_to_all", "hybrid", "auto"] = key("ring", when=_WITH_CP)
+    context_parallel_method: Literal["ring", "all_gather", "all_to_all", "hybrid", "auto"] = (
+        key("ring", when=_WITH_CP)
+    )
     """How attention gets keys and values of other ranks; auto: by traffic, the choice is logged with its reason."""
-    context_parallel_hybrid_degrees: tuple[int, ...] = key((), unit="ranks", when=(_WITH_CP, _HYBRID))
+    context_parallel_hybrid_degrees: tuple[int, ...] = key(
+        (), unit="ranks", when=(_WITH_CP, _HYBRID)
+    )
     """For hybrid, [all_to_all, ring]: ranks of a group that divides the heads, and number of groups in the ring."""
-    context_parallel_load_balancer: Literal["auto", "head_tail", "contiguous", "balanced"] = key("auto", when=_WITH_CP)
+    context_parallel_load_balancer: Literal["auto", "head_tail", "contiguous", "balanced"] = (
+        key("auto", when=_WITH_CP)
+    )
     """head_tail: a chunk from each end; contiguous: one chunk; balanced: by cost of each batch; auto: by method."""
     context_parallel_heads_per_pass: int = key(
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "heads", when=(_WITH_CP, _NOT_RING)
     )
     """Key/value heads that are sent at a time (all_gather, all_to_all): less memory, more exchanges."""
     context_parallel_query_heads_per_pass: int = key(
-        0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "heads", when=(_WITH_CP, _ALL_TO_ALL)
+        0,
+        Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"),
+        "heads",
+        when=(_WITH_CP, _ALL_TO_ALL),
     )
     """Query heads of one key/value head that all_to_all sends at a time, below what heads_per_pass can do."""
-    context_parallel_gradient_dtype: Literal["float32", "bfloat16"] = key("float32", when=(_WITH_CP, _SENDING_KV))
+    context_parallel_gradient_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", when=(_WITH_CP, _SENDING_KV)
+    )
     """Data type in which gradients of keys and values are sent; bfloat16: half the bytes, rounded once a rank."""
     context_parallel_keep_exchanged: bool = key(False, when=(_WITH_CP, _EXCHANGING))
     """Keep the exchanged q, k, v and output for the backward (all_to_all, hybrid): less traffic, more memory."""
     context_parallel_kernel: Literal[
-        "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "cudnn_varlen"
+        "auto",
+        "cpu_flash",
+        "math",
+        "cuda_flash",
+        "cudnn",
+        "efficient",
+        "varlen",
+        "cudnn_varlen",
     ] = key("auto", when=_PLANNED)
     """Kernel of planned attention (CP, documents, windows); auto: by tiles a stage, mask and GPU."""
     domain_parallel_degrees: tuple[int, ...] = key((), unit="ranks", when=_AXES)
@@ -145,23 +184,35 @@ class Parallelism:
     """File of a custom schedule: a line per rank, of cells such as 0F1 (stage, action, micro-batch)."""
     pipeline_parallel_microbatch_size: int = key(1, AT_LEAST_ONE, "sequences", when=_WITH_PP)
     """Sequences of a micro-batch of the pipeline; divides training.local_batch_size."""
-    pipeline_parallel_microbatches: int | None = key(None, AT_LEAST_ONE, "micro-batches", example=8, when=_WITH_PP)
+    pipeline_parallel_microbatches: int | None = key(
+        None, AT_LEAST_ONE, "micro-batches", example=8, when=_WITH_PP
+    )
     """Micro-batches of a pass, instead of their size; None: by the size."""
-    pipeline_parallel_layers_per_stage: int | None = key(None, AT_LEAST_ONE, "layers", example=2, when=_WITH_PP)
+    pipeline_parallel_layers_per_stage: int | None = key(
+        None, AT_LEAST_ONE, "layers", example=2, when=_WITH_PP
+    )
     """Layers of a stage; None: one stage a rank, or two if the schedule can have several."""
     pipeline_parallel_module_fqns: tuple[str, ...] = key((), when=_WITH_PP)
     """Modules of each stage, as "tok_embeddings,layers.0", "layers.1,norm,output"; none: divided evenly."""
     pipeline_parallel_split_points: tuple[str, ...] = key((), when=_WITH_PP)
     """Modules at which a new stage begins, such as "layers.2", "layers.4"; none: divided evenly."""
-    pipeline_parallel_first_stage_less_layers: int = key(1, NOT_NEGATIVE, "layers", when=(_WITH_PP, _DEALT))
+    pipeline_parallel_first_stage_less_layers: int = key(
+        1, NOT_NEGATIVE, "layers", when=(_WITH_PP, _DEALT)
+    )
     """Number of layers that the embedding counts for when layers are divided evenly."""
-    pipeline_parallel_last_stage_less_layers: int = key(1, NOT_NEGATIVE, "layers", when=(_WITH_PP, _DEALT))
+    pipeline_parallel_last_stage_less_layers: int = key(
+        1, NOT_NEGATIVE, "layers", when=(_WITH_PP, _DEALT)
+    )
     """Number of layers that the last norm and the output count for when layers are divided evenly."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = key("default", when=SHARDED)
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
+        "default", when=SHARDED
+    )
     """Free parameters after the forward and gather them for the backward; default: all but the last, none with PP."""
     fsdp_forward_prefetch: int = key(0, NOT_NEGATIVE, "layers", when=SHARDED)
     """Layers whose parameters are gathered ahead in the forward; 0: FSDP's default, one."""
-    fsdp_backward_prefetch: int = key(0, NOT_NEGATIVE, "layers", when=(SHARDED, _FREED, _FREED_WITH_PP))
+    fsdp_backward_prefetch: int = key(
+        0, NOT_NEGATIVE, "layers", when=(SHARDED, _FREED, _FREED_WITH_PP)
+    )
     """Layers whose parameters are gathered ahead in the backward; 0: FSDP's default, one."""
     fsdp_zero_copy: bool = key(False, when=SHARDED)
     """Buffers of FSDP in NCCL's own memory, which NVLink SHARP reads and writes without copies; elsewhere no effect."""
@@ -184,11 +235,15 @@ class Comm:
     """Time-out of collectives until the end of the first step; three predicted steps where that is longer."""
     train_timeout_seconds: int = key(100, SECONDS, "seconds", when=_RANKS)
     """Time-out of collectives after the first step; three steps where that is longer."""
-    checkpoint_timeout_seconds: int = key(1800, SECONDS, "seconds", when=(_RANKS, needs("checkpoint.enable")))
+    checkpoint_timeout_seconds: int = key(
+        1800, SECONDS, "seconds", when=(_RANKS, needs("checkpoint.enable"))
+    )
     """Time-out of collectives while a checkpoint is saved or loaded: one rank's disk may be slow."""
     check_consistency: bool = key(False, when=_WITH_CP)
     """Before each step compare a hash of plan and batch over context-parallel ranks, and name a difference: slow."""
     trace_buf_size: int = key(2000, NOT_NEGATIVE, "collectives", when=_RANKS)
     """Collectives that the flight recorder keeps for a record after a hang; 0: off."""
-    save_traces_folder: str = key("comm_traces", when=(_RANKS, unless("comm.trace_buf_size", 0)))
+    save_traces_folder: str = key(
+        "comm_traces", when=(_RANKS, unless("comm.trace_buf_size", 0))
+    )
     """Folder of these records, inside job.dump_folder; one file per rank that lost its peers."""

@@ -36,7 +36,9 @@ def check_place(what: str, place: str) -> None:
     names = _names_of(spec)
     first = name.partition(".")[0]
     if names is not None and first not in names:
-        raise ConfigError(f"{what} = {place!r}: module {module!r} has no {first!r}{did_you_mean(first, names)}")
+        raise ConfigError(
+            f"{what} = {place!r}: module {module!r} has no {first!r}{did_you_mean(first, names)}"
+        )
 
 
 def is_module_name(text: str) -> bool:

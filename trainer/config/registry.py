@@ -20,12 +20,16 @@ class Registry(dict[str, T]):
     def add(self, name: str, choice: T) -> None:
         """Add a choice; ConfigError if another one has this name."""
         if self.setdefault(name, choice) is not choice:
-            raise ConfigError(f"a {self._kind} named {name!r} exists already; register yours under another name")
+            raise ConfigError(
+                f"a {self._kind} named {name!r} exists already; register yours under another name"
+            )
 
     def find(self, key: str, name: str) -> T:
         """Return the choice that the value `name` of a key stands for; ConfigError if there is none."""
         if name not in self:
-            raise ConfigError(f"{key} = {name!r} is not a known {self._kind}{did_you_mean(name, self)}")
+            raise ConfigError(
+                f"{key} = {name!r} is not a known {self._kind}{did_you_mean(name, self)}"
+            )
         return self[name]
 
 
@@ -42,7 +46,11 @@ TASK_OF_DATASET: Registry[str] = Registry("data set")
 def with_tables(schema: type, imports: Iterable[str]) -> type:
     """Return the schema with the tables that these packages have added."""
     packages = {name.partition(".")[0] for name in imports}
-    added = {name: kind for name, kind in TABLES.items() if kind.__module__.partition(".")[0] in packages}
+    added = {
+        name: kind
+        for name, kind in TABLES.items()
+        if kind.__module__.partition(".")[0] in packages
+    }
     return _extended(schema, tuple(added.items()))
 
 
@@ -51,4 +59,10 @@ def _extended(schema: type, tables: tuple[tuple[str, type], ...]) -> type:
     if not tables:
         return schema
     fields = [(name, kind, field(default_factory=kind)) for name, kind in tables]
-    return make_dataclass(schema.__name__, fields, bases=(schema,), frozen=True, namespace={"__doc__": schema.__doc__})
+    return make_dataclass(
+        schema.__name__,
+        fields,
+        bases=(schema,),
+        frozen=True,
+        namespace={"__doc__": schema.__doc__},
+    )

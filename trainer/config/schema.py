@@ -40,7 +40,10 @@ _DOCUMENTS = Condition(
     "use training.attention_mask = 'document'",
     general="with training.attention_mask = 'causal'",
 )
-_CHUNKS = Condition(lambda config, _: config.training.sequence_chunks > 1, "without training.sequence_chunks above 1")
+_CHUNKS = Condition(
+    lambda config, _: config.training.sequence_chunks > 1,
+    "without training.sequence_chunks above 1",
+)
 _ONE_LOSS = Condition(
     lambda config, _: config.lora.rank == 0 and config.training.dataset != "preferences",
     "with adapters (lora.rank) or preferences (training.dataset), which train no further tokens",
@@ -55,9 +58,14 @@ _SCALED = Condition(
     "without model.rope_scaling above 1",
     "leave it out, or set the factor, such as model.rope_scaling = 4.0",
 )
-_BY_LENGTH = unless("model.rope_scaling_type", "linear", ", which stretches all frequencies alike")
+_BY_LENGTH = unless(
+    "model.rope_scaling_type", "linear", ", which stretches all frequencies alike"
+)
 _SHORT_WINDOW = Condition(
-    lambda config, _: config.model.sliding_window is None or config.model.sliding_window < config.training.seq_len,
+    lambda config, _: (
+        config.model.sliding_window is None
+        or config.model.sliding_window < config.training.seq_len
+    ),
     "with sequences of training.seq_len = {0.training.seq_len} tokens: the window covers the sequence",
 )
 _NOT_FLOAT64 = unless("training.dtype", "float64", ", whose gradients are reduced in float64")
@@ -71,7 +79,9 @@ WITHOUT_GATHERED_LOGITS = Condition(
     "with parallelism.disable_loss_parallel, which gathers all logits",
 )
 OUTPUT_IN_HIGH_PRECISION = Condition(
-    lambda config, _: not config.float8.enable or any(part in "output" for part in config.float8.filter_fqns),
+    lambda config, _: (
+        not config.float8.enable or any(part in "output" for part in config.float8.filter_fqns)
+    ),
     "with the output in float8 (no 'output' in float8.filter_fqns), which makes all logits at once",
     general="with the output in float8",
 )
@@ -96,7 +106,9 @@ class Job:
     """Python modules of your own, imported first: they add models, data sets, tasks (docs/your_own_model.md)."""
     max_minutes: float | None = key(None, POSITIVE, "minutes", example=60.0)
     """Minutes after which the run stops cleanly, at the end of a step; None: no limit."""
-    stop_signals: tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"], ...] = STOP_SIGNALS
+    stop_signals: tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"], ...] = (
+        STOP_SIGNALS
+    )
     """Signals after which the run finishes its step, saves and ends. SIGUSR1 to a rank shows its stacks in any case."""
 
 
@@ -109,7 +121,10 @@ class Profiling:
     save_traces_folder: str = key("profile_trace", when=_TRACES)
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: int = key(
-        100, AT_LEAST_ONE, "steps", when=needs("profiling.enable_profiling", "profiling.enable_memory_snapshot")
+        100,
+        AT_LEAST_ONE,
+        "steps",
+        when=needs("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     )
     """Steps from one trace (and memory snapshot) to the next; at least profiler_warmup + profiler_active."""
     profiler_active: int = key(1, AT_LEAST_ONE, "steps", when=_TRACES)
@@ -118,7 +133,9 @@ class Profiling:
     """Steps before these in which the profiler runs and its records are discarded."""
     enable_memory_snapshot: bool = False
     """Record allocations on the GPU, and write them every profile_freq steps and when memory runs out; CUDA only."""
-    save_memory_snapshot_folder: str = key("memory_snapshot", when=needs("profiling.enable_memory_snapshot"))
+    save_memory_snapshot_folder: str = key(
+        "memory_snapshot", when=needs("profiling.enable_memory_snapshot")
+    )
     """Folder of the snapshots, inside job.dump_folder."""
 
 
@@ -160,21 +177,31 @@ class Model:
     """Jinja file of the chat template, or a registered name; None: the one beside the tokenizer; "none": plain text."""
     rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=TOKENS)
     """Base of the rotary frequencies; None: the flavor's."""
-    sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=(TOKENS, _SHORT_WINDOW))
+    sliding_window: int | None = key(
+        None, AT_LEAST_ONE, "tokens", example=4096, when=(TOKENS, _SHORT_WINDOW)
+    )
     """Number of tokens that a token sees, itself included; None: the flavor's, mostly all before it."""
     sliding_window_every: int = key(1, AT_LEAST_ONE, "layers", when=(_WINDOW, _SHORT_WINDOW))
     """Every n-th layer has the window, from the first on; the other layers see all tokens."""
     attention_sinks: bool = key(False, when=TOKENS)
     """A learnt logit per head that takes a share of the attention without a value."""
     short_conv_kernel: int = key(
-        0, Bounds(lambda x: x == 0 or 2 <= x <= 64, "0 (none) or in [2, 64]"), "tokens", when=TOKENS
+        0,
+        Bounds(lambda x: x == 0 or 2 <= x <= 64, "0 (none) or in [2, 64]"),
+        "tokens",
+        when=TOKENS,
     )
     """Tokens of a causal convolution of queries, keys and values, such as 4, within each packed document; 0: none."""
     rope_scaling: float | None = key(
-        None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0, when=TOKENS
+        None,
+        Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"),
+        example=8.0,
+        when=TOKENS,
     )
     """Factor by which rotary frequencies are stretched; None: the flavor's."""
-    rope_scaling_type: Literal["llama3", "linear", "yarn"] | None = key(None, when=(TOKENS, _SCALED))
+    rope_scaling_type: Literal["llama3", "linear", "yarn"] | None = key(
+        None, when=(TOKENS, _SCALED)
+    )
     """Which frequencies are stretched: as in Llama 3.1, all, or as in YaRN; None: as the flavor's, or llama3."""
     rope_original_seq_len: int | None = key(
         None, AT_LEAST_ONE, "tokens", example=32768, when=(TOKENS, _SCALED, _BY_LENGTH)
@@ -182,7 +209,9 @@ class Model:
     """Longest sequences before the extension; None: the flavor's, but 8192 with llama3 if it has no scaling."""
     router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001, when=EXPERTS)
     """Weight of the loss that balances a layer's experts, for models with experts; None: the flavor's; 0: off."""
-    router_aux_loss_load: Literal["step_before", "micro_batch"] = key("step_before", when=EXPERTS)
+    router_aux_loss_load: Literal["step_before", "micro_batch"] = key(
+        "step_before", when=EXPERTS
+    )
     """Choices that this loss counts: those of the whole step before, or as transformers those of the micro-batch."""
     router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001, when=EXPERTS)
     """How far biases that balance experts without a loss move after each step; None: the flavor's; 0: off."""
@@ -192,7 +221,9 @@ class Model:
         """The tokenizer that is used: `tokenizer_path`, that of a folder which `flavor` names, or the shipped one."""
         if self.tokenizer_path is not None:
             return self.tokenizer_path
-        has_one = "/" in self.flavor and any(Path(self.flavor, name).is_file() for name in TOKENIZER_FILES)
+        has_one = "/" in self.flavor and any(
+            Path(self.flavor, name).is_file() for name in TOKENIZER_FILES
+        )
         return self.flavor if has_one else str(_SHIPPED_TOKENIZER)
 
 
@@ -216,7 +247,9 @@ class Training:
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
     attention_mask: Literal["causal", "document"] = key("causal", when=TOKENS)
     """A token sees those before it in its sequence, or in its document, with positions from 0; chat: document."""
-    balance: Literal["off", "step"] = key("off", when=(TOKENS, _DOCUMENTS, NO_PIPELINE, DATA_PARALLEL))
+    balance: Literal["off", "step"] = key(
+        "off", when=(TOKENS, _DOCUMENTS, NO_PIPELINE, DATA_PARALLEL)
+    )
     """step: assign each step's documents to data-parallel ranks and micro-batches for equal work; equal gradients."""
     packing: Literal["concatenate", "best_fit", "pad"] | None = key(None, when=TOKENS)
     """Documents are cut where a sequence ends, or whole, or one a sequence; None: concatenate, for chat best_fit."""
@@ -224,7 +257,9 @@ class Training:
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
     on_nonfinite: Literal["stop", "skip", "stop_after_update"] = "stop"
     """A step that is not finite ends the run, is left out, or ends it after updates on the host during the backward."""
-    max_skipped_steps: int = key(3, AT_LEAST_ONE, "steps", when=needs_value("training.on_nonfinite", "skip"))
+    max_skipped_steps: int = key(
+        3, AT_LEAST_ONE, "steps", when=needs_value("training.on_nonfinite", "skip")
+    )
     """Steps that may be skipped one after another; the next one that is not finite ends the run."""
     z_loss: float = key(0.0, NOT_NEGATIVE, when=(TOKENS, _SUMMED))
     """Weight of a loss that keeps logits small, of their squared log-sum-exp; in gradients, not in losses; 0: none."""
@@ -248,7 +283,9 @@ class Training:
     """Data type in which parameters are stored, and moments unless optimizer.state_dtype is set."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type in which the model computes; auto: bfloat16 on CUDA (but for float64 runs), training.dtype on CPU."""
-    mixed_precision_reduce: Literal["float32", "bfloat16"] = key("float32", when=(_NOT_FLOAT64, _REDUCED))
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = key(
+        "float32", when=(_NOT_FLOAT64, _REDUCED)
+    )
     """Data type in which gradients are reduced."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
@@ -286,11 +323,15 @@ class Validation:
     """Kind of the data, as training.dataset; None: training.dataset."""
     dataset_path: str | None = key(None, when=_VALIDATING)
     """File, folder or glob, as training.dataset_path."""
-    sequences: int = key(64, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "sequences", when=_VALIDATING)
+    sequences: int = key(
+        64, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "sequences", when=_VALIDATING
+    )
     """Sequences of a validation, the same ones each time and on every layout; 0: one pass over the data."""
     seq_len: int | None = key(None, AT_LEAST_ONE, "tokens", when=_VALIDATING, example=1024)
     """Tokens of a sequence, at most training.seq_len; None: training.seq_len."""
-    local_batch_size: int | None = key(None, AT_LEAST_ONE, "sequences", when=_VALIDATING, example=1)
+    local_batch_size: int | None = key(
+        None, AT_LEAST_ONE, "sequences", when=_VALIDATING, example=1
+    )
     """Sequences of a forward on each data-parallel rank; None: training.local_batch_size."""
     keep_best: bool = key(False, when=(_VALIDATING, *SAVING))
     """Save a checkpoint after each validation with the lowest loss so far, and keep the best one."""
@@ -337,11 +378,20 @@ class JobConfig:
     @property
     def masks_documents(self) -> bool:
         """Whether a token sees its own document only."""
-        return self.training.attention_mask == "document" or self.training.dataset in CONVERSATIONS
+        return (
+            self.training.attention_mask == "document" or self.training.dataset in CONVERSATIONS
+        )
 
     @property
     def plans_attention(self) -> bool:
         """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
         masked = self.masks_documents or self.model.sliding_window is not None
-        divided = self.parallelism.context_parallel_degree > 1 or self.training.sequence_chunks > 1
-        return divided or masked or self.model.attention_sinks or self.optimizer.qk_clip is not None
+        divided = (
+            self.parallelism.context_parallel_degree > 1 or self.training.sequence_chunks > 1
+        )
+        return (
+            divided
+            or masked
+            or self.model.attention_sinks
+            or self.optimizer.qk_clip is not None
+        )

@@ -23,14 +23,22 @@ def found_or_preset(path: Path, name: str) -> Path:
     name: what the user wrote; only a name without a folder can be a preset.
     """
     preset = _FOLDER / f"{name.removesuffix('.toml')}.toml"
-    return preset if not path.exists() and Path(name).name == name and preset.is_file() else path
+    return (
+        preset if not path.exists() and Path(name).name == name and preset.is_file() else path
+    )
 
 
 def missing_file_hint(path: Path) -> str:
     """Return what to give instead of a configuration file that does not exist."""
     names = [path.stem for path in _FOLDER.glob("*.toml")]
-    presets = sorted(names, key=lambda name: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)])
-    beside = {file.stem: str(file) for file in sorted(path.parent.glob("*.toml"))} if path.parent.is_dir() else {}
+    presets = sorted(
+        names, key=lambda name: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
+    )
+    beside = (
+        {file.stem: str(file) for file in sorted(path.parent.glob("*.toml"))}
+        if path.parent.is_dir()
+        else {}
+    )
     near = nearest(path.stem, beside)
     if near is not None:
         return f"did you mean {beside[near]!r}?"
@@ -45,21 +53,34 @@ def load_toml(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
     chain: the files that led here by their key `base`.
     """
-    asked = f"base = {str(path)!r} (in {chain[-1]})" if chain else f"job.config_file = {str(path)!r}"
+    asked = (
+        f"base = {str(path)!r} (in {chain[-1]})"
+        if chain
+        else f"job.config_file = {str(path)!r}"
+    )
     text = ""
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte-order mark
+        # some editors begin a file with a byte-order mark
+        text = path.read_bytes().decode("utf-8-sig")
         return tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{asked} does not exist; {missing_file_hint(path)}") from None
     except tomllib.TOMLDecodeError as error:
-        reason = str(error).replace("at end of document", f"at line {len(text.splitlines())}, the end")
-        raise ConfigError(f'{path} is not valid TOML: {reason}; a line is key = value, strings in "quotes"') from None
+        reason = str(error).replace(
+            "at end of document", f"at line {len(text.splitlines())}, the end"
+        )
+        raise ConfigError(
+            f'{path} is not valid TOML: {reason}; a line is key = value, strings in "quotes"'
+        ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: byte {error.start} is not UTF-8; save it as UTF-8") from None
+        raise ConfigError(
+            f"{path} is not valid TOML: byte {error.start} is not UTF-8; save it as UTF-8"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{asked} cannot be read ({reason}); give a readable .toml file") from None
+        raise ConfigError(
+            f"{asked} cannot be read ({reason}); give a readable .toml file"
+        ) from None
 
 
 def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -68,7 +89,9 @@ def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     while True:
         if path.resolve() in [earlier.resolve() for earlier in chain]:
             circle = " -> ".join(str(file) for file in (*chain, path))
-            raise ConfigError(f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base")
+            raise ConfigError(
+                f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base"
+            )
         content = load_toml(path, chain)
         base = content.pop("base", None)
         if base is not None and not isinstance(base, str):
@@ -78,4 +101,5 @@ def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield path, content
         if base is None:
             return
-        chain, path = (*chain, path), found_or_preset(path.parent / base, base)
+        chain = (*chain, path)
+        path = found_or_preset(path.parent / base, base)

@@ -67,10 +67,14 @@ _FLOAT8 = {"dynamic": True, "": False}
 def _schedule(name: str) -> str:
     """Return today's name of a pipeline schedule, once in lower case and with underscores."""
     today = get_args(get_type_hints(Parallelism)["pipeline_parallel_schedule"])
-    names = {choice.lower(): choice for choice in today} | {"flexibleinterleaved1f1b": "Interleaved1F1B"}
+    names = {choice.lower(): choice for choice in today} | {
+        "flexibleinterleaved1f1b": "Interleaved1F1B"
+    }
     if (plain := name.lower().replace("_", "")) in names:
         return names[plain]
-    raise ConfigError(f"experimental.pipeline_parallel_schedule = {name!r} is no schedule{did_you_mean(name, today)}")
+    raise ConfigError(
+        f"experimental.pipeline_parallel_schedule = {name!r} is no schedule{did_you_mean(name, today)}"
+    )
 
 
 def _converters(names: Sequence[str]) -> bool:
@@ -90,10 +94,16 @@ _CONVERSIONS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "fused": (bool, lambda on: "fused" if on else "foreach"),
     "list_of_one": (str, lambda name: (name,) if name else ()),
     "joined": (tuple[_STRINGS, ...], lambda stages: tuple(",".join(names) for names in stages)),
-    "split": (_STRINGS, lambda points: tuple(name.strip() for point in points for name in point.split(","))),
+    "split": (
+        _STRINGS,
+        lambda points: tuple(name.strip() for point in points for name in point.split(",")),
+    ),
     "rotation": (str, _one_of("context_parallel_rotate_method", _ROTATIONS, _METHODS)),
     "schedule": (str, _schedule),
-    "fp8_linear": (str, _one_of("training.fp8_linear", _FLOAT8, "float8.enable (once 'dynamic')")),
+    "fp8_linear": (
+        str,
+        _one_of("training.fp8_linear", _FLOAT8, "float8.enable (once 'dynamic')"),
+    ),
     "converters": (_STRINGS, _converters),
 }
 
@@ -102,7 +112,8 @@ OLDER = {old: Spelling(today) for old, today in _TABLES["renamed"].items()} | {
     for old, entry in _TABLES["converted"].items()
 }
 OLDER_VALUES: dict[str, dict[str, str | None]] = {
-    key: {old: today or None for old, today in names.items()} for key, names in _TABLES["values"].items()
+    key: {old: today or None for old, today in names.items()}
+    for key, names in _TABLES["values"].items()
 }
 """Older or other values of today's keys, and their names here; None: the default."""
 ONCE_STRINGS = frozenset({"float8.filter_fqns"})
@@ -115,9 +126,19 @@ def _refused(entry: Mapping[str, Any]) -> Absent:
     return Absent(kind, off, entry.get("instead", Absent.instead), entry.get("needs", ""))
 
 
-ABSENT = {key: Absent(_KINDS[kind], None) for kind, keys in _TABLES["ignored"].items() for key in keys.split()}
-ABSENT |= {key: Absent(bool, None, replaced=e["by"]) for e in _TABLES["replaced"] for key in e["keys"].split()}
-ABSENT |= {key: _refused(entry) for entry in _TABLES["refused"] for key in entry["keys"].split()}
+ABSENT = {
+    key: Absent(_KINDS[kind], None)
+    for kind, keys in _TABLES["ignored"].items()
+    for key in keys.split()
+}
+ABSENT |= {
+    key: Absent(bool, None, replaced=e["by"])
+    for e in _TABLES["replaced"]
+    for key in e["keys"].split()
+}
+ABSENT |= {
+    key: _refused(entry) for entry in _TABLES["refused"] for key in entry["keys"].split()
+}
 
 
 @dataclass(frozen=True)
@@ -139,7 +160,9 @@ class Settings:
         """
         below = base.values
         if self.values.get("model.path") is not None:
-            below = {key: value for key, value in below.items() if not key.startswith(_OF_THE_MODEL)}
+            below = {
+                key: value for key, value in below.items() if not key.startswith(_OF_THE_MODEL)
+            }
         return Settings(below | self.values, base.absent | self.absent, base.notes + self.notes)
 
 
@@ -147,26 +170,36 @@ class Settings:
 def accepted_keys(schema: type) -> dict[str, Key]:
     """Return every key that is read: of the schema, older keys, and keys without counterpart here."""
     today = keys_of(schema)
-    older = {name: Key(today[old.key].kind if old.kind is None else old.kind, None) for name, old in OLDER.items()}
+    older = {
+        name: Key(today[old.key].kind if old.kind is None else old.kind, None)
+        for name, old in OLDER.items()
+    }
     return older | {name: Key(key.kind, None) for name, key in ABSENT.items()} | today
 
 
 def rewrite(values: Mapping[str, Any], where: str) -> Settings:
     """Return one source's settings ("table.key" -> value) with today's keys; ConfigError if two spellings differ."""
-    today = {key: value for key, value in values.items() if key not in OLDER and key not in ABSENT}
+    today = {
+        key: value for key, value in values.items() if key not in OLDER and key not in ABSENT
+    }
     notes = []
     for old, value in values.items():
         if old not in OLDER:
             continue
-        key, new = OLDER[old].key, OLDER[old].convert(value)
+        key = OLDER[old].key
+        new = OLDER[old].convert(value)
         if today.get(key, new) != new:
             raise ConfigError(
                 f"{old} = {shown(value)} and {key} = {shown(today[key])} ({where}) are two spellings of one setting "
                 f"with different values; keep {key} = {shown(today[key])} or {key} = {shown(new)}"
             )
         today[key] = new
-        notes.append(f"{old} = {shown(value)} ({where}) is an older spelling, read as {key} = {shown(new)}")
-    return Settings(today, {key: (values[key], where) for key in values if key in ABSENT}, tuple(notes))
+        notes.append(
+            f"{old} = {shown(value)} ({where}) is an older spelling, read as {key} = {shown(new)}"
+        )
+    return Settings(
+        today, {key: (values[key], where) for key in values if key in ABSENT}, tuple(notes)
+    )
 
 
 def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str, ...]]:
@@ -186,15 +219,20 @@ def check_absent(absent: Mapping[str, tuple[Any, str]], config: JobConfig) -> li
     Raises:
         ConfigError: such a setting is on; the message says what to do instead.
     """
-    notes, ignored = [], {}
+    notes = []
+    ignored = {}
     for key, (value, where) in absent.items():
         known = ABSENT[key]
         if known.replaced and value:
-            notes.append(f"{key} = {shown(value)} ({where}) has no counterpart here: {known.replaced}")
+            notes.append(
+                f"{key} = {shown(value)} ({where}) has no counterpart here: {known.replaced}"
+            )
             continue
         on = known.off is not None and value not in known.off
         if on and (not known.needs or attrgetter(known.needs)(config)):
-            raise ConfigError(f"{key} = {shown(value)} ({where}) has no counterpart here; {known.instead}")
+            raise ConfigError(
+                f"{key} = {shown(value)} ({where}) has no counterpart here; {known.instead}"
+            )
         ignored.setdefault(where, []).append(f"{key} = {shown(value)}")
     return notes + [
         f"ignored ({where}), without counterpart here and off or without effect: {', '.join(settings)}"

@@ -19,7 +19,9 @@ from trainer.config.keys import (
 )
 from trainer.config.parallelism import SHARDED
 
-_COMPILED, _FLOAT8, _ADAPTING = needs("compile.enable"), needs("float8.enable"), needs("lora.rank")
+_COMPILED = needs("compile.enable")
+_FLOAT8 = needs("float8.enable")
+_ADAPTING = needs("lora.rank")
 _NO_OFFLOAD = Condition(
     lambda config, _: not config.training.enable_cpu_offload,
     "with training.enable_cpu_offload, which copies weights to the GPU without the scales found for them",
@@ -31,7 +33,9 @@ _NO_OFFLOAD = Condition(
 class LoRA:
     """Low-rank adapters: only these are trained and saved; the weights are those of checkpoint.initial_load_path."""
 
-    rank: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: train all weights)"), when=TOKENS)
+    rank: int = key(
+        0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: train all weights)"), when=TOKENS
+    )
     """Rank of the adapters; 0: none, all weights are trained."""
     alpha: float = key(16.0, POSITIVE, when=_ADAPTING)
     """What an adapter adds is multiplied by alpha / rank."""
@@ -54,7 +58,9 @@ class LoRA:
         """Return whether the linear module, or the stacked weight of experts, of that name has an adapter."""
         module = name.rpartition(".")[2]
         by_default = module != "gate" and ".experts." not in name
-        return name.startswith("layers.") and (module in self.modules if self.modules else by_default)
+        return name.startswith("layers.") and (
+            module in self.modules if self.modules else by_default
+        )
 
 
 @dataclass(frozen=True)
@@ -63,26 +69,42 @@ class ActivationCheckpoint:
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
     """Keep all activations; each layer's input only (full); see selective_ac_option; or as much as fits a budget."""
-    selective_ac_option: str = key("op", when=needs_value("activation_checkpoint.mode", "selective"))
+    selective_ac_option: str = key(
+        "op", when=needs_value("activation_checkpoint.mode", "selective")
+    )
     """For selective: "op" keeps attention and every second matrix product; "2" recomputes every 2nd layer in full."""
     memory_budget: float = key(
-        0.5, Bounds(lambda x: 0 < x < 1, "in (0, 1)"), when=needs_value("activation_checkpoint.mode", "memory_budget")
+        0.5,
+        Bounds(lambda x: 0 < x < 1, "in (0, 1)"),
+        when=needs_value("activation_checkpoint.mode", "memory_budget"),
     )
     """For memory_budget: share of the activations that the compiler may keep."""
-    group: int = key(1, AT_LEAST_ONE, when=(TOKENS, needs_value("activation_checkpoint.mode", "full")))
+    group: int = key(
+        1, AT_LEAST_ONE, when=(TOKENS, needs_value("activation_checkpoint.mode", "full"))
+    )
     """For full: of so many layers in a row the first one's input is kept; the backward computes the others from it."""
 
     offload: Literal["none", "inputs", "inputs+attention"] = key(
-        "none", when=(TOKENS, unless("activation_checkpoint.mode", "none", ", which keeps all activations"))
+        "none",
+        when=(
+            TOKENS,
+            unless("activation_checkpoint.mode", "none", ", which keeps all activations"),
+        ),
     )
     """What of a checkpointed layer waits for the backward on the host: its input; for "op" also attention's results."""
-    offload_keep_last: int = key(2, NOT_NEGATIVE, when=unless("activation_checkpoint.offload", "none"))
+    offload_keep_last: int = key(
+        2, NOT_NEGATIVE, when=unless("activation_checkpoint.offload", "none")
+    )
     """So many of the last inputs that are kept stay on the device: the backward needs them at once."""
     offload_fraction: float = key(
-        1.0, Bounds(lambda x: 0 < x <= 1, "in (0, 1]"), when=unless("activation_checkpoint.offload", "none")
+        1.0,
+        Bounds(lambda x: 0 < x <= 1, "in (0, 1]"),
+        when=unless("activation_checkpoint.offload", "none"),
     )
     """Share of the layers with kept inputs, from the first one on, for which offload holds."""
-    mlp_chunk_tokens: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), when=TOKENS)
+    mlp_chunk_tokens: int = key(
+        0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), when=TOKENS
+    )
     """Tokens of a rank at a time that pass the feed-forward network or experts, whose backward computes them again."""
 
     @property
@@ -94,7 +116,11 @@ class ActivationCheckpoint:
     def checkpointed(self, layers: Iterable[int]) -> list[int]:
         """Return those of these layers, by number, that are checkpointed, whole or by operator."""
         every = self.whole_layers or 1
-        return [layer for layer in layers if (layer + 1) % every == 0] if self.mode != "none" else []
+        return (
+            [layer for layer in layers if (layer + 1) % every == 0]
+            if self.mode != "none"
+            else []
+        )
 
     def kept(self, layers: Iterable[int]) -> list[int]:
         """Return those of the checkpointed layers of a model or stage whose inputs are kept, one of each group."""
@@ -130,7 +156,8 @@ class Float8:
     enable_fsdp_float8_all_gather: bool = key(False, when=(_FLOAT8, SHARDED))
     """FSDP casts its shards and gathers weights in float8: less traffic; tensorwise only."""
     precompute_float8_dynamic_scale_for_fsdp: bool = key(
-        False, when=(_FLOAT8, needs("float8.enable_fsdp_float8_all_gather"), SHARDED, _NO_OFFLOAD)
+        False,
+        when=(_FLOAT8, needs("float8.enable_fsdp_float8_all_gather"), SHARDED, _NO_OFFLOAD),
     )
     """For this all-gather, find all weights' scales in one all-reduce a step instead of one a weight."""
     filter_fqns: tuple[str, ...] = key(("output",), when=_FLOAT8)

@@ -8,7 +8,9 @@ from trainer.config.keys import keys_of
 from trainer.config.toml import load_toml
 
 ADVICE = load_toml(Path(__file__).with_name("elsewhere.toml"))["advice"]
-ELSEWHERE: dict[str, str] = {name: entry["instead"] for entry in ADVICE for name in entry["names"].split()}
+ELSEWHERE: dict[str, str] = {
+    name: entry["instead"] for entry in ADVICE for name in entry["names"].split()
+}
 """Names of settings in other programs, and what to write here instead."""
 
 
@@ -19,12 +21,15 @@ def unknown_key(name: str, given: str, where: str, schema: type) -> ConfigError:
     is called here; a key of a near spelling; else the keys of the table, or the tables.
     """
     table, _, key = name.rpartition(".")
-    known, tables = list(keys_of(schema)), list(get_type_hints(schema))
+    known = list(keys_of(schema))
+    tables = list(get_type_hints(schema))
     if not given.isprintable():
         given = repr(given)
     same = [other for other in known if other.partition(".")[2] == key]
     if same:
-        return ConfigError(f"{given} ({where}) is not a known key; did you mean {' or '.join(map(repr, same))}?")
+        return ConfigError(
+            f"{given} ({where}) is not a known key; did you mean {' or '.join(map(repr, same))}?"
+        )
     advice = ELSEWHERE.get(key.lower()) or ELSEWHERE.get(name.lower().replace(".", "_"))
     if advice is None:
         advice = ELSEWHERE.get(table.partition(".")[0].lower())
@@ -33,9 +38,13 @@ def unknown_key(name: str, given: str, where: str, schema: type) -> ConfigError:
     if name in tables:
         keys = [f"--{other}" for other in known if other.startswith(f"{name}.")]
         shown_keys = f"{', '.join(keys[:3])}{' ...' * (len(keys) > 3)}"
-        return ConfigError(f"{given} ({where}) is a table of settings; its keys are {shown_keys}")
+        return ConfigError(
+            f"{given} ({where}) is a table of settings; its keys are {shown_keys}"
+        )
     if table and table not in tables:
-        return ConfigError(f"{given} ({where}) is in no known table{did_you_mean(table, tables)}")
+        return ConfigError(
+            f"{given} ({where}) is in no known table{did_you_mean(table, tables)}"
+        )
     in_table = [other for other in known if other.startswith(f"{table}.")]
     near = _nearest(key, in_table) or _nearest(key, known)
     if near:
@@ -50,10 +59,16 @@ def unknown_key(name: str, given: str, where: str, schema: type) -> ConfigError:
 def unknown_table(table: str, where: str, schema: type) -> ConfigError:
     """Return the error for an unknown table of a file."""
     name = table if table.isprintable() else repr(table)
-    hint = f"; {ELSEWHERE[table]}" if table in ELSEWHERE else did_you_mean(table, get_type_hints(schema))
+    hint = (
+        f"; {ELSEWHERE[table]}"
+        if table in ELSEWHERE
+        else did_you_mean(table, get_type_hints(schema))
+    )
     return ConfigError(f"[{name}] ({where}) is not a known table{hint}")
 
 
 def _nearest(key: str, names: list[str]) -> str | None:
     near = nearest(key, [name.partition(".")[2] for name in names])
-    return next((name for name in names if near is not None and name.partition(".")[2] == near), None)
+    return next(
+        (name for name in names if near is not None and name.partition(".")[2] == near), None
+    )

@@ -10,10 +10,17 @@ from typing import Any, Literal, Union, get_args, get_origin
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import Key
 
-_SWITCHES = dict.fromkeys(("1", "yes", "y", "on", "t"), "true") | dict.fromkeys(("0", "no", "n", "off", "f"), "false")
+_SWITCHES = dict.fromkeys(("1", "yes", "y", "on", "t"), "true") | dict.fromkeys(
+    ("0", "no", "n", "off", "f"), "false"
+)
 _SYNONYMS = {"gpu": "cuda", "gpus": "cuda", "nvidia": "cuda"}
 _MOST_SHOWN = 4  # of the words that the shell made of a pattern
-_NAMES: dict[type, str] = {bool: "true or false", int: "an int", float: "a finite float", str: "a string"}
+_NAMES: dict[type, str] = {
+    bool: "true or false",
+    int: "an int",
+    float: "a finite float",
+    str: "a string",
+}
 
 
 def from_toml(name: str, value: object, key: Key, where: str) -> object:
@@ -40,7 +47,9 @@ def from_words(name: str, words: list[str], key: Key) -> object:
     plain, optional = without_none(key.kind)
     where = "on the command line"
     if get_origin(plain) is tuple:
-        return from_toml(name, [_parsed(word, get_args(plain)[0]) for word in words], key, where)
+        return from_toml(
+            name, [_parsed(word, get_args(plain)[0]) for word in words], key, where
+        )
     if plain is bool and not words:
         return True
     if len(words) != 1:
@@ -53,7 +62,9 @@ def from_words(name: str, words: list[str], key: Key) -> object:
             hint = f"; the shell has put files in the place of a pattern: quote it, such as --{name} 'data/*.txt'"
         elif not words and plain is str:
             hint += f"; write --{name}=VALUE for a value that begins with two hyphens"
-        raise ConfigError(f"{name} ({where}) was given {given}, and takes one value: {kind_name(plain)}{hint}")
+        raise ConfigError(
+            f"{name} ({where}) was given {given}, and takes one value: {kind_name(plain)}{hint}"
+        )
     if optional and words == ["None"]:
         return None
     value = _checked(_parsed(words[0], plain), plain, infinite=key.may_be_infinite)
@@ -81,13 +92,21 @@ def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | No
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else None
     if get_origin(kind) is tuple:
-        items = [_checked(item, get_args(kind)[0]) for item in value] if isinstance(value, list) else [None]
+        items = (
+            [_checked(item, get_args(kind)[0]) for item in value]
+            if isinstance(value, list)
+            else [None]
+        )
         return None if None in items else tuple(items)
     if kind is float and type(value) is int and abs(value) < 2**1023:
         value = float(value)
     if type(value) is not kind:
         return None
-    if isinstance(value, float) and not math.isfinite(value) and not (infinite and value == math.inf):
+    if (
+        isinstance(value, float)
+        and not math.isfinite(value)
+        and not (infinite and value == math.inf)
+    ):
         return None
     return value
 
@@ -136,7 +155,11 @@ def _wrong(name: str, value: object, key: Key, where: str) -> ConfigError:
         near = _SYNONYMS.get(str(value).lower())
         near = near if near in get_args(kind) else nearest(str(value), get_args(kind))
         hint = f"; did you mean {near!r}?" if near else ""
-    elif isinstance(value, str) and kind in (int, float, bool) and _checked(_parsed(value, kind), kind) is not None:
+    elif (
+        isinstance(value, str)
+        and kind in (int, float, bool)
+        and _checked(_parsed(value, kind), kind) is not None
+    ):
         hint = f"; write {value.strip()} without quotes"
     elif kind is str and type(value) in (int, float):
         hint = f'; write "{value}"'
@@ -158,6 +181,7 @@ def meant(value: object) -> str:
     found = re.fullmatch(r"(\d[\d,_]*(?:\.\d+)?)\s*([kKMG]?)i?", str(value).strip())
     if found is None or isinstance(value, list | dict):
         return ""
-    number, power = float(re.sub("[,_]", "", found[1])), " kMG".index(found[2].replace("K", "k") or " ")
+    number = float(re.sub("[,_]", "", found[1]))
+    power = " kMG".index(found[2].replace("K", "k") or " ")
     choices = [number * 1024**power, number * 1000**power] if power else [number]
     return " or ".join(str(int(choice)) for choice in choices if choice == int(choice))

@@ -32,9 +32,13 @@ def is_address(folder: str) -> bool:
 
 def writable_folder(refused: Path) -> str:
     """Return `, such as 'FOLDER'`, a folder that can be written to and lies elsewhere than `refused`; empty if none."""
-    home, temporary = Path.home() / "outputs", Path(tempfile.gettempdir()) / "outputs"
+    home = Path.home() / "outputs"
+    temporary = Path(tempfile.gettempdir()) / "outputs"
     for folder in (Path("outputs"), home, temporary):
-        if is_writable(folder) and refused.absolute() not in (folder.absolute(), *folder.absolute().parents):
+        if is_writable(folder) and refused.absolute() not in (
+            folder.absolute(),
+            *folder.absolute().parents,
+        ):
             return f", such as {str(folder) if folder.is_absolute() else f'./{folder}'!r}"
     return ""
 
@@ -50,7 +54,8 @@ def sync(path: Path) -> None:
 
 def os_error_of(error: BaseException) -> OSError | None:
     """Return the operating system's error that an error is, or was raised from or after: PyTorch's own hides it."""
-    seen, link = set(), error
+    seen = set()
+    link = error
     while link is not None and id(link) not in seen:
         if isinstance(link, OSError) and link.errno:
             return link

@@ -22,18 +22,95 @@ from trainer.data.packing import IGNORE_INDEX, PackedSequence, Sample, sample_of
 from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer
 
 CITIES = (
-    *("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Turin", "Porto", "Dakar", "Hanoi", "Perth", "Riga", "Seoul"),
+    *(
+        "Oslo",
+        "Lima",
+        "Cairo",
+        "Kyoto",
+        "Quito",
+        "Turin",
+        "Porto",
+        "Dakar",
+        "Hanoi",
+        "Perth",
+        "Riga",
+        "Seoul",
+    ),
     *("Lyon", "Bergen", "Havana", "Nairobi", "Toronto", "Valencia", "Krakow", "Santiago"),
 )
-_KINDS = ("old", "quiet", "young", "tall", "careful", "cheerful", "tired", "clever", "patient", "famous")
-_PEOPLE = ("baker", "sailor", "teacher", "gardener", "painter", "farmer", "doctor", "singer", "tailor", "miller")
-_DEEDS = ("watched", "carried", "painted", "found", "sold", "repaired", "hid", "borrowed", "praised", "remembered")
-_THINGS = ("lantern", "boat", "letter", "basket", "clock", "table", "coat", "wagon", "mirror", "kettle")
-_PLACES = ("river", "market", "bridge", "orchard", "harbour", "forest", "mill", "garden", "castle", "meadow")
-_TIMES = ("in the morning", "after the rain", "before noon", "at night", "during the winter", "without a word")
+_KINDS = (
+    "old",
+    "quiet",
+    "young",
+    "tall",
+    "careful",
+    "cheerful",
+    "tired",
+    "clever",
+    "patient",
+    "famous",
+)
+_PEOPLE = (
+    "baker",
+    "sailor",
+    "teacher",
+    "gardener",
+    "painter",
+    "farmer",
+    "doctor",
+    "singer",
+    "tailor",
+    "miller",
+)
+_DEEDS = (
+    "watched",
+    "carried",
+    "painted",
+    "found",
+    "sold",
+    "repaired",
+    "hid",
+    "borrowed",
+    "praised",
+    "remembered",
+)
+_THINGS = (
+    "lantern",
+    "boat",
+    "letter",
+    "basket",
+    "clock",
+    "table",
+    "coat",
+    "wagon",
+    "mirror",
+    "kettle",
+)
+_PLACES = (
+    "river",
+    "market",
+    "bridge",
+    "orchard",
+    "harbour",
+    "forest",
+    "mill",
+    "garden",
+    "castle",
+    "meadow",
+)
+_TIMES = (
+    "in the morning",
+    "after the rain",
+    "before noon",
+    "at night",
+    "during the winter",
+    "without a word",
+)
 
 
-def long_documents(documents: Iterable[Encoded], seq_len: int, most: int) -> Iterator[PackedSequence]:
+def long_documents(
+    documents: Iterable[Encoded], seq_len: int, most: int
+) -> Iterator[PackedSequence]:
     """Yield the first `seq_len` tokens of documents that have more, in their order; at most `most` of them.
 
     Every token has a label.
@@ -82,14 +159,22 @@ def needle_prompts(
         ConfigError: the length has no room for needle and question.
     """
     randoms = (Random(f"needle {seed} {length} {sample}") for sample in range(samples))
-    return [prompt for random in randoms for prompt in _of_one_text(tokenizer, length, depths, random)]
+    return [
+        prompt
+        for random in randoms
+        for prompt in _of_one_text(tokenizer, length, depths, random)
+    ]
 
 
-def _of_one_text(tokenizer: Tokenizer, length: int, depths: Sequence[float], random: Random) -> Iterator[NeedlePrompt]:
-    city, number = random.choice(CITIES), random.randrange(10**6, 10**7)
+def _of_one_text(
+    tokenizer: Tokenizer, length: int, depths: Sequence[float], random: Random
+) -> Iterator[NeedlePrompt]:
+    city = random.choice(CITIES)
+    number = random.randrange(10**6, 10**7)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     fact = tokenizer.encode(f" The magic number of {city} is")
-    answer = tokenizer.encode(f" {number}")  # encoded alone, so that needle and answer have the same tokens
+    # encoded alone, so that needle and answer have the same tokens
+    answer = tokenizer.encode(f" {number}")
     needle = [*fact, *answer, *tokenizer.encode(".")]
     question = [*tokenizer.encode(f" What is the magic number of {city}?"), *fact]
     room = length + 1 - len(begin) - len(needle) - len(question) - len(answer)
@@ -115,7 +200,8 @@ def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]
         sentences.append(tokenizer.encode(sentence(random)))
         room -= len(sentences[-1])
     # The last one has -room tokens too many. The first one is cut instead, so that the text ends with a full stop.
-    too_many, first = -room, sentences[0]
+    too_many = -room
+    first = sentences[0]
     if too_many >= len(first):
         sentences[-1] = sentences[-1][too_many:]
     else:
@@ -125,5 +211,7 @@ def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]
 
 def sentence(random: Random) -> str:
     """Return a made-up sentence, with the blank before it."""
-    words = (random.choice(of) for of in (_KINDS, _PEOPLE, _DEEDS, _KINDS, _THINGS, _PLACES, _TIMES))
+    words = (
+        random.choice(of) for of in (_KINDS, _PEOPLE, _DEEDS, _KINDS, _THINGS, _PLACES, _TIMES)
+    )
     return " The {} {} {} the {} {} near the {} {}.".format(*words)

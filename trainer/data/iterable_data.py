@@ -28,7 +28,12 @@ from trainer.data.packing import DocumentStream, WholeStream
 from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.token_files.made import made_by
-from trainer.data.tokenizers.tokenizer import NOTHING, Encoded, replace_surrogates, vocab_size_of
+from trainer.data.tokenizers.tokenizer import (
+    NOTHING,
+    Encoded,
+    replace_surrogates,
+    vocab_size_of,
+)
 
 
 @runtime_checkable
@@ -49,7 +54,8 @@ class _Iterable(IterableDataset):
     def __init__(self, iterable: Any) -> None:
         self.iterable = iterable
         if isinstance(iterable, Stateful) and not _state_is_wrong(iterable):
-            self.state_dict, self.load_state_dict = iterable.state_dict, iterable.load_state_dict
+            self.state_dict = iterable.state_dict
+            self.load_state_dict = iterable.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.iterable)
@@ -79,7 +85,11 @@ def _is_count(state: Mapping[str, Any]) -> bool:
     torchdata 0.11 counts wrong after a resume: it adds the documents that it reads again to those of the state.
     """
     fetched = state["fetcher_state"]  # None: of a sequence, whose state is an index
-    return fetched is not None and state["dataset_state"] is None and fetched["dataset_iter_state"] is None
+    return (
+        fetched is not None
+        and state["dataset_state"] is None
+        and fetched["dataset_iter_state"] is None
+    )
 
 
 def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
@@ -89,8 +99,11 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
     if not isinstance(iterable, _ByNumber):
         iterable = _Iterable(iterable)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by PyTorch, in torchdata
-        return StatefulDataLoader(iterable, batch_size=None, collate_fn=lambda document: document)
+        # by PyTorch, in torchdata
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        return StatefulDataLoader(
+            iterable, batch_size=None, collate_fn=lambda document: document
+        )
 
 
 class IterableDocuments:
@@ -100,9 +113,13 @@ class IterableDocuments:
     """
 
     def __init__(self, settings: DataSettings, stream: int, streams: int) -> None:
-        self._settings, self._stream, self._streams = settings, stream, streams
-        self._place, self._encode = source_of(settings).iterable, source_of(settings).encoder(settings)
-        self._vocab_size, self._skipped = vocab_size_of(settings.tokenizer), Tally()
+        self._settings = settings
+        self._stream = stream
+        self._streams = streams
+        self._place = source_of(settings).iterable
+        self._encode = source_of(settings).encoder(settings)
+        self._vocab_size = vocab_size_of(settings.tokenizer)
+        self._skipped = Tally()
         self._epoch = -1
 
     def start(self, epoch: int, state: Mapping[str, Any]) -> None:
@@ -111,20 +128,25 @@ class IterableDocuments:
         Raises:
             ConfigError: the function that opens the iterable cannot be imported, or fails, or the pass ends before.
         """
-        first, given = state.get("iterable_document", 0), state.get("iterable", "")
+        first = state.get("iterable_document", 0)
+        given = state.get("iterable", "")
         if given and _is_count(json.loads(given)):
             given = ""
         self._epoch, self._ended = epoch, False
-        self._asked = max(first, state.get("document", 0))  # documents that were asked for, also before the restart
+        # documents that were asked for, also before the restart
+        self._asked = max(first, state.get("document", 0))
         self._documents: dict[int, Any] = {}
         self._states: dict[int, str] = {first: given}  # before a document was read
         try:
-            iterable = resolve_name(self._place)(self._settings.path, self._stream, self._streams)
+            iterable = resolve_name(self._place)(
+                self._settings.path, self._stream, self._streams
+            )
             self._loader = loader_of(iterable, epoch)
             if given:
                 self._loader.load_state_dict(json.loads(given))
             self._iterator = iter(self._loader)
-            self._read = first if given else sum(1 for _ in islice(self._iterator, first))  # documents
+            # documents
+            self._read = first if given else sum(1 for _ in islice(self._iterator, first))
         except Exception as error:  # whatever a user's code raises
             raise self._failed(f"{self._place} fails", error) from error
         if self._read < first:
@@ -138,7 +160,9 @@ class IterableDocuments:
         """
         if epoch != self._epoch or not oldest:
             return {"iterable_document": 0, "iterable": ""}
-        self._states = {number: state for number, state in self._states.items() if number >= oldest}
+        self._states = {
+            number: state for number, state in self._states.items() if number >= oldest
+        }
         return {"iterable_document": oldest, "iterable": self._state_before(oldest)}
 
     def __len__(self) -> int:
@@ -198,7 +222,9 @@ class IterableDocuments:
 
     def _failed(self, what: str, error: Exception) -> ConfigError:
         where = f"{self._settings.keys.dataset} = {self._settings.dataset!r}"
-        return ConfigError(f"{where}: {what} ({type(error).__name__}: {error}); correct the package that makes it")
+        return ConfigError(
+            f"{where}: {what} ({type(error).__name__}: {error}); correct the package that makes it"
+        )
 
     def _encoded(self, document: Any, number: int) -> Encoded:
         name = self._settings.text_field
@@ -218,7 +244,10 @@ class IterableDocuments:
             raise self._bad(number, f"has an array of shape {ids.shape} and {ids.dtype}")
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
             wrong = int(ids.max() if ids.max() >= self._vocab_size else ids.min())
-            raise self._bad(number, f"has the token id {wrong}, and the tokenizer has {self._vocab_size:,} (0 and up)")
+            raise self._bad(
+                number,
+                f"has the token id {wrong}, and the tokenizer has {self._vocab_size:,} (0 and up)",
+            )
         return Encoded(ids, document.answers)
 
     def _bad(self, number: int, what: str) -> BadRecord:
@@ -277,19 +306,30 @@ class IterableData:
         return data_streams
 
     def streams(
-        self, items: int, seq_len: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int
+        self,
+        items: int,
+        seq_len: int,
+        data_streams: int,
+        seed: int,
+        dp_rank: int,
+        dp_degree: int,
     ) -> dict[int, IterableDocumentStream | IterableWholeStream]:
         found = {}
         for s in streams_of_rank(data_streams, dp_rank, dp_degree):
-            source, how = IterableDocuments(self.settings, s, data_streams), {"seq_len": seq_len, "seed": seed}
+            source = IterableDocuments(self.settings, s, data_streams)
+            how = {"seq_len": seq_len, "seed": seed}
             if self.packing == "concatenate":
                 found[s] = IterableDocumentStream(source, source, stream=s, **how)
             else:
-                found[s] = IterableWholeStream(source, source, stream=s, **how, alone=self.packing == "pad")
+                found[s] = IterableWholeStream(
+                    source, source, stream=s, **how, alone=self.packing == "pad"
+                )
         return found
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:
-        return made_by(self.settings) | ({} if self.packing == "concatenate" else {"seq_len": seq_len})
+        return made_by(self.settings) | (
+            {} if self.packing == "concatenate" else {"seq_len": seq_len}
+        )
 
     def items_of(self, saved: Mapping[str, int]) -> int:
         """Return 0: the number of documents is not known; ConfigError for a position in files."""

@@ -49,7 +49,10 @@ def arrays_of(sequences: Iterable[PackedSequence]) -> dict[str, np.ndarray]:
     """Return the arrays of sequences together, (B, S) int64 each."""
     columns = ([x.tokens, x.labels, x.positions, x.document_ids] for x in sequences)
     names = ("tokens", "labels", "positions", "document_ids")
-    return {name: np.stack(rows) for name, rows in zip(names, zip(*columns, strict=True), strict=True)}
+    return {
+        name: np.stack(rows)
+        for name, rows in zip(names, zip(*columns, strict=True), strict=True)
+    }
 
 
 def tensors_of(arrays: Mapping[str, np.ndarray]) -> TextBatch:
@@ -84,15 +87,27 @@ class BatchLoader(StreamLoader):
     ) -> None:
         data.check(data_streams, seed)
         self._exchange = exchange
-        self._data, self._batch_size, self._plan, self._seq_len = data, local_batch_size, plan, seq_len
-        split = {"data_streams": data_streams, "seed": seed, "dp_rank": dp_rank, "dp_degree": dp_degree}
+        self._data = data
+        self._batch_size = local_batch_size
+        self._plan = plan
+        self._seq_len = seq_len
+        split = {
+            "data_streams": data_streams,
+            "seed": seed,
+            "dp_rank": dp_rank,
+            "dp_degree": dp_degree,
+        }
         super().__init__(data.items, **split)
 
     def fitting(self, data_streams: int) -> int:
         return self._data.streams_with_text(data_streams, self._seed)
 
-    def streams_of(self, items: int | tuple[int, ...], data_streams: int) -> dict[int, TextStream | MixtureStream]:
-        return self._data.streams(items, self._seq_len, data_streams, self._seed, self._rank, self._degree)
+    def streams_of(
+        self, items: int | tuple[int, ...], data_streams: int
+    ) -> dict[int, TextStream | MixtureStream]:
+        return self._data.streams(
+            items, self._seq_len, data_streams, self._seed, self._rank, self._degree
+        )
 
     def describe(self, items: int | tuple[int, ...]) -> dict[str, int]:
         return self._data.describe(items, self._seq_len)
@@ -115,7 +130,9 @@ class BatchLoader(StreamLoader):
             yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
 
 
-def data_identity(states: Mapping[int, Mapping[str, int]], training: Training) -> dict[str, int | str]:
+def data_identity(
+    states: Mapping[int, Mapping[str, int]], training: Training
+) -> dict[str, int | str]:
     """Return what all ranks of a job must have in common before they read data, by name.
 
     states: of this rank's streams, before the first batch.
@@ -162,14 +179,20 @@ class BatchesAhead:
     prepare: what is done to each batch when it is made, such as its way to the device.
     """
 
-    def __init__(self, loader: Loader, number: int, prepare: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self._loader, self._number, self._prepare = loader, number, prepare
+    def __init__(
+        self, loader: Loader, number: int, prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        self._loader = loader
+        self._number = number
+        self._prepare = prepare
         self._batches = iter(loader)
         self._made: deque[_Step] = deque()
 
     def make(self, steps: int = 1) -> None:
         """Make the batches of the next `steps` steps, unless they are there. `take` raises what goes wrong."""
-        while len(self._made) < steps and not (self._made and isinstance(self._made[-1].batches, Exception)):
+        while len(self._made) < steps and not (
+            self._made and isinstance(self._made[-1].batches, Exception)
+        ):
             before = self._loader.state_dict(), self._loader.epoch
             try:
                 made = [self._prepare(next(self._batches)) for _ in range(self._number)]

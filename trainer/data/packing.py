@@ -35,7 +35,8 @@ from trainer.data.token_files.format import Pairs, TokenFiles
 from trainer.data.tokenizers.tokenizer import Encoded
 
 IGNORE_INDEX = -100  # a label that no loss counts
-NO_POSITION = -1  # of padding, which has a row of the rotary table like any token, and which no router counts
+# of padding, which has a row of the rotary table like any token, and which no router counts
+NO_POSITION = -1
 
 
 class Sample(NamedTuple):
@@ -76,14 +77,20 @@ def sample_of(document: Encoded) -> Sample:
     """Return the tokens of a document, and their labels: the next token, if that is learned."""
     ids = document.ids.astype(np.int32)
     labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
-    labels[:-1] = ids[1:] if document.answers is None else np.where(document.answers[1:], ids[1:], IGNORE_INDEX)
+    labels[:-1] = (
+        ids[1:]
+        if document.answers is None
+        else np.where(document.answers[1:], ids[1:], IGNORE_INDEX)
+    )
     labels[np.cumsum(document.lengths, dtype=np.int64) - 1] = IGNORE_INDEX
     return Sample(ids, labels, document.lengths)
 
 
 def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
     """Return samples in one sequence, and padding behind them: token 0 without a label, a document of its own."""
-    lengths = [length for sample in samples for length in sample.lengths or (len(sample.tokens),)]
+    lengths = [
+        length for sample in samples for length in sample.lengths or (len(sample.tokens),)
+    ]
     padding = seq_len - sum(lengths)
     lengths.append(padding)
     sequence = PackedSequence(
@@ -100,7 +107,9 @@ def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
 
 WINDOW = 1024
 TOKENS = 8
-_NO_TEXT = "none of the {} documents of data stream {} holds text; leave out documents without text"
+_NO_TEXT = (
+    "none of the {} documents of data stream {} holds text; leave out documents without text"
+)
 
 
 class DocumentStream(ItemStream):
@@ -111,7 +120,15 @@ class DocumentStream(ItemStream):
 
     ITEM = "document"
 
-    def __init__(self, source: TokenFiles, documents: Sequence[int], *, stream: int, seq_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        source: TokenFiles,
+        documents: Sequence[int],
+        *,
+        stream: int,
+        seq_len: int,
+        seed: int,
+    ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len = {seq_len} must be at least 1")
         self._source, self._seq_len = source, seq_len
@@ -120,7 +137,12 @@ class DocumentStream(ItemStream):
     @property
     def state(self) -> StreamState:
         """The position: epoch, document in the epoch's order, tokens already used of it, sequences given so far."""
-        return {"epoch": self._epoch, "document": self._place, "token": self._token, "samples": self.samples}
+        return {
+            "epoch": self._epoch,
+            "document": self._place,
+            "token": self._token,
+            "samples": self.samples,
+        }
 
     def restart(self, state: Mapping[str, int]) -> None:
         super().restart(state)
@@ -129,7 +151,9 @@ class DocumentStream(ItemStream):
 
     def next_sample(self) -> PackedSequence:
         """Return the next packed sequence; ConfigError if no document of this stream holds a token."""
-        barren, parts, missing = 0, [], self._seq_len
+        barren = 0
+        parts = []
+        missing = self._seq_len
         while missing:
             if self._sample is None:
                 self._sample = sample_of(self._source[self._item_at(self._place)])
@@ -137,9 +161,11 @@ class DocumentStream(ItemStream):
             here = slice(self._token, self._token + missing)
             parts.append(Sample(tokens[here], labels[here]))
             taken = len(parts[-1].tokens)
-            self._token, missing = self._token + taken, missing - taken
+            self._token = self._token + taken
+            missing = missing - taken
             barren = 0 if taken else barren + 1
-            if barren == 2 * len(self.items):  # an epoch may end, and the next begin, with all the empty ones
+            # an epoch may end, and the next begin, with all the empty ones
+            if barren == 2 * len(self.items):
                 raise ConfigError(_NO_TEXT.format(len(self.items), self._stream))
             if not taken:
                 parts.pop()
@@ -161,7 +187,8 @@ class TooLong:
     """
 
     def __init__(self, *, drops: bool = False, what: str = "conversations") -> None:
-        self._drops, self.left_out = drops, Tally(what if drops else f"ends of {what}")
+        self._drops = drops
+        self.left_out = Tally(what if drops else f"ends of {what}")
 
     def pieces(self, sample: Sample, seq_len: int) -> list[Sample]:
         """Return the part of a conversation that is used, if any."""
@@ -171,7 +198,9 @@ class TooLong:
         if kept > seq_len:
             ends = np.flatnonzero(learned[:seq_len] & ~learned[1 : seq_len + 1])
             kept = 0 if self._drops or not len(ends) else int(ends[-1]) + 1
-            self.left_out.count(f"{len(tokens):,} tokens, and a sequence has {seq_len:,}; {kept:,} are used")
+            self.left_out.count(
+                f"{len(tokens):,} tokens, and a sequence has {seq_len:,}; {kept:,} are used"
+            )
         if lengths:
             parts = np.split(learned, np.cumsum(lengths)[:-1])
             return [sample] if kept and all(part.any() for part in parts) else []
@@ -198,7 +227,10 @@ class WholeStream(ItemStream):
         alone: bool = False,
         conversations: TooLong | None = None,
     ) -> None:
-        self._source, self._seq_len, self._alone, self._conversations = source, seq_len, alone, conversations
+        self._source = source
+        self._seq_len = seq_len
+        self._alone = alone
+        self._conversations = conversations
         self._enough = 1 if alone else TOKENS * seq_len
         super().__init__(documents, stream=stream, seed=seed)
 
@@ -226,9 +258,15 @@ class WholeStream(ItemStream):
     def restart(self, state: Mapping[str, int]) -> None:
         super().restart(state)
         self._whole_left, bits = divmod(int(state.get("waiting", 0)), 1 << WINDOW)
-        places = (self._place - 1 - bit for bit in reversed(range(bits.bit_length())) if bits >> bit & 1)
-        self._waiting: dict[int, Sample | None] = dict.fromkeys(places)  # by place, ascending; None: not read yet
-        self._lengths: list[tuple[int, int]] | None = None  # (tokens, -place) of those that wait, ascending
+        places = (
+            self._place - 1 - bit
+            for bit in reversed(range(bits.bit_length()))
+            if bits >> bit & 1
+        )
+        # by place, ascending; None: not read yet
+        self._waiting: dict[int, Sample | None] = dict.fromkeys(places)
+        # (tokens, -place) of those that wait, ascending
+        self._lengths: list[tuple[int, int]] | None = None
         self._tokens = 0
         self._whole: list[Sample] = []
         """Whole pieces of the document that was read last; the last `_whole_left` of them are to be given."""
@@ -252,7 +290,11 @@ class WholeStream(ItemStream):
             return [self._whole[-1 - self._whole_left]]
         chosen = [self._take(next(iter(self._waiting)))]
         missing = self._seq_len - len(chosen[0].tokens)
-        while self._fill() and not self._alone and (fitting := bisect_right(self._lengths, (missing, 1))):
+        while (
+            self._fill()
+            and not self._alone
+            and (fitting := bisect_right(self._lengths, (missing, 1)))
+        ):
             chosen.append(self._take(-self._lengths[fitting - 1][1]))
             missing -= len(chosen[-1].tokens)
         return chosen
@@ -267,7 +309,11 @@ class WholeStream(ItemStream):
             if left and self._place - 1 not in self._waiting:
                 self._whole = self._pieces(self._place - 1)[:-1]
             self._whole_left = min(left, len(self._whole))  # less than all of the last one
-        while self._place < len(self.items) and self._tokens < self._enough and not self._whole_left:
+        while (
+            self._place < len(self.items)
+            and self._tokens < self._enough
+            and not self._whole_left
+        ):
             if self._waiting and self._place - next(iter(self._waiting)) >= WINDOW:
                 break
             self._read(self._place)
@@ -282,11 +328,15 @@ class WholeStream(ItemStream):
             return self._conversations.pieces(sample, seq_len)
         # The last token has no label; a piece of it alone would teach nothing.
         starts = range(0, len(tokens) - 1, seq_len)
-        return [Sample(tokens[start : start + seq_len], labels[start : start + seq_len]) for start in starts]
+        return [
+            Sample(tokens[start : start + seq_len], labels[start : start + seq_len])
+            for start in starts
+        ]
 
     def _nothing(self) -> str:
         """Return the message for a stream whose documents have no piece."""
-        number, stream = len(self.items), self._stream
+        number = len(self.items)
+        stream = self._stream
         if self._conversations is None:
             return _NO_TEXT.format(number, stream)
         return (
@@ -297,7 +347,8 @@ class WholeStream(ItemStream):
     def _read(self, place: int) -> None:
         """Make the document at a place in the epoch's order wait, unless it has no label."""
         pieces = self._pieces(place)
-        self._whole, self._whole_left = pieces[:-1], len(pieces[:-1])
+        self._whole = pieces[:-1]
+        self._whole_left = len(pieces[:-1])
         if not pieces:
             self._waiting.pop(place, None)
             return
@@ -312,4 +363,6 @@ class WholeStream(ItemStream):
         return sample
 
     def _next_epoch(self) -> None:
-        self._epoch, self._place, self._order = self._epoch + 1, 0, None
+        self._epoch = self._epoch + 1
+        self._place = 0
+        self._order = None

@@ -40,18 +40,24 @@ from trainer.runtime.console import logger
 def training_data(config: JobConfig) -> list[DataSettings]:
     """Return the data sets that a job trains on: one, or the sources of a mixture."""
     training = config.training
-    paths, keys = (training.dataset_path,), DataKeys()
+    paths = (training.dataset_path,)
+    keys = DataKeys()
     if config.mixture.names:
-        paths, keys = config.mixture.paths, DataKeys(path="mixture.paths")
+        paths = config.mixture.paths
+        keys = DataKeys(path="mixture.paths")
     return [
-        DataSettings.of(training.dataset, path, config.model, training, chat=config.chat, keys=keys) for path in paths
+        DataSettings.of(
+            training.dataset, path, config.model, training, chat=config.chat, keys=keys
+        )
+        for path in paths
     ]
 
 
 def validation_data(config: JobConfig) -> DataSettings:
     """Return the data set that the loss is validated on."""
     keys = DataKeys("validation.dataset", "validation.dataset_path")
-    source, chat = config.validation.source(config.training), config.chat
+    source = config.validation.source(config.training)
+    chat = config.chat
     return DataSettings.of(*source, config.model, config.training, chat=chat, keys=keys)
 
 
@@ -59,7 +65,10 @@ def all_data(config: JobConfig) -> list[DataSettings]:
     """Return the data sets that a job reads."""
     if config.task != "tokens":
         return []
-    return [*training_data(config), *([validation_data(config)] if config.validation.enable else [])]
+    return [
+        *training_data(config),
+        *([validation_data(config)] if config.validation.enable else []),
+    ]
 
 
 def first_start(config: JobConfig) -> list[str]:
@@ -70,7 +79,9 @@ def first_start(config: JobConfig) -> list[str]:
             source = source_of(settings)
             if not (source.token_files or source.iterable):
                 what = described(settings, sum(map(os.path.getsize, files_of(settings))))
-                found.append(f"the first start makes token files of {what} in {cache_folder()}; later ones read them")
+                found.append(
+                    f"the first start makes token files of {what} in {cache_folder()}; later ones read them"
+                )
     return list(dict.fromkeys(found))
 
 
@@ -112,15 +123,29 @@ class TextData:
             return data_streams
         return streams_with_text(self.source.lengths() > 0, data_streams, seed)
 
-    def stream(self, items: Sequence[int], *, stream: int, seq_len: int, seed: int) -> TextStream:
+    def stream(
+        self, items: Sequence[int], *, stream: int, seq_len: int, seed: int
+    ) -> TextStream:
         """Return a stream of some of the documents. stream: its number."""
         how = {"stream": stream, "seq_len": seq_len, "seed": seed}
         if self.packing == "concatenate":
             return DocumentStream(self.source, items, **how)
-        return WholeStream(self.source, items, **how, alone=self.packing == "pad", conversations=self.conversations)
+        return WholeStream(
+            self.source,
+            items,
+            **how,
+            alone=self.packing == "pad",
+            conversations=self.conversations,
+        )
 
     def streams(
-        self, items: int, seq_len: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int
+        self,
+        items: int,
+        seq_len: int,
+        data_streams: int,
+        seed: int,
+        dp_rank: int,
+        dp_degree: int,
     ) -> dict[int, TextStream]:
         """Return the streams that a data-parallel rank reads, by number. items: how many documents are read."""
         shares = assigned(items, data_streams, seed, dp_rank, dp_degree)
@@ -130,7 +155,12 @@ class TextData:
         """Return what the meaning of a position depends on, besides seed and number of streams."""
         counts_pieces = self.packing != "concatenate" and not self.conversations
         pieces = {"seq_len": seq_len} if counts_pieces else {}
-        return {"documents": items, "content": self.source.fingerprint(items), **self.source.made_by, **pieces}
+        return {
+            "documents": items,
+            "content": self.source.fingerprint(items),
+            **self.source.made_by,
+            **pieces,
+        }
 
     def items_of(self, saved: Mapping[str, int]) -> int:
         """Return how many documents to read: files that were added behind the others wait for another run.
@@ -138,8 +168,13 @@ class TextData:
         Raises:
             ConfigError: documents are missing, or were added at another place.
         """
-        now, before = len(self.source), saved.get("documents", len(self.source))
-        if now > before and "content" in saved and self.source.fingerprint(before) == saved["content"]:
+        now = len(self.source)
+        before = saved.get("documents", len(self.source))
+        if (
+            now > before
+            and "content" in saved
+            and self.source.fingerprint(before) == saved["content"]
+        ):
             logger.info(
                 f"the data set has {now - before:,} more documents than at the start of this run, which continues "
                 f"with its {before:,}; a new run reads all (checkpoint.initial_load_path takes the weights there)"
@@ -154,13 +189,16 @@ class TextData:
         return now
 
 
-def open_text(settings: DataSettings, packing: str | None = None, catalog: str | None = None) -> TextData:
+def open_text(
+    settings: DataSettings, packing: str | None = None, catalog: str | None = None
+) -> TextData:
     """Return a data set. packing: None: that of its kind; catalog: as of `open_documents`, and what is raised, too."""
     if source_of(settings).iterable:
         from trainer.data.iterable_data import IterableData
 
         return IterableData(settings, packing or "concatenate")
-    chats, source = None, open_documents(settings, catalog)
+    chats = None
+    source = open_documents(settings, catalog)
     if settings.dataset == "preferences":
         chats = TooLong(drops=True, what="pairs longer than a sequence")
     elif settings.dataset in CONVERSATIONS:
@@ -184,26 +222,45 @@ def source_of_sample(sample: int, ends: Sequence[int]) -> int:
 
 def _part(state: Mapping[str, int], name: str) -> StreamState:
     """Return the entries of one source in the state of a stream of a mixture."""
-    return {key.removeprefix(f"{name}/"): value for key, value in state.items() if key.startswith(f"{name}/")}
+    return {
+        key.removeprefix(f"{name}/"): value
+        for key, value in state.items()
+        if key.startswith(f"{name}/")
+    }
 
 
 class MixtureStream:
     """One numbered, endless stream of packed sequences of several sources. parts: a stream of each source, by name."""
 
-    def __init__(self, parts: Mapping[str, TextStream], ends: Sequence[int], *, stream: int, data_streams: int) -> None:
-        self._parts, self._ends, self._stream, self._n, self.samples = parts, ends, stream, data_streams, 0
+    def __init__(
+        self,
+        parts: Mapping[str, TextStream],
+        ends: Sequence[int],
+        *,
+        stream: int,
+        data_streams: int,
+    ) -> None:
+        self._parts = parts
+        self._ends = ends
+        self._stream = stream
+        self._n = data_streams
+        self.samples = 0
 
     @property
     def state(self) -> StreamState:
         """The number of samples given so far, and the state of each source's stream under "name/key"."""
         parts = ((name, part.state) for name, part in self._parts.items())
-        return {"samples": self.samples} | {f"{name}/{key}": x for name, state in parts for key, x in state.items()}
+        return {"samples": self.samples} | {
+            f"{name}/{key}": x for name, state in parts for key, x in state.items()
+        }
 
     @property
     def passes(self) -> float:
         """Passes over the documents of all sources together."""
         parts = self._parts.values()
-        return sum(len(part.items) * part.passes for part in parts) / sum(len(part.items) for part in parts)
+        return sum(len(part.items) * part.passes for part in parts) / sum(
+            len(part.items) for part in parts
+        )
 
     def restart(self, state: Mapping[str, int]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
@@ -240,26 +297,39 @@ class Mixture:
         """Return `data_streams`, or fewer if a stream of a source of them had no text."""
         fitting = 0
         while fitting != data_streams:
-            fitting, data_streams = (
-                data_streams,
-                min(part.streams_with_text(data_streams, seed) for part in self.parts.values()),
+            fitting = data_streams
+            data_streams = min(
+                part.streams_with_text(data_streams, seed) for part in self.parts.values()
             )
         return data_streams
 
-    def streams(self, items: tuple[int, ...], seq_len: int, data_streams: int, *how: int) -> dict[int, MixtureStream]:
+    def streams(
+        self, items: tuple[int, ...], seq_len: int, data_streams: int, *how: int
+    ) -> dict[int, MixtureStream]:
         """Return the streams that a data-parallel rank reads, by number; see `TextData.streams`."""
         parts = zip(self.parts.items(), items, strict=True)
-        found = {name: part.streams(number, seq_len, data_streams, *how) for (name, part), number in parts}
-        ends, numbers = ends_of(self.weights), next(iter(found.values()))
+        found = {
+            name: part.streams(number, seq_len, data_streams, *how)
+            for (name, part), number in parts
+        }
+        ends = ends_of(self.weights)
+        numbers = next(iter(found.values()))
         return {
-            s: MixtureStream({name: own[s] for name, own in found.items()}, ends, stream=s, data_streams=data_streams)
+            s: MixtureStream(
+                {name: own[s] for name, own in found.items()},
+                ends,
+                stream=s,
+                data_streams=data_streams,
+            )
             for s in numbers
         }
 
     def describe(self, items: tuple[int, ...], seq_len: int) -> dict[str, int]:
         parts = zip(self.parts.items(), items, strict=True)
         return {
-            f"{name}/{key}": x for (name, part), number in parts for key, x in part.describe(number, seq_len).items()
+            f"{name}/{key}": x
+            for (name, part), number in parts
+            for key, x in part.describe(number, seq_len).items()
         }
 
     def items_of(self, saved: Mapping[str, int]) -> tuple[int, ...]:
@@ -277,7 +347,9 @@ class Mixture:
         return tuple(part.items_of(_part(saved, name)) for name, part in self.parts.items())
 
 
-def positions_of(states: Mapping[int, Mapping[str, int]], names: Sequence[str]) -> list[tuple[float, float]]:
+def positions_of(
+    states: Mapping[int, Mapping[str, int]], names: Sequence[str]
+) -> list[tuple[float, float]]:
     """Return (samples, passes) of each source, summed over the given states of streams.
 
     Of whole documents, those that wait count as read.
@@ -285,18 +357,26 @@ def positions_of(states: Mapping[int, Mapping[str, int]], names: Sequence[str]) 
     found = []
     for name in names:
         parts = [_part(state, name) | {"n": state["data_streams"]} for state in states.values()]
-        passes = (part["epoch"] + part["document"] * part["n"] / part["documents"] for part in parts)
+        passes = (
+            part["epoch"] + part["document"] * part["n"] / part["documents"] for part in parts
+        )
         found.append((float(sum(part["samples"] for part in parts)), sum(passes)))
     return found
 
 
-def open_training_data(config: JobConfig, catalogs: Sequence[str | None] | None = None) -> TextData | Mixture:
+def open_training_data(
+    config: JobConfig, catalogs: Sequence[str | None] | None = None
+) -> TextData | Mixture:
     """Return the data that a job trains on. catalogs: one for each of `training_data`; it raises as `open_text`."""
     settings = training_data(config)
     given = zip(settings, catalogs or [None] * len(settings), strict=True)
     parts = [open_text(one, config.training.packing, catalog) for one, catalog in given]
     names = config.mixture.names
-    return Mixture(dict(zip(names, parts, strict=True)), config.mixture.weights) if names else parts[0]
+    return (
+        Mixture(dict(zip(names, parts, strict=True)), config.mixture.weights)
+        if names
+        else parts[0]
+    )
 
 
 # ---- what data sets hold
@@ -328,13 +408,20 @@ class Contents:
 def contents_of(data: TextData | Mixture) -> dict[str, Contents]:
     """Return the content of each source by name, "" if there is one; none of an iterable, which has no files."""
     parts = data.parts if isinstance(data, Mixture) else {"": data}
-    return {name: _contents(part.source) for name, part in parts.items() if isinstance(part, TextData)}
+    return {
+        name: _contents(part.source)
+        for name, part in parts.items()
+        if isinstance(part, TextData)
+    }
 
 
 def _contents(source: TokenFiles) -> Contents:
     lengths = source.lengths()
-    lengths, learned = lengths[lengths > 0], source.answers()
-    return Contents(lengths, int((lengths - 1).sum()) if learned is None else learned, source.notes())
+    lengths = lengths[lengths > 0]
+    learned = source.answers()
+    return Contents(
+        lengths, int((lengths - 1).sum()) if learned is None else learned, source.notes()
+    )
 
 
 def what_is_lacking(found: Mapping[str, Contents]) -> list[str]:
@@ -345,7 +432,8 @@ def what_is_lacking(found: Mapping[str, Contents]) -> list[str]:
 def summary(found: Mapping[str, Contents], seq_len: int) -> str:
     """Return the sums of all sources in a line, and below it the table if there are several."""
     lengths = np.concatenate([one.lengths for one in found.values()])
-    learned, total = sum(one.learned for one in found.values()), Contents(lengths, 0)
+    learned = sum(one.learned for one in found.values())
+    total = Contents(lengths, 0)
     line = (
         f"{len(lengths):,} documents, {total.tokens:,} tokens, {learned / max(total.tokens, 1):.1%} learned; "
         f"{total.whole(seq_len):.1%} of the documents have at most {seq_len:,} tokens"
@@ -359,17 +447,32 @@ def table(found: Mapping[str, Contents], seq_len: int) -> str:
     names = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths]
     rows = [["source", "documents", "tokens", "learned", "median", "longest", *names]]
     for name, one in found.items():
-        median, longest = (int(np.median(one.lengths)), int(one.lengths.max())) if len(one.lengths) else (0, 0)
+        median, longest = (
+            (int(np.median(one.lengths)), int(one.lengths.max()))
+            if len(one.lengths)
+            else (0, 0)
+        )
         counts = (f"{n:,}" for n in (len(one.lengths), one.tokens))
         shares = (f"{one.whole(n):.1%}" for n in lengths)
         learned = f"{one.learned / max(one.tokens, 1):.1%}"
         rows.append([name or "all", *counts, learned, f"{median:,}", f"{longest:,}", *shares])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(["share of documents that are whole, by length of a sequence, on the right", *lines])
+    lines = (
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(
+        ["share of documents that are whole, by length of a sequence, on the right", *lines]
+    )
 
 
 def runs_of(marks: np.ndarray) -> list[tuple[int, int, bool]]:
     """Return [start, stop) and value of each run of equal marks. marks: (n,) bool."""
-    edges: Sequence[int] = [0, *(np.flatnonzero(marks[1:] != marks[:-1]) + 1).tolist(), len(marks)]
-    return [(start, stop, bool(marks[start])) for start, stop in pairwise(edges) if stop > start]
+    edges: Sequence[int] = [
+        0,
+        *(np.flatnonzero(marks[1:] != marks[:-1]) + 1).tolist(),
+        len(marks),
+    ]
+    return [
+        (start, stop, bool(marks[start])) for start, stop in pairwise(edges) if stop > start
+    ]

@@ -133,7 +133,10 @@ class LatentArgs:
         shapes = {"wq": (queries, dim)}
         if self.query_rank is not None:
             shapes = {"wq_a": (self.query_rank, dim), "wq_b": (queries, self.query_rank)}
-        return shapes | {"wkv_a": (self.rank + self.rope_dim, dim), "wo": (dim, n_heads * self.value_dim // tp)}
+        return shapes | {
+            "wkv_a": (self.rank + self.rope_dim, dim),
+            "wo": (dim, n_heads * self.value_dim // tp),
+        }
 
     def up_projection(self, n_heads: int) -> int:
         """Return the weights that make keys and values of latents."""

@@ -46,7 +46,10 @@ def always(**fields: Any) -> Part:
 
 def switch(key: str, *fields: str) -> Part:
     """Return the part of a switch that these fields follow."""
-    return Part(lambda config: dict.fromkeys(fields, config.switch(key)), lambda args: {key: getattr(args, fields[0])})
+    return Part(
+        lambda config: dict.fromkeys(fields, config.switch(key)),
+        lambda args: {key: getattr(args, fields[0])},
+    )
 
 
 BIASES = switch("attention_bias", "attention_bias", "output_bias")
@@ -57,7 +60,9 @@ def number(key: str, field: str, missing: float | None = None) -> Part:
     """Return the part of a number above 0. missing: the field's value where the file has none."""
 
     def read(config: Entries) -> Fields:
-        return {field: missing if config.content.get(key) is None else float(config.number(key))}
+        return {
+            field: missing if config.content.get(key) is None else float(config.number(key))
+        }
 
     return Part(read, lambda args: {key: getattr(args, field)})
 
@@ -65,15 +70,22 @@ def number(key: str, field: str, missing: float | None = None) -> Part:
 # ---- kinds of layers
 
 
-def read_layer_types(config: Entries, names: Sequence[str], assumed: Sequence[str]) -> list[str]:
+def read_layer_types(
+    config: Entries, names: Sequence[str], assumed: Sequence[str]
+) -> list[str]:
     """Return the kind of each layer, one of `names`, from `layer_types`. assumed: where the file has none.
 
     Raises:
         ConfigError: another kind, or too few or too many.
     """
-    n_layers, kinds = config.whole("num_hidden_layers"), config.content.get("layer_types")
+    n_layers = config.whole("num_hidden_layers")
+    kinds = config.content.get("layer_types")
     kinds = list(assumed) if kinds is None else kinds
-    if not isinstance(kinds, list) or len(kinds) != n_layers or not {*names}.issuperset(map(str, kinds)):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != n_layers
+        or not {*names}.issuperset(map(str, kinds))
+    ):
         raise ConfigError(
             f"{config.file}: layer_types = {kinds!r} is not supported; it must be {' or '.join(map(repr, names))} for "
             f"each of {n_layers} layers"
@@ -83,14 +95,19 @@ def read_layer_types(config: Entries, names: Sequence[str], assumed: Sequence[st
 
 def full_every(config: Entries, other: str, every: int) -> list[str]:
     """Return kinds of layers of which every n-th one has full attention."""
-    return [other if (i + 1) % every else FULL for i in range(config.whole("num_hidden_layers"))]
+    return [
+        other if (i + 1) % every else FULL for i in range(config.whole("num_hidden_layers"))
+    ]
 
 
 def read_windows(config: Entries, assumed: Sequence[str]) -> Fields:
     """Return the sliding window and which layers have it, from `layer_types`. assumed: where the file has none."""
     kinds = read_layer_types(config, (FULL, SLIDING), assumed)
     window = config.whole("sliding_window") if SLIDING in kinds else None
-    return {"sliding_window": window, "layers": {"window": [window is None or kind == SLIDING for kind in kinds]}}
+    return {
+        "sliding_window": window,
+        "layers": {"window": [window is None or kind == SLIDING for kind in kinds]},
+    }
 
 
 def write_windows(args: TransformerArgs, otherwise: int | None = None) -> Fields:
@@ -107,7 +124,9 @@ def windows(full: int, otherwise: int, key: str = "") -> Part:
     """Return the part of windows that by default all but every n-th layer have. key: of n, if it has one."""
 
     def read(config: Entries) -> Fields:
-        return read_windows(config, full_every(config, SLIDING, config.whole(key, full) if key else full))
+        return read_windows(
+            config, full_every(config, SLIDING, config.whole(key, full) if key else full)
+        )
 
     return Part(read, lambda args: write_windows(args, otherwise))
 
@@ -119,18 +138,28 @@ def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
     """
 
     def read(config: Entries) -> Fields:
-        fields, theta = part.read(config), None
+        fields = part.read(config)
+        theta = None
         has_window = fields["layers"]["window"]
         if fields["sliding_window"] is not None:
             table = config.table("rope_parameters").table(SLIDING)
             table.only("rope_type", "default")
-            (old,) = [config.content[key] for key in keys if config.content.get(key)] or (assumed,)
+            (old,) = [config.content[key] for key in keys if config.content.get(key)] or (
+                assumed,
+            )
             theta = float(table.number("rope_theta", old))
             theta = None if (theta, None) == rotary(config) else theta
-        return fields | {"layers": {"window": has_window, "rope_theta": [theta if has else None for has in has_window]}}
+        return fields | {
+            "layers": {
+                "window": has_window,
+                "rope_theta": [theta if has else None for has in has_window],
+            }
+        }
 
     def write(args: TransformerArgs) -> Fields:
-        own = {args.layer(i).rope_theta for i in range(args.n_layers) if args.layer(i).window} - {None}
+        own = {
+            args.layer(i).rope_theta for i in range(args.n_layers) if args.layer(i).window
+        } - {None}
         local = {"rope_type": "default", "rope_theta": own.pop() if own else args.rope_theta}
         whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
         return part.write(args) | {"rope_parameters": {FULL: whole, SLIDING: local}}
@@ -151,16 +180,23 @@ def check_switched(config: Entries, window: int | None, needed: str) -> None:
     """Check that layers with a window have what switches them on."""
     if window is not None and not config.switch("use_sliding_window"):
         value = config.content["layer_types"]
-        raise ConfigError(f"{config.file}: layer_types = {value!r} is not supported without {needed}")
+        raise ConfigError(
+            f"{config.file}: layer_types = {value!r} is not supported without {needed}"
+        )
 
 
 def _read_switched(config: Entries) -> Fields:
     """Read Qwen's entries: a switch, and the first layer with a window."""
     first = config.content.get("max_window_layers", 28)  # the default of transformers
     if not isinstance(first, int) and config.content.get("layer_types") is None:
-        raise ConfigError(f"{config.file}: max_window_layers = {first!r} must be a number of layers")
-    on, n_layers = config.switch("use_sliding_window"), config.whole("num_hidden_layers")
-    fields = read_windows(config, [SLIDING if on and layer >= first else FULL for layer in range(n_layers)])
+        raise ConfigError(
+            f"{config.file}: max_window_layers = {first!r} must be a number of layers"
+        )
+    on = config.switch("use_sliding_window")
+    n_layers = config.whole("num_hidden_layers")
+    fields = read_windows(
+        config, [SLIDING if on and layer >= first else FULL for layer in range(n_layers)]
+    )
     check_switched(config, fields["sliding_window"], "use_sliding_window")
     return fields
 
@@ -175,11 +211,20 @@ SWITCHED_WINDOWS = Part(_read_switched, _write_switched)
 
 
 def _read_sparse(config: Entries) -> Fields:
-    n_layers, dense = config.whole("num_hidden_layers"), config.content.get("mlp_only_layers") or []
+    n_layers = config.whole("num_hidden_layers")
+    dense = config.content.get("mlp_only_layers") or []
     if not isinstance(dense, list):
-        raise ConfigError(f"{config.file}: mlp_only_layers = {dense!r} must be a list of layers")
+        raise ConfigError(
+            f"{config.file}: mlp_only_layers = {dense!r} must be a list of layers"
+        )
     step = config.whole("decoder_sparse_step", 1)
-    return {"layers": {"experts": [layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers)]}}
+    return {
+        "layers": {
+            "experts": [
+                layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers)
+            ]
+        }
+    }
 
 
 def _write_sparse(args: TransformerArgs) -> Fields:
@@ -200,7 +245,9 @@ def read_experts(config: Entries, number: str, width: str, **fields: Any) -> Exp
     Raises:
         ConfigError: a token cannot choose so many of them.
     """
-    found = ExpertArgs(config.whole(number), config.whole("num_experts_per_tok"), config.whole(width), **fields)
+    found = ExpertArgs(
+        config.whole(number), config.whole("num_experts_per_tok"), config.whole(width), **fields
+    )
     if found.number % found.groups or found.groups_per_token > found.groups:
         raise ConfigError(
             f"{config.file}: n_group = {found.groups} must divide {found.number} experts and be at least "
@@ -223,7 +270,8 @@ def read_balance(config: Entries) -> Fields:
 
 
 EXPERTS = "experts", "experts"
-NORMALISE, SHARED = {"normalise": "norm_topk_prob"}, {"shared_dim": "shared_expert_intermediate_size"}
+NORMALISE = {"normalise": "norm_topk_prob"}
+SHARED = {"shared_dim": "shared_expert_intermediate_size"}
 
 
 def experts(number: str, width: str, keys: dict[str, str] | None = None, **fields: Any) -> Part:
@@ -236,11 +284,18 @@ def experts(number: str, width: str, keys: dict[str, str] | None = None, **field
 
     def read(config: Entries) -> Fields:
         there = "num_local_experts" if "num_local_experts" in config.content else number
-        given = {f: config.whole(key) if f == "shared_dim" else config.switch(key) for f, key in keys.items()}
-        return {"experts": read_experts(config, there, width, **given, **fields), **read_balance(config)}
+        given = {
+            f: config.whole(key) if f == "shared_dim" else config.switch(key)
+            for f, key in keys.items()
+        }
+        return {
+            "experts": read_experts(config, there, width, **given, **fields),
+            **read_balance(config),
+        }
 
     def write(args: TransformerArgs) -> Fields:
-        of, others = args.experts, {key: getattr(args.experts, field) for field, key in keys.items()}
+        of = args.experts
+        others = {key: getattr(args.experts, field) for field, key in keys.items()}
         chosen = {number: of.number, "num_experts_per_tok": of.per_token, width: of.hidden_dim}
         return chosen | others | {"router_aux_loss_coef": args.router_aux_loss_coef}
 

@@ -19,7 +19,8 @@ TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
 
 def decoder_modules(n_layers: int, mtp_layers: int = 0) -> tuple[str, ...]:
     """Return the modules of a decoder in the order of the forward."""
-    first, further = range(n_layers), range(n_layers, n_layers + mtp_layers)
+    first = range(n_layers)
+    further = range(n_layers, n_layers + mtp_layers)
     return (
         "tok_embeddings",
         *(f"layers.{i}" for i in first),
@@ -43,12 +44,20 @@ def decoder_linear_shapes(
         "attention.wo": (dim, query_dim),
         **_feed_forward("feed_forward", dim, hidden_dim),
     }
-    shapes = {f"layers.{i}.{name}": shape for i in range(n_layers) for name, shape in of_a_layer.items()}
+    shapes = {
+        f"layers.{i}.{name}": shape
+        for i in range(n_layers)
+        for name, shape in of_a_layer.items()
+    }
     return shapes | {"output": (vocab_size, dim)}
 
 
 def _feed_forward(name: str, dim: int, hidden_dim: int) -> dict[str, tuple[int, int]]:
-    return {f"{name}.w1": (hidden_dim, dim), f"{name}.w2": (dim, hidden_dim), f"{name}.w3": (hidden_dim, dim)}
+    return {
+        f"{name}.w1": (hidden_dim, dim),
+        f"{name}.w2": (dim, hidden_dim),
+        f"{name}.w3": (hidden_dim, dim),
+    }
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,14 @@ class TransformerArgs:
     # The same weights serve other lengths and other positions.
     free_to_change: ClassVar[frozenset[str]] = frozenset(
         [
-            *("max_seq_len", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layers"),
+            *(
+                "max_seq_len",
+                "norm_eps",
+                "rope_theta",
+                "rope_scaling",
+                "sliding_window",
+                "layers",
+            ),
             *("router_aux_loss_coef", "router_aux_loss_load", "router_bias_update_rate"),
         ]
     )
@@ -157,12 +173,16 @@ class TransformerArgs:
     def norms_have_parameters(self) -> bool:
         return self.norm_type != "np_layernorm"
 
-    def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "TransformerArgs":
+    def configured(
+        self, settings: Model, *, vocab_size: int, max_seq_len: int
+    ) -> "TransformerArgs":
         """Return the arguments with the settings; ConfigError for one that latent attention does not have."""
         asked = {}
         for key in ("attention_sinks", "short_conv_kernel") if self.latent is not None else ():
             if getattr(settings, key):
-                raise ConfigError(f"model.{key} = {getattr(settings, key)} is not for latent attention; leave it out")
+                raise ConfigError(
+                    f"model.{key} = {getattr(settings, key)} is not for latent attention; leave it out"
+                )
         if settings.sliding_window is not None:
             asked |= {
                 "sliding_window": settings.sliding_window,
@@ -173,7 +193,9 @@ class TransformerArgs:
         if settings.rope_theta is not None:
             asked["rope_theta"] = settings.rope_theta
         balance = "router_aux_loss_coef", "router_aux_loss_load", "router_bias_update_rate"
-        asked |= {key: set_to for key in balance if (set_to := getattr(settings, key)) is not None}
+        asked |= {
+            key: set_to for key in balance if (set_to := getattr(settings, key)) is not None
+        }
         return replace(
             self,
             vocab_size=vocab_size,
@@ -187,7 +209,8 @@ class TransformerArgs:
 
     def _scaled(self, settings: Model) -> RopeScaling | None:
         """Return the scaling that the settings ask for; what they leave open is the flavor's, or the usual."""
-        flavors, original = self.rope_scaling, settings.rope_original_seq_len
+        flavors = self.rope_scaling
+        original = settings.rope_original_seq_len
         kind = settings.rope_scaling_type or ("llama3" if flavors is None else flavors.kind)
         if settings.rope_scaling == 1.0:
             return None
@@ -209,10 +232,13 @@ class TransformerArgs:
     def _with_windows(self, every: int) -> tuple[LayerKind, ...]:
         """Return the kinds of layers with a window in every n-th layer from the first on."""
         layers = range(math.lcm(len(self.layers), every))
-        return in_turns([replace(self.layer(layer), window=layer % every == 0) for layer in layers])
+        return in_turns(
+            [replace(self.layer(layer), window=layer % every == 0) for layer in layers]
+        )
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        dense, shared = len(expert_layers(self)) < len(all_layers(self)), self.experts.shared_dim if self.experts else 0
+        dense = len(expert_layers(self)) < len(all_layers(self))
+        shared = self.experts.shared_dim if self.experts else 0
         return {
             "attention heads": self.n_heads,
             "key/value heads": self.n_kv_heads,
@@ -255,7 +281,8 @@ class TransformerArgs:
             vocab_size=self.vocab_size // tp,
         )
         for layer in all_layers(self):
-            name, others = f"layers.{layer}.attention", None
+            name = f"layers.{layer}.attention"
+            others = None
             if self.layer(layer).linear:
                 others = self.linear.linear_shapes(self.dim, tp)
             elif self.latent is not None:
@@ -267,7 +294,8 @@ class TransformerArgs:
             elif self.attention_gate:
                 shapes[f"{name}.wq"] = 2 * shapes[f"{name}.wq"][0], self.dim
         for layer in expert_layers(self):
-            name, experts = f"layers.{layer}.feed_forward", self.experts
+            name = f"layers.{layer}.feed_forward"
+            experts = self.experts
             for part in _feed_forward(name, 0, 0):
                 del shapes[part]
             shapes[f"{name}.router.gate"] = experts.number, self.dim
@@ -276,7 +304,9 @@ class TransformerArgs:
             if experts.shared_gate:
                 shapes[f"{name}.shared_gate"] = 1, self.dim
         further = all_layers(self)[self.n_layers :]
-        return shapes | {f"layers.{layer}.projection": (self.dim, 2 * self.dim) for layer in further}
+        return shapes | {
+            f"layers.{layer}.projection": (self.dim, 2 * self.dim) for layer in further
+        }
 
     def n_params(self) -> int:
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
@@ -285,7 +315,11 @@ class TransformerArgs:
             + len(all_layers(self)) * (4 if self.norm_place == "around" else 2) * norm
             + (len(all_layers(self)) - len(self.linear_layers())) * self._vectors()
             + len(self.linear_layers()) * (self.linear.vectors() if self.linear else 0)
-            + (len(expert_layers(self)) * self.experts.number * self.experts.biases if self.experts else 0)
+            + (
+                len(expert_layers(self)) * self.experts.number * self.experts.biases
+                if self.experts
+                else 0
+            )
             + self._other_weights()
             + self._expert_weights(self.experts.number if self.experts else 0)
             + (1 + 3 * self.mtp_layers) * norm
@@ -302,7 +336,9 @@ class TransformerArgs:
         does. Of the experts those count that a token chooses. Linear attention counts as its recurrence, whatever the
         length. The output counts once for each token that is predicted.
         """
-        active = self._other_weights() + self._expert_weights(self.experts.per_token if self.experts else 0)
+        active = self._other_weights() + self._expert_weights(
+            self.experts.per_token if self.experts else 0
+        )
         further = self.mtp_layers * self.vocab_size * self.dim
         matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + active + further)
         attention = 6.0 * self.n_heads * (self.head_dim + self.value_dim)
@@ -310,7 +346,11 @@ class TransformerArgs:
         if self.linear is not None:
             convolved = sum(self.linear.convolved().values()) * self.linear.kernel
             matrices += len(linear) * (3.0 * state_flops(self.linear) + 6.0 * convolved)
-        keys = [self._keys_per_query(layer, seq_len) for layer in all_layers(self) if layer not in linear]
+        keys = [
+            self._keys_per_query(layer, seq_len)
+            for layer in all_layers(self)
+            if layer not in linear
+        ]
         return matrices + attention * len(keys) * seq_len, matrices + attention * sum(keys)
 
     def words(self) -> str:
@@ -322,7 +362,9 @@ class TransformerArgs:
         if self.linear is not None:
             number, keys, values = self.linear.states
             states = f"{number} states of {keys} x {values}"
-            words = f"{words}, in {len(self.linear_layers())} layers linear attention with {states}"
+            words = (
+                f"{words}, in {len(self.linear_layers())} layers linear attention with {states}"
+            )
         if self.mtp_layers:
             words = f"{words}, {self.mtp_layers} for further tokens"
         if (experts := self.experts) is None:
@@ -333,7 +375,9 @@ class TransformerArgs:
     def n_active_params(self) -> int:
         """Return the parameters that a token meets: all but those of the experts that it does not choose."""
         experts = self.experts
-        return self.n_params() - (self._expert_weights(experts.number - experts.per_token) if experts else 0)
+        return self.n_params() - (
+            self._expert_weights(experts.number - experts.per_token) if experts else 0
+        )
 
     def _vectors(self) -> int:
         """Return the parameters of a layer but for norms of its block, matrices, convolutions and mixtures."""
@@ -350,14 +394,23 @@ class TransformerArgs:
 
     def _expert_weights(self, number: int) -> int:
         """Return the parameters of so many experts of every layer that has some."""
-        return len(expert_layers(self)) * number * self.experts.weights(self.dim) if self.experts else 0
+        return (
+            len(expert_layers(self)) * number * self.experts.weights(self.dim)
+            if self.experts
+            else 0
+        )
 
     def _other_weights(self) -> int:
         """Return the parameters of short convolutions and of what makes keys and values of latents."""
         layers = len(all_layers(self)) - len(self.linear_layers())
         if self.latent is not None:
             return layers * self.latent.up_projection(self.n_heads)
-        return layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.short_conv_kernel
+        return (
+            layers
+            * (self.n_heads + 2 * self.n_kv_heads)
+            * self.head_dim
+            * self.short_conv_kernel
+        )
 
     def _keys_per_query(self, layer: int, seq_len: int) -> float:
         """Return the mean number of keys that a query of this layer sees."""
@@ -376,7 +429,12 @@ def sizes(family: str) -> dict[str, TransformerArgs]:
 
     def args_of(flavor: str) -> TransformerArgs:
         fields = fields_of(flavor)
-        kinds = {"rope_scaling": RopeScaling, "experts": ExpertArgs, "linear": linear_args, "latent": LatentArgs}
+        kinds = {
+            "rope_scaling": RopeScaling,
+            "experts": ExpertArgs,
+            "linear": linear_args,
+            "latent": LatentArgs,
+        }
         fields |= {key: kind(**fields[key]) for key, kind in kinds.items() if key in fields}
         if "layers" in fields:
             fields["layers"] = tuple(LayerKind(**kind) for kind in fields["layers"])

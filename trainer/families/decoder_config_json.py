@@ -67,10 +67,15 @@ class HFDecoder:
         """Return how the names of tensors begin that are not read: layers for further tokens, or what they share."""
         if not self.further:
             return ()
-        first, read = args.n_layers, args.mtp_layers if self._has_further(args) else 0
+        first = args.n_layers
+        read = args.mtp_layers if self._has_further(args) else 0
         if "{}" not in self.further[""]:
             return () if read else ("mtp.",)
-        shared = [f"model.layers.{first + i}.{x}." for i in range(read) for x in ("embed_tokens", "shared_head.head")]
+        shared = [
+            f"model.layers.{first + i}.{x}."
+            for i in range(read)
+            for x in ("embed_tokens", "shared_head.head")
+        ]
         return (*shared, f"model.layers.{first + read}.")
 
     def check_features(self, args: TransformerArgs) -> None:
@@ -91,7 +96,9 @@ class HFDecoder:
 
     def read(self, config: Entries) -> TransformerArgs:
         # An empty table of RoPE is as good as none.
-        given = {key: value for key, value in config.content.items() if value or key not in _ROPE}
+        given = {
+            key: value for key, value in config.content.items() if value or key not in _ROPE
+        }
         config = Entries(config.file, {**self.defaults, **given})
         config.only("model_type", self.model_type)
         config.only("architectures", [self.architecture])
@@ -99,7 +106,8 @@ class HFDecoder:
         config.only("attention_dropout", 0.0)
         dim = config.whole("hidden_size")
         n_heads, n_kv_heads, head_dim = _heads(config, dim)
-        (theta, scaling), share = rotary(config), rotary_share(config) if self.rotates_a_share else 1.0
+        (theta, scaling) = rotary(config)
+        share = rotary_share(config) if self.rotates_a_share else 1.0
         if not self.rotates_a_share:
             for table in config, rotary_table(config):
                 table.only("partial_rotary_factor", 1.0)
@@ -125,7 +133,9 @@ class HFDecoder:
             fields |= found
         if kinds:
             layers = range(fields["n_layers"])
-            fields["layers"] = in_turns([LayerKind(**{name: of[i] for name, of in kinds.items()}) for i in layers])
+            fields["layers"] = in_turns(
+                [LayerKind(**{name: of[i] for name, of in kinds.items()}) for i in layers]
+            )
         self._check_quantization(config)
         return TransformerArgs(**fields)
 
@@ -142,7 +152,9 @@ class HFDecoder:
         return self._entries(args)
 
     def _entries(self, args: TransformerArgs) -> dict[str, Any]:
-        longest, scaling, rope = args.max_seq_len, args.rope_scaling, rope_entries(args.rope_scaling)
+        longest = args.max_seq_len
+        scaling = args.rope_scaling
+        rope = rope_entries(args.rope_scaling)
         of_parts: dict[str, Any] = {}
         for part in self.parts:
             needed, words = part.needs
@@ -181,10 +193,17 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
     """Return what a model's forward depends on, by the names of its fields: those of all layers as one."""
     layers = range(args.n_layers)
     kinds = [
-        (args.layer(i).linear, args.theta_of_layer(i), args.experts is not None and args.layer(i).experts)
+        (
+            args.layer(i).linear,
+            args.theta_of_layer(i),
+            args.experts is not None and args.layer(i).experts,
+        )
         for i in layers
     ]
-    fields = asdict(args) | {"sliding_window": [args.window_of_layer(i) for i in layers], "layers": kinds}
+    fields = asdict(args) | {
+        "sliding_window": [args.window_of_layer(i) for i in layers],
+        "layers": kinds,
+    }
     fields["attention_scale"] = args.score_scale
     others = ["mtp_layers", "max_seq_len", "router_aux_loss_coef", "router_aux_loss_load"]
     if args.experts is not None and args.experts.sigmoid:
@@ -205,8 +224,12 @@ def _heads(config: Entries, dim: int) -> tuple[int, int, int]:
         divided["hidden_size"] = n_heads
     for whole, part in divided.items():
         if config.whole(whole) % part:
-            raise ConfigError(f"{config.file}: {whole} = {config.whole(whole)} must be a multiple of {part}")
+            raise ConfigError(
+                f"{config.file}: {whole} = {config.whole(whole)} must be a multiple of {part}"
+            )
     head_dim = config.whole("head_dim", dim // n_heads)
     if head_dim % 2:
-        raise ConfigError(f"{config.file}: head_dim = {head_dim} must be even, for rotary positions")
+        raise ConfigError(
+            f"{config.file}: head_dim = {head_dim} must be even, for rotary positions"
+        )
     return n_heads, n_kv_heads, head_dim

@@ -76,7 +76,10 @@ FURTHER_AS_LAYERS: Mapping[str, str] = {
 
 
 def hf_tensor(
-    args: TransformerArgs, name: str, names: Mapping[str, str | None] | None = None, layers: str = "model.layers.{}."
+    args: TransformerArgs,
+    name: str,
+    names: Mapping[str, str | None] | None = None,
+    layers: str = "model.layers.{}.",
 ) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter; None: a buffer of routers, which it does not have.
 
@@ -89,7 +92,8 @@ def hf_tensor(
     if module in _MODULES:
         return HFTensor(f"{_MODULES[module]}.{kind}")
     _, layer, part = name.split(".", 2)
-    prefix, table = layers.format(layer), {**_OF_LAYER, **_NORMS[args.norm_place], **(names or {})}
+    prefix = layers.format(layer)
+    table = {**_OF_LAYER, **_NORMS[args.norm_place], **(names or {})}
     if part in ("feed_forward.router.load", SELECTION_BIAS):
         there = table.get(part)
         return None if there is None else HFTensor(prefix + there)
@@ -102,34 +106,56 @@ def hf_tensor(
         if "{}" not in table[part]:
             return HFTensor(templates[0])
         numbers = range(args.experts.number)
-        return HFTensor(stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers))
+        return HFTensor(
+            stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers)
+        )
     if part in table:
-        return HFTensor(prefix + table[part], **_place(args, int(layer), part.rpartition(".")[0], table))
+        return HFTensor(
+            prefix + table[part], **_place(args, int(layer), part.rpartition(".")[0], table)
+        )
     part = part.rpartition(".")[0]
     there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(args, int(layer), part, table))
     if (
         part not in _ROTATED or args.latent is not None or args.layer(int(layer)).linear
     ):  # latent attention has adjacent pairs there, too
         return there
-    sizes = args.head_dim * (2 if args.attention_gate and part == "attention.wq" else 1), args.rotary_dim
+    sizes = (
+        args.head_dim * (2 if args.attention_gate and part == "attention.wq" else 1),
+        args.rotary_dim,
+    )
     to_hf, from_hf = (partial(_swap, *sizes, order) for order in ((-1, 2), (2, -1)))
     return replace(there, to_hf=to_hf, from_hf=from_hf, moves_rows=True)
 
 
-def _place(args: TransformerArgs, layer: int, part: str, table: Mapping[str, str]) -> dict[str, int]:
+def _place(
+    args: TransformerArgs, layer: int, part: str, table: Mapping[str, str]
+) -> dict[str, int]:
     """Return where the rows of a module are in a tensor there that it shares with others."""
     groups: list[dict[str, int]] = []
     if args.layer(layer).linear:
         convolved = args.linear.convolved().items()
-        groups += [{f"attention.{name}_{kind}": rows for name, rows in convolved} for kind in ("conv", "bias")]
-    if parts := next((parts for parts in _FUSED if part in parts and table.get(parts[-1]) == table.get(part)), None):
+        groups += [
+            {f"attention.{name}_{kind}": rows for name, rows in convolved}
+            for kind in ("conv", "bias")
+        ]
+    if parts := next(
+        (
+            parts
+            for parts in _FUSED
+            if part in parts and table.get(parts[-1]) == table.get(part)
+        ),
+        None,
+    ):
         shapes = args.linear_shapes()
         groups.append({each: shapes[f"layers.{layer}.{each}"][0] for each in parts})
     for group in groups:
         shared = {table.get(each, table.get(f"{each}.weight")) for each in group}
         if part in group and len(shared) == 1:
             before = list(group)[: list(group).index(part)]
-            return {"first_row": sum(group[each] for each in before), "all_rows": sum(group.values())}
+            return {
+                "first_row": sum(group[each] for each in before),
+                "all_rows": sum(group.values()),
+            }
     return {}
 
 
@@ -141,7 +167,9 @@ def _of_gpt_oss(mlp: str, part: str) -> HFTensor:
     return HFTensor(f"{mlp}.experts.{name}", *layout, keeps_rows=bool(layout))
 
 
-def _swap(head_dim: int, rotary_dim: int, sizes: tuple[int, int], rows: "torch.Tensor") -> "torch.Tensor":
+def _swap(
+    head_dim: int, rotary_dim: int, sizes: tuple[int, int], rows: "torch.Tensor"
+) -> "torch.Tensor":
     """Transpose the two dimensions, of such sizes, into which the rotated rows of each head are divided.
 
     (-1, 2): from adjacent rotary pairs to pairs that are half of the rotated rows apart; (2, -1): back.
@@ -157,7 +185,8 @@ def _turned(x: "torch.Tensor", sizes: tuple[int, int]) -> "torch.Tensor":
 
 
 # Rows of gates and of what they multiply: two halves of (E, 2 * hidden, ...) here, in turn there.
-_in_turn, _in_halves = partial(_turned, sizes=(2, -1)), partial(_turned, sizes=(-1, 2))
+_in_turn = partial(_turned, sizes=(2, -1))
+_in_halves = partial(_turned, sizes=(-1, 2))
 _OF_GPT_OSS = {
     "experts.w13": ("gate_up_proj", lambda x: _in_turn(x).mT, lambda x: _in_halves(x.mT)),
     "experts.b13": ("gate_up_proj_bias", _in_turn, _in_halves),

@@ -26,16 +26,31 @@ from trainer.hugging_face.files import Entries
 
 def _read_smollm3(config: Entries) -> Fields:
     """By default every fourth layer rotates nothing; windows, if they are switched on, are of these layers."""
-    n_layers, key = config.whole("num_hidden_layers"), "no_rope_layers"
+    n_layers = config.whole("num_hidden_layers")
+    key = "no_rope_layers"
     step = config.whole("no_rope_layer_interval", 4)
     rotated = config.content.get(key)
-    rotated = [int((i + 1) % step != 0) for i in range(n_layers)] if rotated is None else rotated
-    if not isinstance(rotated, list) or len(rotated) < n_layers or any(x not in (0, 1) for x in rotated):
-        raise ConfigError(f"{config.file}: {key} = {rotated!r} must have a 0 or a 1 for each of {n_layers} layers")
-    on = config.switch("use_sliding_window") and config.content.get("sliding_window") is not None
-    fields = read_windows(config, [SLIDING if on and not rotated[i] else FULL for i in range(n_layers)])
+    rotated = (
+        [int((i + 1) % step != 0) for i in range(n_layers)] if rotated is None else rotated
+    )
+    if (
+        not isinstance(rotated, list)
+        or len(rotated) < n_layers
+        or any(x not in (0, 1) for x in rotated)
+    ):
+        raise ConfigError(
+            f"{config.file}: {key} = {rotated!r} must have a 0 or a 1 for each of {n_layers} layers"
+        )
+    on = (
+        config.switch("use_sliding_window") and config.content.get("sliding_window") is not None
+    )
+    fields = read_windows(
+        config, [SLIDING if on and not rotated[i] else FULL for i in range(n_layers)]
+    )
     check_switched(config, fields["sliding_window"], "use_sliding_window and sliding_window")
-    return fields | {"layers": {"rope": [bool(x) for x in rotated[:n_layers]], **fields["layers"]}}
+    return fields | {
+        "layers": {"rope": [bool(x) for x in rotated[:n_layers]], **fields["layers"]}
+    }
 
 
 def _write_smollm3(args: TransformerArgs) -> Fields:
@@ -71,7 +86,9 @@ def _write_phi3(args: TransformerArgs) -> Fields:
     if long is None:
         return {}
     entries: Fields = {"original_max_position_embeddings": long.original_max_seq_len}
-    if long.attention_factor is None and args.max_seq_len <= round(long.factor * long.original_max_seq_len):
+    if long.attention_factor is None and args.max_seq_len <= round(
+        long.factor * long.original_max_seq_len
+    ):
         factors = {"short_factor": [*long.short_factors], "long_factor": [*long.long_factors]}
         entries["rope_scaling"] = {"type": "longrope", **factors}
     return entries
@@ -104,20 +121,37 @@ _GELU = "hidden_activation", "gelu_pytorch_tanh"
 _NO_MLP_BIAS = only("mlp_bias", False, written=True)
 _QKV, _GATES = "self_attn.qkv_proj", "mlp.gate_up_proj"
 FAMILIES = {
-    "llama3": HFDecoder("llama", "LlamaForCausalLM", (_NO_MLP_BIAS, only("sliding_window", None), BIASES)),
-    "qwen3": HFDecoder("qwen3", "Qwen3ForCausalLM", (always(qk_norm=True), BIASES, SWITCHED_WINDOWS)),
+    "llama3": HFDecoder(
+        "llama", "LlamaForCausalLM", (_NO_MLP_BIAS, only("sliding_window", None), BIASES)
+    ),
+    "qwen3": HFDecoder(
+        "qwen3", "Qwen3ForCausalLM", (always(qk_norm=True), BIASES, SWITCHED_WINDOWS)
+    ),
     # Queries, keys and values always have a bias.
-    "qwen2": HFDecoder("qwen2", "Qwen2ForCausalLM", (always(attention_bias=True), SWITCHED_WINDOWS)),
+    "qwen2": HFDecoder(
+        "qwen2", "Qwen2ForCausalLM", (always(attention_bias=True), SWITCHED_WINDOWS)
+    ),
     # Without the entry all layers have a window of 4,096 tokens, with null none.
     "mistral": HFDecoder("mistral", "MistralForCausalLM", (only("layer_types", None), WINDOW)),
     "olmo2": HFDecoder("olmo2", "Olmo2ForCausalLM", _OLMO),
-    "olmo3": HFDecoder("olmo3", "Olmo3ForCausalLM", (*_OLMO, with_local_tables(windows(4, 4096), 500000.0))),
-    "smollm3": HFDecoder("smollm3", "SmolLM3ForCausalLM", (_NO_MLP_BIAS, BIASES, Part(_read_smollm3, _write_smollm3))),
+    "olmo3": HFDecoder(
+        "olmo3", "Olmo3ForCausalLM", (*_OLMO, with_local_tables(windows(4, 4096), 500000.0))
+    ),
+    "smollm3": HFDecoder(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        (_NO_MLP_BIAS, BIASES, Part(_read_smollm3, _write_smollm3)),
+    ),
     "granite": HFDecoder("granite", "GraniteForCausalLM", (_NO_MLP_BIAS, BIASES, *SCALARS)),
     "phi3": HFDecoder(
         "phi3",
         "Phi3ForCausalLM",
-        (only("resid_pdrop", 0.0), only("embd_pdrop", 0.0), Part(_read_phi3, _write_phi3), WINDOW),
+        (
+            only("resid_pdrop", 0.0),
+            only("embd_pdrop", 0.0),
+            Part(_read_phi3, _write_phi3),
+            WINDOW,
+        ),
         names={
             **{f"attention.{part}": _QKV for part in ("wq", "wk", "wv")},
             **{f"feed_forward.{part}": _GATES for part in ("w1", "w3")},
@@ -137,7 +171,9 @@ FAMILIES = {
             only("attn_logit_softcapping", None),
             always(qk_norm=True),
             *_GEMMA,
-            with_local_tables(windows(6, 4096, "sliding_window_pattern"), 10000.0, "rope_local_base_freq"),
+            with_local_tables(
+                windows(6, 4096, "sliding_window_pattern"), 10000.0, "rope_local_base_freq"
+            ),
         ),
         activation=_GELU,
     ),

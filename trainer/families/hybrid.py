@@ -24,10 +24,17 @@ from trainer.families.decoder_tensors import FURTHER_AS_LAYERS
 from trainer.families.dense import SCALARS
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.rotary_entries import FULL
-from trainer.families.sparse import LATENT, LATENT_NAMES, NO_BIASES, SIGMOID_EXPERTS, SIGMOID_NAMES
+from trainer.families.sparse import (
+    LATENT,
+    LATENT_NAMES,
+    NO_BIASES,
+    SIGMOID_EXPERTS,
+    SIGMOID_NAMES,
+)
 from trainer.hugging_face.files import Entries, HFTensor
 
-_LINEAR, _MAMBA = "linear_attention", ("mamba", "linear_attention")
+_LINEAR = "linear_attention"
+_MAMBA = ("mamba", "linear_attention")
 _NEEDS = "linear", "linear attention"
 _INFINITE = float("inf"), "Infinity", {"__float__": "Infinity"}  # as JSON has it, or does not
 
@@ -45,9 +52,17 @@ def _types(args: TransformerArgs) -> list[str]:
 
 def _read_qwen(config: Entries) -> Fields:
     kinds = read_layer_types(
-        config, (FULL, _LINEAR), full_every(config, _LINEAR, config.whole("full_attention_interval", 4))
+        config,
+        (FULL, _LINEAR),
+        full_every(config, _LINEAR, config.whole("full_attention_interval", 4)),
     )
-    names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+    names = (
+        "num_key_heads",
+        "num_value_heads",
+        "key_head_dim",
+        "value_head_dim",
+        "conv_kernel_dim",
+    )
     linear = GatedDeltaArgs(*(config.whole(f"linear_{name}") for name in names))
     if linear.value_heads % linear.key_heads:
         raise ConfigError(
@@ -88,13 +103,24 @@ def _as_deepseek(config: Entries) -> Entries:
 
 def _read_kimi_layers(config: Entries) -> Fields:
     """Read linear layers, which are listed and counted from one, each layer once, or stand in `layer_types`."""
-    n_layers, table = config.whole("num_hidden_layers"), config.table("linear_attn_config")
-    names = {"num_heads": "num_heads", "head_dim": "head_dim", "short_conv_kernel_size": "conv_kernel_dim"}
-    linear = KimiDeltaArgs(*(table.whole(key, config.whole(f"linear_{other}")) for key, other in names.items()))
+    n_layers = config.whole("num_hidden_layers")
+    table = config.table("linear_attn_config")
+    names = {
+        "num_heads": "num_heads",
+        "head_dim": "head_dim",
+        "short_conv_kernel_size": "conv_kernel_dim",
+    }
+    linear = KimiDeltaArgs(
+        *(table.whole(key, config.whole(f"linear_{other}")) for key, other in names.items())
+    )
     if table.content:
         full, others = (table.content.get(key) for key in ("full_attn_layers", "kda_layers"))
         numbers = [*range(1, n_layers + 1)]
-        if not (isinstance(full, list) and isinstance(others, list) and sorted(full + others) == numbers):
+        if not (
+            isinstance(full, list)
+            and isinstance(others, list)
+            and sorted(full + others) == numbers
+        ):
             raise ConfigError(
                 f"{config.file}: full_attn_layers = {full!r} and kda_layers = {others!r} of linear_attn_config must "
                 f"name each of {n_layers} layers once, the first one as 1"
@@ -102,7 +128,9 @@ def _read_kimi_layers(config: Entries) -> Fields:
         are_linear = [number in others for number in numbers]
     else:
         assumed = [FULL if i and i % 4 == 0 else _LINEAR for i in range(n_layers)]
-        are_linear = [kind == _LINEAR for kind in read_layer_types(config, (FULL, _LINEAR), assumed)]
+        are_linear = [
+            kind == _LINEAR for kind in read_layer_types(config, (FULL, _LINEAR), assumed)
+        ]
     return {"linear": linear, "layers": {"linear": are_linear, "rope": [False] * n_layers}}
 
 
@@ -124,7 +152,11 @@ def _read_kimi_experts(config: Entries) -> Fields:
     fields = SIGMOID_EXPERTS.read(_as_deepseek(config))
     if (kinds := config.content.get("mlp_layer_types")) is not None:
         n_layers = config.whole("num_hidden_layers")
-        if not isinstance(kinds, list) or len(kinds) != n_layers or not {"dense", "sparse"}.issuperset(kinds):
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != n_layers
+            or not {"dense", "sparse"}.issuperset(kinds)
+        ):
             raise ConfigError(
                 f"{config.file}: mlp_layer_types = {kinds!r} is not supported; it must be 'dense' or 'sparse' for each "
                 f"of {n_layers} layers"
@@ -138,7 +170,9 @@ def _write_kimi_experts(args: TransformerArgs) -> Fields:
     return {
         **{known.get(key, key): value for key, value in SIGMOID_EXPERTS.write(args).items()},
         "model_max_length": args.max_seq_len,
-        "mlp_layer_types": ["sparse" if args.layer(layer).experts else "dense" for layer in range(args.n_layers)],
+        "mlp_layer_types": [
+            "sparse" if args.layer(layer).experts else "dense" for layer in range(args.n_layers)
+        ],
     }
 
 
@@ -148,7 +182,9 @@ class _KimiLinear(HFDecoder):
         found = super().tensor(args, name)
         if not name.endswith("decay.a_log.weight"):
             return found
-        return replace(found, to_hf=lambda x: x.view(1, 1, -1, 1), from_hf=lambda x: x.flatten())
+        return replace(
+            found, to_hf=lambda x: x.view(1, 1, -1, 1), from_hf=lambda x: x.flatten()
+        )
 
 
 # ---- Granite 4: Mamba-2 in nine of ten layers, with experts or without
@@ -160,18 +196,17 @@ def _read_mamba(config: Entries) -> Fields:
     kinds = read_layer_types(config, (*_MAMBA, "attention", FULL), assumed)
     config.only("mamba_proj_bias", False)
     config.only("time_step_limit", None, *([0.0, infinite] for infinite in _INFINITE))
-    heads, groups = config.whole("mamba_n_heads"), config.whole("mamba_n_groups")
+    heads = config.whole("mamba_n_heads")
+    groups = config.whole("mamba_n_groups")
     inner = config.whole("mamba_expand") * config.whole("hidden_size")
     if inner % heads or heads % groups:
         raise ConfigError(
             f"{config.file}: mamba_n_heads = {heads} must divide mamba_expand * hidden_size = {inner}, and be a "
             f"multiple of mamba_n_groups = {groups}"
         )
-    state, kernel, biases = (
-        config.whole("mamba_d_state"),
-        config.whole("mamba_d_conv"),
-        config.switch("mamba_conv_bias"),
-    )
+    state = config.whole("mamba_d_state")
+    kernel = config.whole("mamba_d_conv")
+    biases = config.switch("mamba_conv_bias")
     linear = MambaArgs(heads, inner // heads, state, groups, kernel, biases)
     rotates = config.only("position_embedding_type", "nope", "rope") == "rope"
     are_linear = [kind in _MAMBA for kind in kinds]
@@ -183,7 +218,9 @@ def _read_mamba(config: Entries) -> Fields:
 
 def _write_mamba(args: TransformerArgs) -> Fields:
     linear = args.linear or MambaArgs(args.n_heads, 2 * args.dim // args.n_heads, 128)
-    rotates = {args.layer(layer).rope for layer, is_linear in enumerate(_linear(args)) if not is_linear}
+    rotates = {
+        args.layer(layer).rope for layer, is_linear in enumerate(_linear(args)) if not is_linear
+    }
     return {
         "layer_types": _types(args),
         "position_embedding_type": "rope" if True in rotates else None,
@@ -204,7 +241,10 @@ def _read_granite_experts(config: Entries) -> Fields:
     if not config.content.get("num_local_experts"):
         return {"ffn_hidden_dim": shared}
     keys = "num_local_experts", "num_experts_per_tok", "intermediate_size"
-    return {"experts": ExpertArgs(*map(config.whole, keys), shared_dim=shared), **read_balance(config)}
+    return {
+        "experts": ExpertArgs(*map(config.whole, keys), shared_dim=shared),
+        **read_balance(config),
+    }
 
 
 def _write_granite_experts(args: TransformerArgs) -> dict[str, Any]:
@@ -218,9 +258,19 @@ def _write_granite_experts(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
-_OF_KIMI = {"wb": "b_proj", "f_a": "f_a_proj", "f_b": "f_b_proj", "g_a": "g_a_proj", "g_b": "g_b_proj"}
+_OF_KIMI = {
+    "wb": "b_proj",
+    "f_a": "f_a_proj",
+    "f_b": "f_b_proj",
+    "g_a": "g_a_proj",
+    "g_b": "g_b_proj",
+}
 _EXPERT = "block_sparse_moe.experts.{}"
-_DENSE = {"w1": "shared_mlp.input_linear", "w3": "shared_mlp.input_linear", "w2": "shared_mlp.output_linear"}
+_DENSE = {
+    "w1": "shared_mlp.input_linear",
+    "w3": "shared_mlp.input_linear",
+    "w2": "shared_mlp.output_linear",
+}
 FAMILIES = {
     "qwen3_next": HFDecoder(
         "qwen3_next",
@@ -228,7 +278,9 @@ FAMILIES = {
         (
             # Full attention has gates, and norms of queries and keys; all norms of the hidden size count from one.
             always(qk_norm=True, norm_offset=True, attention_gate=True),
-            experts("num_experts", "moe_intermediate_size", NORMALISE | SHARED, shared_gate=True),
+            experts(
+                "num_experts", "moe_intermediate_size", NORMALISE | SHARED, shared_gate=True
+            ),
             Part(_read_qwen, _write_qwen, _NEEDS),
             NO_BIASES,
             SPARSE_LAYERS,
@@ -262,7 +314,10 @@ FAMILIES = {
             "attention.decay.dt_bias.weight": "self_attn.dt_bias",
             "attention.norm": "self_attn.o_norm",
             "linear.wo": "self_attn.o_proj",
-            **{ours: theirs.replace("mlp.", "block_sparse_moe.") for ours, theirs in SIGMOID_NAMES.items()},
+            **{
+                ours: theirs.replace("mlp.", "block_sparse_moe.")
+                for ours, theirs in SIGMOID_NAMES.items()
+            },
             "feed_forward.router.gate": "block_sparse_moe.gate",
             "feed_forward.experts.w13": f"{_EXPERT}.w1 {_EXPERT}.w3",
             "feed_forward.experts.w2": f"{_EXPERT}.w2",

@@ -36,7 +36,11 @@ class RopeScaling:
     @property
     def score_factor(self) -> float:
         """Return the factor of the scores of latent attention."""
-        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0) ** 2 if self.kind == "yarn" else 1.0
+        return (
+            (0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0) ** 2
+            if self.kind == "yarn"
+            else 1.0
+        )
 
     @property
     def magnitude(self) -> float:
@@ -46,7 +50,11 @@ class RopeScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         log = math.log(max(self.factor, 1.0))
-        return 0.1 * log + 1.0 if self.kind == "yarn" else math.sqrt(1.0 + log / math.log(self.original_max_seq_len))
+        return (
+            0.1 * log + 1.0
+            if self.kind == "yarn"
+            else math.sqrt(1.0 + log / math.log(self.original_max_seq_len))
+        )
 
 
 @dataclass(frozen=True)
@@ -69,4 +77,8 @@ class LayerKind:
 def in_turns(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """Return the fewest kinds that, repeated in turn, are these of all layers."""
     turns = range(1, len(kinds) + 1)
-    return next(tuple(kinds[:n]) for n in turns if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    return next(
+        tuple(kinds[:n])
+        for n in turns
+        if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
+    )

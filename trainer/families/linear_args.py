@@ -71,7 +71,9 @@ class GatedDeltaArgs:
         }
 
     def vectors(self) -> int:
-        return sum(self.convolved().values()) * self.kernel + 2 * self.value_heads + self.value_dim
+        return (
+            sum(self.convolved().values()) * self.kernel + 2 * self.value_heads + self.value_dim
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class KimiDeltaArgs:
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
         channels = self.heads * self.head_dim // tp
-        narrow, wide = (self.head_dim, dim), (channels, self.head_dim)
+        narrow = (self.head_dim, dim)
+        wide = (channels, self.head_dim)
         return {
             **dict.fromkeys(("wq", "wk", "wv"), (channels, dim)),
             "wb": (self.heads // tp, dim),
@@ -138,17 +141,32 @@ class MambaArgs:
         return {"x": self.heads * self.head_dim, "b": of_groups, "c": of_groups}
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        values, of_groups = self.heads * self.head_dim // tp, self.groups * self.state_dim
+        values = self.heads * self.head_dim // tp
+        of_groups = self.groups * self.state_dim
         of_groups //= tp if self.groups > 1 else 1  # of one group all ranks have B and C
-        rows = {"in_z": values, "in_x": values, "in_b": of_groups, "in_c": of_groups, "in_dt": self.heads // tp}
+        rows = {
+            "in_z": values,
+            "in_x": values,
+            "in_b": of_groups,
+            "in_c": of_groups,
+            "in_dt": self.heads // tp,
+        }
         return {**{name: (size, dim) for name, size in rows.items()}, "wo": (dim, values)}
 
     def vectors(self) -> int:
         channels = sum(self.convolved().values())
-        return channels * (self.kernel + self.convolution_bias) + 3 * self.heads + self.heads * self.head_dim
+        return (
+            channels * (self.kernel + self.convolution_bias)
+            + 3 * self.heads
+            + self.heads * self.head_dim
+        )
 
 
-_KINDS: dict[str, type] = {"gated_delta": GatedDeltaArgs, "kimi_delta": KimiDeltaArgs, "mamba2": MambaArgs}
+_KINDS: dict[str, type] = {
+    "gated_delta": GatedDeltaArgs,
+    "kimi_delta": KimiDeltaArgs,
+    "mamba2": MambaArgs,
+}
 
 
 def linear_args(kind: str, **fields: Any) -> LinearArgs:

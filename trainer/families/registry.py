@@ -26,13 +26,18 @@ class Family:
 
 _DECODERS = dense.FAMILIES | sparse.FAMILIES | hybrid.FAMILIES
 MODELS: Registry[Family] = Registry(
-    "model", {name: Family(sizes(name), hugging_face=decoder) for name, decoder in _DECODERS.items()}
+    "model",
+    {name: Family(sizes(name), hugging_face=decoder) for name, decoder in _DECODERS.items()},
 )
 
 
 def hf_families() -> dict[str, HFConfig]:
     """Return how each family that transformers has reads and writes `config.json`, by our name."""
-    return {name: family.hugging_face for name, family in MODELS.items() if family.hugging_face is not None}
+    return {
+        name: family.hugging_face
+        for name, family in MODELS.items()
+        if family.hugging_face is not None
+    }
 
 
 def is_folder(flavor: str) -> bool:
@@ -55,7 +60,9 @@ def hf_family(entries: Entries) -> str:
     names = {known.model_type: name for name, known in hf_families().items()}
     found = entries.content.get("model_type")
     if found not in names:
-        raise ConfigError(f"{entries.file}: model_type = {found!r} is not supported; it must be {' or '.join(names)}")
+        raise ConfigError(
+            f"{entries.file}: model_type = {found!r} is not supported; it must be {' or '.join(names)}"
+        )
     return names[found]
 
 
@@ -70,7 +77,9 @@ def from_path(config: JobConfig) -> JobConfig:
         return config
     folder = Path(model.path)
     if not folder.is_dir():
-        raise ConfigError(f"model.path = {model.path!r} is no folder here; {folder_hint(folder)}")
+        raise ConfigError(
+            f"model.path = {model.path!r} is no folder here; {folder_hint(folder)}"
+        )
     if model.flavor != Model().flavor:
         raise ConfigError(
             f"model.path = {model.path!r} and model.flavor = {model.flavor!r} both give the sizes of the model; leave "
@@ -78,12 +87,16 @@ def from_path(config: JobConfig) -> JobConfig:
         )
     family = hf_family(read_config(folder))
     if model.name not in (Model().name, family):
-        raise ConfigError(f"model.path = {model.path!r} holds a model of {family!r}; leave out model.name")
+        raise ConfigError(
+            f"model.path = {model.path!r} holds a model of {family!r}; leave out model.name"
+        )
     path = model.path if is_folder(model.path) else f"./{model.path}"
     checkpoint = config.checkpoint
     if checkpoint.initial_load_path is None:
         checkpoint = replace(checkpoint, initial_load_path=path)
-    return replace(config, model=replace(model, path=None, name=family, flavor=path), checkpoint=checkpoint)
+    return replace(
+        config, model=replace(model, path=None, name=family, flavor=path), checkpoint=checkpoint
+    )
 
 
 def flavor_args(model: Model) -> ModelArgs:
@@ -94,7 +107,8 @@ def flavor_args(model: Model) -> ModelArgs:
     """
     flavors = MODELS.find("model.name", model.name).flavors
     if is_folder(model.flavor):
-        there, entries = hf_config(model.name), read_config(Path(model.flavor))
+        there = hf_config(model.name)
+        entries = read_config(Path(model.flavor))
         if (family := hf_family(entries)) != model.name:
             raise ConfigError(
                 f"model.flavor = {model.flavor!r} is of another family than model.name = {model.name!r}; use {family!r}"

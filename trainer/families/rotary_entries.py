@@ -16,26 +16,38 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def rotary_table(config: Entries) -> Entries:
     """Return the table of rotary positions, of two that of layers without a window."""
-    table = config.table("rope_parameters" if config.content.get("rope_parameters") else "rope_scaling")
+    table = config.table(
+        "rope_parameters" if config.content.get("rope_parameters") else "rope_scaling"
+    )
     return table.table(FULL) if FULL in table.content else table
 
 
 def rotary_share(config: Entries) -> float:
     """Return the share of a head's channels that is rotated."""
-    key, table = "partial_rotary_factor", rotary_table(config)
+    key = "partial_rotary_factor"
+    table = rotary_table(config)
     share = float((table if key in table.content else config).number(key, 1.0))
-    head_dim = config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
-    if key not in {**table.content, **config.content} and config.content.get("rotary_dim") is not None:
+    head_dim = config.whole(
+        "head_dim", config.whole("hidden_size") // config.whole("num_attention_heads")
+    )
+    if (
+        key not in {**table.content, **config.content}
+        and config.content.get("rotary_dim") is not None
+    ):
         share = config.whole("rotary_dim") / head_dim
     if not share <= 1 or int(head_dim * share) % 2:
-        raise ConfigError(f"{config.file}: {key} = {share} must leave an even part of heads of {head_dim}")
+        raise ConfigError(
+            f"{config.file}: {key} = {share} must leave an even part of heads of {head_dim}"
+        )
     return share
 
 
 def rotary(config: Entries) -> tuple[float, RopeScaling | None]:
     """Return the base of the frequencies and their scaling."""
     table = rotary_table(config)
-    theta = float((table if "rope_theta" in table.content else config).number("rope_theta", 10000.0))
+    theta = float(
+        (table if "rope_theta" in table.content else config).number("rope_theta", 10000.0)
+    )
     kinds = "default", "linear", "llama3", "yarn", "longrope"
     kind = table.only("rope_type" if "rope_type" in table.content else "type", *kinds)
     if kind == "default":
@@ -46,12 +58,18 @@ def rotary(config: Entries) -> tuple[float, RopeScaling | None]:
     if kind == "linear":
         return theta, scaling
     longest = config.content.get("max_position_embeddings")
-    scaling = replace(scaling, original_max_seq_len=table.whole("original_max_position_embeddings", longest))
+    scaling = replace(
+        scaling, original_max_seq_len=table.whole("original_max_position_embeddings", longest)
+    )
     if kind == "llama3":
-        low, high = (float(table.number(key)) for key in ("low_freq_factor", "high_freq_factor"))
+        low, high = (
+            float(table.number(key)) for key in ("low_freq_factor", "high_freq_factor")
+        )
         return theta, replace(scaling, low_freq_factor=low, high_freq_factor=high)
-    fast, slow = float(table.number("beta_fast", 32.0)), float(table.number("beta_slow", 1.0))
-    truncate, of_scores = bool(table.only("truncate", True, False)), table.content.get("mscale_all_dim")
+    fast = float(table.number("beta_fast", 32.0))
+    slow = float(table.number("beta_slow", 1.0))
+    truncate = bool(table.only("truncate", True, False))
+    of_scores = table.content.get("mscale_all_dim")
     return theta, replace(
         scaling,
         beta_fast=fast,
@@ -66,19 +84,28 @@ def _longrope(config: Entries, table: Entries) -> RopeScaling:
     """Return the scaling of LongRoPE. Phi's files have the original length outside the table, and no factor."""
     key = "original_max_position_embeddings"
     original = (config if key in config.content else table).whole(key)
-    head_dim = config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
-    pairs, factors = int(head_dim * rotary_share(config)) // 2, []
+    head_dim = config.whole(
+        "head_dim", config.whole("hidden_size") // config.whole("num_attention_heads")
+    )
+    pairs = int(head_dim * rotary_share(config)) // 2
+    factors = []
     for name in ("short_factor", "long_factor"):
         values = table.content.get(name)
-        numbers = isinstance(values, list) and all(isinstance(x, (int, float)) and x > 0 for x in values)
+        numbers = isinstance(values, list) and all(
+            isinstance(x, (int, float)) and x > 0 for x in values
+        )
         if not numbers or len(values) != pairs:
-            raise ConfigError(f"{table.file}: {name} = {values!r} must be a list of {pairs} numbers above 0")
+            raise ConfigError(
+                f"{table.file}: {name} = {values!r} must be a list of {pairs} numbers above 0"
+            )
         factors.append(tuple(map(float, values)))
     return RopeScaling(
         float(table.number("factor", config.whole("max_position_embeddings") / original)),
         kind="longrope",
         original_max_seq_len=original,
-        attention_factor=None if table.content.get("attention_factor") is None else _attention_factor(table),
+        attention_factor=None
+        if table.content.get("attention_factor") is None
+        else _attention_factor(table),
         short_factors=factors[0],
         long_factors=factors[1],
     )
@@ -105,9 +132,15 @@ def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
         return entries
     entries["original_max_position_embeddings"] = scaling.original_max_seq_len
     if scaling.kind == "llama3":
-        return entries | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+        return entries | {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
     if scaling.kind == "longrope":
-        entries |= {"short_factor": [*scaling.short_factors], "long_factor": [*scaling.long_factors]}
+        entries |= {
+            "short_factor": [*scaling.short_factors],
+            "long_factor": [*scaling.long_factors],
+        }
         own = scaling.attention_factor
         return entries if own is None else entries | {"attention_factor": own}
     entries |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}

@@ -26,9 +26,12 @@ from trainer.hugging_face.files import Entries
 
 
 def _read_sigmoid(config: Entries) -> Fields:
-    n_layers, dense = config.whole("num_hidden_layers"), config.content["first_k_dense_replace"]
+    n_layers = config.whole("num_hidden_layers")
+    dense = config.content["first_k_dense_replace"]
     if not isinstance(dense, int):
-        raise ConfigError(f"{config.file}: first_k_dense_replace = {dense!r} must be a number of layers")
+        raise ConfigError(
+            f"{config.file}: first_k_dense_replace = {dense!r} must be a number of layers"
+        )
     found = read_experts(
         config,
         "n_routed_experts",
@@ -40,7 +43,10 @@ def _read_sigmoid(config: Entries) -> Fields:
         scale=float(config.number("routed_scaling_factor")),
         shared_dim=config.whole("n_shared_experts") * config.whole("moe_intermediate_size"),
     )
-    return {"experts": found, "layers": {"experts": [layer >= dense for layer in range(n_layers)]}}
+    return {
+        "experts": found,
+        "layers": {"experts": [layer >= dense for layer in range(n_layers)]},
+    }
 
 
 def _write_sigmoid(args: TransformerArgs) -> Fields:
@@ -53,7 +59,9 @@ def _write_sigmoid(args: TransformerArgs) -> Fields:
         "n_group": args.experts.groups,
         "topk_group": args.experts.groups_per_token,
         "routed_scaling_factor": args.experts.scale,
-        "first_k_dense_replace": sum(not args.layer(layer).experts for layer in range(args.n_layers)),
+        "first_k_dense_replace": sum(
+            not args.layer(layer).experts for layer in range(args.n_layers)
+        ),
     }
 
 
@@ -74,7 +82,9 @@ def _read_latent(config: Entries) -> Fields:
             f"num_attention_heads = {config.whole('num_attention_heads')}: a latent is for all heads"
         )
     names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-    query_rank = config.whole("q_lora_rank") if config.content.get("q_lora_rank") is not None else None
+    query_rank = (
+        config.whole("q_lora_rank") if config.content.get("q_lora_rank") is not None else None
+    )
     latent = LatentArgs(*(config.whole(name) for name in names), query_rank)
     if latent.rope_dim % 2 or latent.value_dim > latent.head_dim:
         raise ConfigError(
@@ -109,17 +119,26 @@ _FURTHER = Part(lambda config: {}, lambda args: {"num_nextn_predict_layers": arg
 
 
 def _read_switched_window(config: Entries) -> Fields:
-    return {"sliding_window": config.whole("sliding_window") if config.switch("use_sliding_window") else None}
+    return {
+        "sliding_window": config.whole("sliding_window")
+        if config.switch("use_sliding_window")
+        else None
+    }
 
 
 def _write_switched_window(args: TransformerArgs) -> Fields:
-    return {"use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window}
+    return {
+        "use_sliding_window": args.sliding_window is not None,
+        "sliding_window": args.sliding_window,
+    }
 
 
 def _read_minimax(config: Entries) -> Fields:
     kinds = config.content.get("attn_type_list")
     if kinds is not None and any(kind != 1 for kind in kinds):
-        raise ConfigError(f"{config.file}: attn_type_list = {kinds!r} is not supported; it must be 1 for each layer")
+        raise ConfigError(
+            f"{config.file}: attn_type_list = {kinds!r} is not supported; it must be 1 for each layer"
+        )
     return {"qk_norm": True, "qk_norm_of_all_heads": True}
 
 
@@ -133,7 +152,8 @@ _MIXTRAL_NAMES = {
     "feed_forward.experts.w13": "block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3",
     "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
 }
-_NO_JITTER, _LOCAL = only("router_jitter_noise", 0.0), ("num_local_experts", "intermediate_size")
+_NO_JITTER = only("router_jitter_noise", 0.0)
+_LOCAL = ("num_local_experts", "intermediate_size")
 FAMILIES = {
     "qwen3_moe": HFDecoder(
         "qwen3_moe",
@@ -160,7 +180,12 @@ FAMILIES = {
         quantised=("mxfp4",),
         float32_in_float16=("input_layernorm", "post_attention_layernorm", "norm"),
     ),
-    "mixtral": HFDecoder("mixtral", "MixtralForCausalLM", (_NO_JITTER, experts(*_LOCAL), WINDOW), names=_MIXTRAL_NAMES),
+    "mixtral": HFDecoder(
+        "mixtral",
+        "MixtralForCausalLM",
+        (_NO_JITTER, experts(*_LOCAL), WINDOW),
+        names=_MIXTRAL_NAMES,
+    ),
     "olmoe": HFDecoder(
         "olmoe",
         "OlmoeForCausalLM",
@@ -177,14 +202,21 @@ FAMILIES = {
         (
             SWITCHED_WINDOWS,
             SPARSE_LAYERS,
-            experts("num_experts", "moe_intermediate_size", NORMALISE | SHARED, shared_gate=True),
+            experts(
+                "num_experts", "moe_intermediate_size", NORMALISE | SHARED, shared_gate=True
+            ),
             switch("qkv_bias", "attention_bias"),
         ),
     ),
     "glm4_moe": HFDecoder(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        (SIGMOID_EXPERTS, switch("use_qk_norm", "qk_norm"), switch("attention_bias", "attention_bias"), _FURTHER),
+        (
+            SIGMOID_EXPERTS,
+            switch("use_qk_norm", "qk_norm"),
+            switch("attention_bias", "attention_bias"),
+            _FURTHER,
+        ),
         names=SIGMOID_NAMES,
         rotates_a_share=True,
         further=FURTHER_AS_LAYERS,
@@ -203,7 +235,13 @@ FAMILIES = {
     "deepseek_v3": HFDecoder(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        (only("rope_interleave", True, written=True), SIGMOID_EXPERTS, NO_BIASES, LATENT, _FURTHER),
+        (
+            only("rope_interleave", True, written=True),
+            SIGMOID_EXPERTS,
+            NO_BIASES,
+            LATENT,
+            _FURTHER,
+        ),
         names=SIGMOID_NAMES | LATENT_NAMES,
         further=FURTHER_AS_LAYERS,
     ),

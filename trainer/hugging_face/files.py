@@ -35,7 +35,11 @@ class Entries:
         """Return a number above 0; ConfigError if it is something else, or missing without a default."""
         value = self.content.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value < math.inf
+        ):
             raise ConfigError(f"{self.file}: {key} = {value!r} must be a number above 0")
         return value
 
@@ -69,7 +73,9 @@ class Entries:
             return supported[0]
         if value not in supported:
             words = " or ".join("null" if works is None else repr(works) for works in supported)
-            raise ConfigError(f"{self.file}: {key} = {value!r} is not supported; it must be {words}")
+            raise ConfigError(
+                f"{self.file}: {key} = {value!r} is not supported; it must be {words}"
+            )
         return value
 
 
@@ -95,7 +101,11 @@ class HFConfig(Protocol):
 
 def folder_hint(folder: Path) -> str:
     """Return how to get a folder of that path."""
-    name = "/".join(folder.parts[-2:]) if len(folder.parts) == 2 and not folder.is_absolute() else "ORG/NAME"
+    name = (
+        "/".join(folder.parts[-2:])
+        if len(folder.parts) == 2 and not folder.is_absolute()
+        else "ORG/NAME"
+    )
     there = f"./{folder.name}" if name != "ORG/NAME" else folder
     return (
         f"name a folder of a Hugging Face model, with its weights, such as {str(there)!r} after "
@@ -109,9 +119,13 @@ def read_config(folder: Path) -> Entries:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); {folder_hint(folder)}") from None
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}); {folder_hint(folder)}"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is no JSON ({error}); copy it from the model again") from None
+        raise ConfigError(
+            f"{file} is no JSON ({error}); copy it from the model again"
+        ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no table; copy it from the model again")
     return Entries(file, content)
@@ -164,7 +178,11 @@ class HFTensor:
         if not self.stacked:
             return {self.name: self.to_hf(x)}
         rows = zip(self.stacked, x, strict=True)
-        return {name: part for names, row in rows for name, part in zip(names, row.chunk(len(names)), strict=True)}
+        return {
+            name: part
+            for names, row in rows
+            for name, part in zip(names, row.chunk(len(names)), strict=True)
+        }
 
 
 @dataclass(frozen=True)
@@ -203,7 +221,9 @@ def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Non
         if name not in wanted:
             raise ConfigError(f"{name} is no tensor of this model")
         if shape != wanted[name]:
-            raise ConfigError(f"{name} has the shape {shape}, and this model's has {wanted[name]}")
+            raise ConfigError(
+                f"{name} has the shape {shape}, and this model's has {wanted[name]}"
+            )
     if missing := [name for name in wanted if name not in found]:
         more = f" and {len(missing) - 1} more" * (len(missing) > 1)
         raise ConfigError(f"there is no {missing[0]}{more}, which this model has")
@@ -245,7 +265,9 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     try:
         files = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{folder / INDEX} is no index of tensors ({error}); copy it again") from None
+        raise ConfigError(
+            f"{folder / INDEX} is no index of tensors ({error}); copy it again"
+        ) from None
     if (folder / SINGLE).is_file() and SINGLE not in files.values():
         raise ConfigError(
             f"{folder} holds two sets of weights, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
@@ -253,17 +275,25 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for name in sorted(set(map(str, files.values()))):
         if Path(name).name != name:
-            raise ConfigError(f"{folder / INDEX} names {name!r}, which is no file beside it; copy it again")
+            raise ConfigError(
+                f"{folder / INDEX} names {name!r}, which is no file beside it; copy it again"
+            )
         found |= read_file(folder / name)
     for name, file in files.items():
         if name not in found or found[name].file.name != file:
-            raise ConfigError(f"{folder / INDEX} says that {name} is in {file}, and it is not; copy both again")
+            raise ConfigError(
+                f"{folder / INDEX} says that {name} is in {file}, and it is not; copy both again"
+            )
     return _without_tables(found)
 
 
 def _without_tables(found: dict[str, Stored]) -> dict[str, Stored]:
     """Leave out the tables of frequencies that transformers stored until 2023, and ignores since then."""
-    return {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}
+    return {
+        name: stored
+        for name, stored in found.items()
+        if not name.endswith(".rotary_emb.inv_freq")
+    }
 
 
 def read_file(file: Path) -> dict[str, Stored]:
@@ -280,7 +310,10 @@ def read_file(file: Path) -> dict[str, Stored]:
                 raise ValueError(f"its header has {length} bytes, and the file {size}")
             entries = json.loads(opened.read(length), object_pairs_hook=_once)
         entries.pop("__metadata__", None)
-        found = {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
+        found = {
+            name: _stored(file, name, entry, 8 + length, size)
+            for name, entry in entries.items()
+        }
         _check_places(found, 8 + length, size)
         return found
     except OSError as error:
@@ -288,7 +321,9 @@ def read_file(file: Path) -> dict[str, Stored]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{file} is no safetensors file, or a part of one ({error}); copy it again") from None
+        raise ConfigError(
+            f"{file} is no safetensors file, or a part of one ({error}); copy it again"
+        ) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -296,25 +331,34 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)!r} twice")
+        raise ValueError(
+            f"it has {next(name for name in names if names.count(name) > 1)!r} twice"
+        )
     return table
 
 
 def _check_places(tensors: Mapping[str, Stored], first: int, size: int) -> None:
     """Check that each byte behind the header belongs to one tensor, as the format says; ValueError otherwise."""
     end = first
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, math.prod(item[1].shape))):
+    for name, stored in sorted(
+        tensors.items(), key=lambda item: (item[1].start, math.prod(item[1].shape))
+    ):
         if stored.start != end:
-            raise ValueError(f"{name} begins at byte {stored.start}, and the tensor before it ends at {end}")
+            raise ValueError(
+                f"{name} begins at byte {stored.start}, and the tensor before it ends at {end}"
+            )
         end += math.prod(stored.shape) * BYTES[stored.dtype]
     if end != size:
         raise ValueError(f"its tensors end at byte {end} of {size}")
 
 
 def _stored(file: Path, name: str, entry: dict, base: int, size: int) -> Stored:
-    dtype, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+    dtype = entry["dtype"]
+    shape = tuple(map(int, entry["shape"]))
     if dtype not in BYTES:
-        raise ConfigError(f"{file}: {name} has the data type {dtype}; those that can be read are {', '.join(BYTES)}")
+        raise ConfigError(
+            f"{file}: {name} has the data type {dtype}; those that can be read are {', '.join(BYTES)}"
+        )
     start, stop = map(int, entry["data_offsets"])
     if min((start, *shape)) < 0 or stop - start != math.prod(shape) * BYTES[dtype]:
         raise ValueError(f"{name} of shape {shape} has {stop - start} bytes")
@@ -350,7 +394,10 @@ def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
 
 
 def plan_files(
-    shapes: Mapping[str, Shape], dtypes: Mapping[str, str], most_bytes: float, stem: str = "model"
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, str],
+    most_bytes: float,
+    stem: str = "model",
 ) -> tuple[list[NewFile], str]:
     """Return files of at most so many bytes of tensors, and the index; "" if there is one file, which needs none.
 
@@ -368,20 +415,32 @@ def plan_files(
     if count == 1:
         return files, ""
     weight_map = {tensor: file.name for file in files for tensor in file.tensors}
-    return files, json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
+    return files, json.dumps(
+        {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2
+    )
 
 
 def _new_file(file: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> NewFile:
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    start, starts = 0, {}
+    start = 0
+    starts = {}
     for name in sorted(shapes, key=lambda name: -BYTES[dtypes[name]]):
         stop = start + math.prod(shapes[name]) * BYTES[dtypes[name]]
-        entries[name] = {"dtype": dtypes[name], "shape": list(shapes[name]), "data_offsets": [start, stop]}
+        entries[name] = {
+            "dtype": dtypes[name],
+            "shape": list(shapes[name]),
+            "data_offsets": [start, stop],
+        }
         starts[name], start = start, stop
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     header = len(text).to_bytes(8, "little") + text
-    return NewFile(file, header, tuple(shapes), {name: len(header) + first for name, first in starts.items()})
+    return NewFile(
+        file,
+        header,
+        tuple(shapes),
+        {name: len(header) + first for name, first in starts.items()},
+    )
 
 
 def unfinished_output(output: Path) -> Path:

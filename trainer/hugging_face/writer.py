@@ -72,7 +72,9 @@ class NewFolder:
         named = {name: _NAMES[self._dtypes[name]] for name in shapes}
         self._files, self._index = plan_files(shapes, named, most_bytes, stem)
         self._first = {file.tensors[0]: file for file in self._files}
-        self._starts = {name: start for file in self._files for name, start in file.starts.items()}
+        self._starts = {
+            name: start for file in self._files for name, start in file.starts.items()
+        }
         self._unfinished = unfinished_output(output)
         self._file: BinaryIO | None = None
         if self._unfinished.is_dir():
@@ -85,7 +87,8 @@ class NewFolder:
             self._close()
             self._file = (self._unfinished / file.name).open("wb")
             self._file.write(file.header)
-        if (start := self._starts.pop(name, None)) is not None:  # otherwise these are its next rows
+        # otherwise these are its next rows
+        if (start := self._starts.pop(name, None)) is not None:
             self._file.seek(start)
         for block in tensor.reshape(-1).split(_BLOCK):
             self._file.write(memoryview(block.to(self._dtypes[name]).view(torch.uint8).numpy()))
@@ -120,7 +123,8 @@ class NewFolder:
         if kind is None:
             return
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what is left in its buffer cannot be written either
+            # what is left in its buffer cannot be written either
+            with contextlib.suppress(OSError):
                 self._file.close()
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
@@ -152,10 +156,16 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
         ConfigError: a token is there already, is empty or comes twice, or the folder has no embedding or tokenizer.
         OSError: the folder cannot be written.
     """
-    found, config = read_folder(source), read_config(source)
+    found = read_folder(source)
+    config = read_config(source)
     if _EMBEDDING not in found:
-        raise ConfigError(f"{source} has no tensor {_EMBEDDING}, so that no rows can be added; name a language model")
-    if quantised := next((name for name, stored in found.items() if DTYPES[stored.dtype] not in FLOATS.values()), None):
+        raise ConfigError(
+            f"{source} has no tensor {_EMBEDDING}, so that no rows can be added; name a language model"
+        )
+    if quantised := next(
+        (name for name, stored in found.items() if DTYPES[stored.dtype] not in FLOATS.values()),
+        None,
+    ):
         raise ConfigError(
             f"{source} has quantised weights, such as {quantised} in {found[quantised].dtype}, to which no rows are "
             f"added; name a folder that a run has exported"
@@ -166,7 +176,11 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
         before = found[_EMBEDDING].shape[0]
         unit = math.gcd(before, 128)
         rows = max(before, -(-(max(ids) + 1) // unit) * unit)
-        grown = {name: (rows, *found[name].shape[1:]) for name in (_EMBEDDING, _OUTPUT) if name in found}
+        grown = {
+            name: (rows, *found[name].shape[1:])
+            for name in (_EMBEDDING, _OUTPUT)
+            if name in found
+        }
         shapes = {name: stored.shape for name, stored in found.items()} | grown
         types = {name: DTYPES[stored.dtype] for name, stored in found.items()}
         with NewFolder(output, shapes, types[_EMBEDDING], other_types=types) as folder:
@@ -191,10 +205,16 @@ def _added_to_tokenizer(folder: Path, source: Path, tokens: Sequence[str]) -> li
 
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError(f"{source} has no tokenizer.json to which tokens can be added; save its tokenizer there")
+        raise ConfigError(
+            f"{source} has no tokenizer.json to which tokens can be added; save its tokenizer there"
+        )
     tokenizer = Tokenizer.from_file(str(file))
     for token in tokens:
-        if not token.strip() or tokenizer.token_to_id(token) is not None or tokens.count(token) > 1:
+        if (
+            not token.strip()
+            or tokenizer.token_to_id(token) is not None
+            or tokens.count(token) > 1
+        ):
             raise ConfigError(
                 f"the token {token!r} must be a name that the tokenizer does not have, once; write another, such as "
                 "'<|tool|>'"
@@ -202,11 +222,22 @@ def _added_to_tokenizer(folder: Path, source: Path, tokens: Sequence[str]) -> li
     added = [AddedToken(token, special=True, normalized=False) for token in tokens]
     tokenizer.add_special_tokens(added)
     tokenizer.save(str(file))
-    ids, settings = [tokenizer.token_to_id(token) for token in tokens], folder / "tokenizer_config.json"
-    if settings.is_file() and "added_tokens_decoder" in (content := json.loads(settings.read_text(encoding="utf-8"))):
-        flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "added_tokens_decoder" in (
+        content := json.loads(settings.read_text(encoding="utf-8"))
+    ):
+        flags = {
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
         content["added_tokens_decoder"] |= {
             str(i): {"content": token} | flags for i, token in zip(ids, tokens, strict=True)
         }
-        settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        settings.write_text(
+            json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return ids

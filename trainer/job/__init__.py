@@ -3,5 +3,6 @@
 from longshard.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"record": "ResolvedJob", "resolution": "resolve", "degrees": "Degrees resolve_degrees"}
+    __name__,
+    {"record": "ResolvedJob", "resolution": "resolve", "degrees": "Degrees resolve_degrees"},
 )

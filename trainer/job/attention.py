@@ -44,12 +44,20 @@ def resolve_attention(
     needs = _needs(config, model)
     with options_as_keys():
         able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
-    has_plan = config.plans_attention or needs["bands"] or needs["softcap"] or getattr(model, "attention_sinks", False)
+    has_plan = (
+        config.plans_attention
+        or needs["bands"]
+        or needs["softcap"]
+        or getattr(model, "attention_sinks", False)
+    )
     if not (has_plan or (device_type == "cuda" and is_too_large_without_plan(config, model))):
         return None, ""
-    degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    degree = parallelism.context_parallel_degree
+    tp = parallelism.tensor_parallel_degree
     if degree == 1:
-        return ContextParallelOptions(kernel=parallelism.context_parallel_kernel, multiple_of=tp), ""
+        return ContextParallelOptions(
+            kernel=parallelism.context_parallel_kernel, multiple_of=tp
+        ), ""
     options = _options_before_auto(config, device_type)
     reason = ""
     if parallelism.context_parallel_method == "auto":
@@ -63,13 +71,16 @@ def resolve_attention(
     keep = parallelism.context_parallel_keep_exchanged
     if keep:
         _check_keeping(model, passes, queries)
-    return replace(options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries), reason
+    return replace(
+        options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries
+    ), reason
 
 
 def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallelOptions:
     """Return the options that the configuration names; for the method `auto` with the default method."""
     parallelism = config.parallelism
-    method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
+    method = parallelism.context_parallel_method
+    hybrid = parallelism.context_parallel_hybrid_degrees
     named = ContextParallelOptions().method if method == "auto" else method
     two_level = METHODS[named].two_level
     if two_level:
@@ -126,7 +137,11 @@ def check_qk_clip(config: JobConfig, model: ModelArgs) -> None:
 
 def _needs(config: JobConfig, model: ModelArgs) -> dict[str, bool]:
     softcap = getattr(model, "attention_softcap", None) is not None
-    return {"bands": has_windows(model), "deterministic": config.training.deterministic, "softcap": softcap}
+    return {
+        "bands": has_windows(model),
+        "deterministic": config.training.deterministic,
+        "softcap": softcap,
+    }
 
 
 @contextmanager
@@ -138,25 +153,32 @@ def options_as_keys() -> Iterator[None]:
         raise ConfigError(f"parallelism.context_parallel_{error}") from None
 
 
-def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: ContextParallelOptions) -> str:
+def kernel_of(
+    config: JobConfig, model: ModelArgs, device_type: str, options: ContextParallelOptions
+) -> str:
     """Return the kernel of planned attention; ConfigError if the configured one cannot run there.
 
     If `auto` chooses by the GPU, which is not known yet, it is the rule in words.
     """
-    training, windows = config.training, has_windows(model)
+    training = config.training
+    windows = has_windows(model)
     kind = device_type, training.compute_dtype(device_type), model.head_dim
     with options_as_keys():
         able = able_kernels(options.kernel, *kind, **_needs(config, model))
     if options.kernel != "auto":
         return options.kernel
     documents = config.masks_documents
-    tiles = 100 if documents else _tiles_of_a_stage(config, model, options)  # packed documents make many
+    # packed documents make many
+    tiles = 100 if documents else _tiles_of_a_stage(config, model, options)
     other = auto_kernel(able, tiles)
-    fixed, largest = not (documents or windows), 0 if windows else config.training.seq_len
+    fixed = not (documents or windows)
+    largest = 0 if windows else config.training.seq_len
     hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=fixed, largest=largest)
     if hopper == other:
         return other
-    tiles_words = f" for tiles of {LARGE_TILE:,} tokens or more" if hopper == "cudnn_varlen" else ""
+    tiles_words = (
+        f" for tiles of {LARGE_TILE:,} tokens or more" if hopper == "cudnn_varlen" else ""
+    )
     return f"{hopper}{tiles_words} on compute capability 9.0 or later without FlashAttention-3 or -4, else {other}"
 
 
@@ -171,12 +193,19 @@ def faster_packages(kernel: str, config: JobConfig) -> str:
     return f"computed by FlashAttention-2, or faster, if installed, by {' or '.join(packages)}"
 
 
-def _tiles_of_a_stage(config: JobConfig, model: ModelArgs, options: ContextParallelOptions) -> int:
+def _tiles_of_a_stage(
+    config: JobConfig, model: ModelArgs, options: ContextParallelOptions
+) -> int:
     """Return the most tiles of a stage of the first rank, without packed documents."""
     degree = config.parallelism.context_parallel_degree
-    seq_len, heads = config.training.seq_len, options.head_degree(degree)
-    layout, method = options.layout(seq_len, degree), options.method
-    plans = [make_plan(layout, mask, method, 0, head_degree=heads) for mask in _layer_masks(model, seq_len)]
+    seq_len = config.training.seq_len
+    heads = options.head_degree(degree)
+    layout = options.layout(seq_len, degree)
+    method = options.method
+    plans = [
+        make_plan(layout, mask, method, 0, head_degree=heads)
+        for mask in _layer_masks(model, seq_len)
+    ]
     return max(len(stage.tiles) for plan in plans for stage in plan.forward)
 
 
@@ -201,7 +230,8 @@ def batch_chooser(
     sharing = _sharing(node, config.parallelism.tensor_parallel_degree)
 
     def method_of(batch: Mask) -> tuple[ContextParallelOptions, str]:
-        masks = _layer_masks(model, batch.q_len)  # sequences of a validation have their own length
+        # sequences of a validation have their own length
+        masks = _layer_masks(model, batch.q_len)
         return choose(options, masks, degree, local, batch=batch, hybrids=False, node=sharing)
 
     return method_of
@@ -214,11 +244,15 @@ def _sharing(node: int | None, tp: int) -> int | None:
 
 def _layer_masks(model: ModelArgs, seq_len: int) -> tuple[Mask, ...]:
     windows = {model.window_of_layer(layer) for layer in range(model.n_layers)}
-    return tuple(causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str))
+    return tuple(
+        causal(seq_len) if w is None else sliding_window(seq_len, w)
+        for w in sorted(windows, key=str)
+    )
 
 
 def _local_shape(config: JobConfig, model: ModelArgs, device_type: str) -> AttentionShape:
-    training, tp = config.training, config.parallelism.tensor_parallel_degree
+    training = config.training
+    tp = config.parallelism.tensor_parallel_degree
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type)]
     gradients = 2 if config.parallelism.context_parallel_gradient_dtype == "bfloat16" else 0
     latent = None
@@ -235,7 +269,8 @@ def _kv_heads(model: ModelArgs, tp: int) -> int:
 
 def _checked_gradients(config: JobConfig, device_type: str) -> str:
     """Return the data type in which dK and dV are sent."""
-    wanted, computed = config.parallelism.context_parallel_gradient_dtype, config.training.compute_dtype(device_type)
+    wanted = config.parallelism.context_parallel_gradient_dtype
+    computed = config.training.compute_dtype(device_type)
     if wanted == "bfloat16" != computed:
         raise ConfigError(
             f"parallelism.context_parallel_gradient_dtype = 'bfloat16' would round the gradients of a model that "
@@ -250,13 +285,20 @@ def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:
         raise ConfigError(
             f"parallelism.context_parallel_hybrid_degrees = {list(degrees)} must be degrees [all_to_all, ring], "
             f"each at least 2, whose product is parallelism.context_parallel_degree = {degree}; "
-            + (f"that is one of {', '.join(map(str, fitting))}" if fitting else "use another method or degree")
+            + (
+                f"that is one of {', '.join(map(str, fitting))}"
+                if fitting
+                else "use another method or degree"
+            )
         )
 
 
-def _checked_heads(parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs) -> tuple[int, int]:
+def _checked_heads(
+    parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs
+) -> tuple[int, int]:
     """Return the key/value heads, and query heads, that are sent at a time; 0: all."""
-    passes, tp = parallelism.context_parallel_heads_per_pass, parallelism.tensor_parallel_degree
+    passes = parallelism.context_parallel_heads_per_pass
+    tp = parallelism.tensor_parallel_degree
     if passes and parallelism.context_parallel_method == "auto":
         raise ConfigError(
             f"parallelism.context_parallel_heads_per_pass = {passes} depends on the method, and "
@@ -264,7 +306,9 @@ def _checked_heads(parallelism: Parallelism, options: ContextParallelOptions, mo
             "or leave the heads out"
         )
     head_degree = options.head_degree(parallelism.context_parallel_degree)
-    kv_heads = HeadShare.passes(model.n_heads // tp, _kv_heads(model, tp), head_degree)[0].per_rank
+    kv_heads = HeadShare.passes(model.n_heads // tp, _kv_heads(model, tp), head_degree)[
+        0
+    ].per_rank
     if passes >= kv_heads and passes:
         raise ConfigError(
             f"parallelism.context_parallel_heads_per_pass = {passes} must be less than the {kv_heads} key/value heads "
@@ -273,7 +317,9 @@ def _checked_heads(parallelism: Parallelism, options: ContextParallelOptions, mo
     queries = parallelism.context_parallel_query_heads_per_pass
     if not queries or not options.spread.query_passes:
         return passes, 0
-    share = HeadShare.passes(model.n_heads // tp, _kv_heads(model, tp), parallelism.context_parallel_degree)[0]
+    share = HeadShare.passes(
+        model.n_heads // tp, _kv_heads(model, tp), parallelism.context_parallel_degree
+    )[0]
     if queries >= share.group or passes:
         raise ConfigError(
             f"parallelism.context_parallel_query_heads_per_pass = {queries} must be less than the {share.group} query "

@@ -24,7 +24,8 @@ _SECONDS = 3.0  # and about how long, as trajectories may be long
 
 def check_mixture(config: JobConfig) -> None:
     """Check that each source has a name, a path and a weight, and that their kind of data has files."""
-    mixture, training = config.mixture, config.training
+    mixture = config.mixture
+    training = config.training
     names = list(mixture.names)
     for key in ("paths", "weights"):
         given = list(getattr(mixture, key))
@@ -35,7 +36,10 @@ def check_mixture(config: JobConfig) -> None:
             )
     if not names:
         return
-    wrong = next((name for name in names if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1), None)
+    wrong = next(
+        (name for name in names if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1),
+        None,
+    )
     if wrong is not None:
         raise ConfigError(
             f"mixture.names = {names}: {wrong!r} must be a name of letters, digits, '_', '-' and '.', of one source; "
@@ -72,7 +76,8 @@ def has_files(dataset: str) -> bool:
 
 def check_chat(config: JobConfig) -> None:
     """Raise a ConfigError unless the template fits the first conversation of each data set, and no packing cuts one."""
-    settings, training = config.validation, config.training
+    settings = config.validation
+    training = config.training
     if training.dataset in CONVERSATIONS and training.packing == "concatenate":
         raise ConfigError(
             f"training.packing = 'concatenate' would cut conversations of training.dataset = {training.dataset!r}; use "
@@ -87,7 +92,11 @@ def check_chat(config: JobConfig) -> None:
                 "sequence do not see each other; set it, or train on 'chat' as well"
             )
     chats = [source for source in sources if source.dataset in CONVERSATIONS]
-    template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat) if chats else None
+    template = (
+        find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)
+        if chats
+        else None
+    )
     for source in chats:
         with suppress(MissingFile):  # reported by the checks of data
             found = next(all_documents(replace(source, skips=False)), None)
@@ -107,7 +116,8 @@ def check_chat(config: JobConfig) -> None:
 def conversation_notes(config: JobConfig) -> list[str]:
     """Return a sentence for each thing that the first conversations of the data have and their text has not."""
     notes: dict[str, dict[str, Any]] = {}
-    number, started = 0, time.monotonic()
+    number = 0
+    started = time.monotonic()
     for source in training_data(config):
         if source.dataset not in CONVERSATIONS:
             continue
@@ -118,12 +128,16 @@ def conversation_notes(config: JobConfig) -> list[str]:
                 number += 1
             if time.monotonic() - started > _SECONDS:
                 break
-    return [f"of the first {number:,} conversations: {sentence}" for sentence in chat_notes.sentences(notes)]
+    return [
+        f"of the first {number:,} conversations: {sentence}"
+        for sentence in chat_notes.sentences(notes)
+    ]
 
 
 def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
     """Return notes; ConfigError for sequences longer than in training, or that ranks cannot divide."""
-    settings, training = config.validation, config.training
+    settings = config.validation
+    training = config.training
     if not settings.enable:
         return []
     if settings.seq_len is not None:
@@ -133,7 +147,9 @@ def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
                 "which the model is made; lower it, or leave it out"
             )
         as_training = replace(training, seq_len=settings.seq_len, global_batch_size=-1)
-        check_batch(replace(config, training=as_training), degrees, length_key="validation.seq_len")
+        check_batch(
+            replace(config, training=as_training), degrees, length_key="validation.seq_len"
+        )
     if settings.source(training) == (training.dataset, training.dataset_path):
         return [
             "validation measures the loss on the training data: name other data in validation.dataset and "

@@ -68,7 +68,10 @@ class Degrees:
         named = {name: getattr(self, name) for name in KEYS if name != "domain"}
         if self.domain:
             named |= {"cp": 1} | self.domain_axes
-        return " x ".join(f"{name} {degree}" for name, degree in named.items() if degree > 1) or "one device"
+        return (
+            " x ".join(f"{name} {degree}" for name, degree in named.items() if degree > 1)
+            or "one device"
+        )
 
 
 def resolve_degrees(
@@ -97,7 +100,9 @@ def resolve_degrees(
     shared = {"domain": math.prod(domain)} if domain else {"cp": cp}
     degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, **shared, "tp": tp}
     others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
-    resolved = degrees | {"dp_shard": max(1, world_size // others)} if dp_shard == -1 else degrees
+    resolved = (
+        degrees | {"dp_shard": max(1, world_size // others)} if dp_shard == -1 else degrees
+    )
     if math.prod(resolved.values()) != world_size:
         raise _wrong_product(degrees, world_size)
     shared = {"cp": math.prod(domain) if domain else cp, "domain": domain, "ep": ep}
@@ -106,7 +111,11 @@ def resolve_degrees(
 
 def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
     # Degrees that most runs leave at 1 are named only if they are set.
-    named = {name: degree for name, degree in degrees.items() if degree != 1 or name not in ("cp", "domain", "pp")}
+    named = {
+        name: degree
+        for name, degree in degrees.items()
+        if degree != 1 or name not in ("cp", "domain", "pp")
+    }
     listed = ", ".join(f"{_words(name)} = {degree}" for name, degree in named.items())
     product = math.prod(degree for degree in named.values() if degree != -1)
     rule = "does not divide" if -1 in named.values() else "is not"
@@ -129,11 +138,14 @@ def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
         fitting = world_size // others
         if len(free) < len(named):
             divisors = (number for number in range(1, fitting + 1) if fitting % number == 0)
-            fitting = min(divisors, key=lambda divisor: (abs(math.log(divisor / named[name])), divisor))
+            fitting = min(
+                divisors, key=lambda divisor: (abs(math.log(divisor / named[name])), divisor)
+            )
         single.append(f"{_words(name)} = {fitting}")
     if single:
         return single
-    fitting, left = {}, world_size
+    fitting = {}
+    left = world_size
     for name in named:
         if name != "dp_shard":
             fitting[name] = math.gcd(named[name], left)

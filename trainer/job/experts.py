@@ -11,13 +11,17 @@ from trainer.job.degrees import Degrees
 
 def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
     """Raise a ConfigError unless `expert_parallel_degree` fits model and ranks, and experts what else is set."""
-    ep, experts, load = config.parallelism.expert_parallel_degree, experts_of(args), config.model.router_aux_loss_load
+    ep = config.parallelism.expert_parallel_degree
+    experts = experts_of(args)
+    load = config.model.router_aux_loss_load
     if experts is None:
         return
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     common = math.gcd(experts.number, ranks)
     if common % ep:
-        fitting = ", ".join(str(degree) for degree in range(1, common + 1) if common % degree == 0)
+        fitting = ", ".join(
+            str(degree) for degree in range(1, common + 1) if common % degree == 0
+        )
         raise ConfigError(
             f"parallelism.expert_parallel_degree = {ep} must divide the {experts.number} experts of model.flavor = "
             f"{config.model.flavor!r} and the {ranks} ranks of the FSDP, CP and TP degrees together; degrees that fit: "
@@ -54,7 +58,9 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
     }
     for setting, (is_set, why) in unsupported.items():
         if is_set:
-            raise ConfigError(f"{setting} does not work with the experts of model.name = {config.model.name!r}, {why}")
+            raise ConfigError(
+                f"{setting} does not work with the experts of model.name = {config.model.name!r}, {why}"
+            )
 
 
 def note_of_router(args: ModelArgs) -> tuple[str, ...]:
@@ -62,7 +68,11 @@ def note_of_router(args: ModelArgs) -> tuple[str, ...]:
     experts = experts_of(args)
     if experts is None or experts.per_token > 1 or not experts.normalise:
         return ()
-    trained = "its balance loss alone trains it" if getattr(args, "router_aux_loss_coef", 0) else "it is never trained"
+    trained = (
+        "its balance loss alone trains it"
+        if getattr(args, "router_aux_loss_coef", 0)
+        else "it is never trained"
+    )
     return (
         "each token chooses one expert, whose normalised weight is 1 whatever the router says: the router has no "
         f"gradient from the loss of tokens, and {trained}; weights that are not normalised (norm_topk_prob = false) "
@@ -78,7 +88,9 @@ def dispatch_bytes(
     out: rows that it sends to experts of other ranks; back: rows that its experts have got from other ranks. A row goes
     with the weights and the numbers (int32) of its experts, of which the rank keeps those that are its own.
     """
-    row, weights, numbers = aligned(dim * itemsize), aligned(per_token * weight_itemsize), aligned(per_token * 4)
+    row = aligned(dim * itemsize)
+    weights = aligned(per_token * weight_itemsize)
+    numbers = aligned(per_token * 4)
     return {
         "expert_dispatch": out * (row + weights + numbers),
         "expert_combine": back * row,
@@ -90,5 +102,7 @@ def dispatch_bytes(
 def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
     """Return how many other ranks a token is sent to on average, if it chooses among all experts alike."""
     elsewhere = experts.number - experts.number // ep
-    none_there = math.comb(elsewhere, experts.per_token) / math.comb(experts.number, experts.per_token)
+    none_there = math.comb(elsewhere, experts.per_token) / math.comb(
+        experts.number, experts.per_token
+    )
     return (ep - 1) * (1 - none_there)

@@ -24,7 +24,9 @@ def check_dump_folder(config: JobConfig) -> None:
     existing = nearest_existing(path)
     if not existing.is_dir():
         what = "a file" if existing.exists() else "a broken link"
-        raise ConfigError(f"job.dump_folder = {folder!r}: {existing} is {what}; name a folder{writable_folder(path)}")
+        raise ConfigError(
+            f"job.dump_folder = {folder!r}: {existing} is {what}; name a folder{writable_folder(path)}"
+        )
     if not is_writable(path):
         raise ConfigError(
             f"job.dump_folder = {folder!r}: {existing} is not writable for this user; "
@@ -36,11 +38,15 @@ def check_checkpoint_keys(config: JobConfig) -> None:
     """Raise a ConfigError for a wrong key of the table [checkpoint] alone."""
     settings = config.checkpoint
     if settings.load_step != -1 and settings.load_step < 1:
-        raise ConfigError(f"checkpoint.load_step = {settings.load_step} must be a saved step, or -1 for the latest")
+        raise ConfigError(
+            f"checkpoint.load_step = {settings.load_step} must be a saved step, or -1 for the latest"
+        )
     if not settings.enable:
         return
     if not settings.folder:
-        raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")
+        raise ConfigError(
+            "checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'"
+        )
     if settings.last_save_in_hf and is_address(settings.folder):
         raise ConfigError(
             f"checkpoint.last_save_in_hf writes beside the checkpoints, and checkpoint.folder = {settings.folder!r} "

@@ -11,16 +11,35 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.chat_template import find_template
 from trainer.data.tokenizers.tokenizer import vocab_size_of
-from trainer.families.args import DecoderArgs, experts_of, has_grouped_product, has_windows, mtp_layers_of
+from trainer.families.args import (
+    DecoderArgs,
+    experts_of,
+    has_grouped_product,
+    has_windows,
+    mtp_layers_of,
+)
 from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, resolve_attention
-from trainer.job.data import check_chat, check_mixture, check_training_data, check_validation, check_validation_data
+from trainer.job.data import (
+    check_chat,
+    check_mixture,
+    check_training_data,
+    check_validation,
+    check_validation_data,
+)
 from trainer.job.degrees import Degrees
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.lora import check_lora
 from trainer.job.memory import host_memory, memory_of_stage
 from trainer.job.pipeline_stages import layers_of_stages, resolve_pipeline
-from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, TaskDecisions, TaskSpec, size_words
+from trainer.job.record import (
+    ITEMSIZE,
+    RankMemory,
+    ResolvedJob,
+    TaskDecisions,
+    TaskSpec,
+    size_words,
+)
 from trainer.job.training import check_chunks, check_varying_lengths
 from trainer.job.transforms import check_float8
 
@@ -29,16 +48,28 @@ class Language(TaskSpec):
     """Text, as tokens."""
 
     name, module = "tokens", "trainer.tasks.language:LanguageTask"
-    data, positions, position, sample = "text", "tokens", "tok", "sequence"
+    data = "text"
+    positions = "tokens"
+    position = "tok"
+    sample = "sequence"
     copies_batches = True
     command = "lct generate {} --prompt '...'"
     validates, fixed_shapes = True, False
 
     def next_command(self, config: JobConfig) -> str:
-        has_template = find_template(config.model.tokenizer_file, config.model.chat_template, config.chat) is not None
-        return "lct chat {}" if config.training.dataset in CONVERSATIONS and has_template else self.command
+        has_template = (
+            find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)
+            is not None
+        )
+        return (
+            "lct chat {}"
+            if config.training.dataset in CONVERSATIONS and has_template
+            else self.command
+        )
 
-    def model(self, config: JobConfig, flavor: DecoderArgs, missing: list[str] | None) -> DecoderArgs:
+    def model(
+        self, config: JobConfig, flavor: DecoderArgs, missing: list[str] | None
+    ) -> DecoderArgs:
         """Return the arguments with the tokenizer's vocabulary, or that of the flavor if the tokenizer is elsewhere.
 
         A Hugging Face folder brings its own vocabulary, which must have room for the tokenizer's.
@@ -50,7 +81,9 @@ class Language(TaskSpec):
                 "leave it out"
             )
         if config.model.tokenizer_path == "":
-            raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
+            raise ConfigError(
+                "model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer"
+            )
         try:
             tokens = vocab_size_of(config.model.tokenizer_file)
         except MissingFile as error:
@@ -69,7 +102,9 @@ class Language(TaskSpec):
             )
         return replace(args, vocab_size=flavor.vocab_size)
 
-    def decide(self, config: JobConfig, model: DecoderArgs, device_type: str, *, node: int) -> TaskDecisions:
+    def decide(
+        self, config: JobConfig, model: DecoderArgs, device_type: str, *, node: int
+    ) -> TaskDecisions:
         pipeline = resolve_pipeline(config, model)
         check_lora(config, model, pipeline)
         attention, reason = resolve_attention(config, model, device_type, node=node)
@@ -95,7 +130,10 @@ class Language(TaskSpec):
         return job.config.training.seq_len
 
     def memory(self, job: ResolvedJob) -> RankMemory:
-        return max(map(partial(memory_of_stage, job), range(job.degrees.pp)), key=lambda memory: memory.total)
+        return max(
+            map(partial(memory_of_stage, job), range(job.degrees.pp)),
+            key=lambda memory: memory.total,
+        )
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
         return {
@@ -115,7 +153,9 @@ def _data(job: ResolvedJob) -> str:
     mixture = job.config.mixture
     if mixture.names:
         shares = zip(mixture.names, mixture.weights, strict=True)
-        source += ": " + ", ".join(f"{name} {weight / sum(mixture.weights):.1%}" for name, weight in shares)
+        source += ": " + ", ".join(
+            f"{name} {weight / sum(mixture.weights):.1%}" for name, weight in shares
+        )
     streams = f", in {training.data_streams} streams" if training.data_streams else ""
     vocabulary = "; embeddings for" if is_folder(job.config.model.flavor) else " with"
     return (
@@ -129,13 +169,16 @@ def _offloaded(job: ResolvedJob) -> str:
         return ""
     settings = job.config.activation_checkpoint
     stages = layers_of_stages(job.pipeline, job.model)
-    offloaded, of = (sum(map(len, map(some, stages))) for some in (settings.offloaded, settings.checkpointed))
+    offloaded, of = (
+        sum(map(len, map(some, stages))) for some in (settings.offloaded, settings.checkpointed)
+    )
     number = f"{offloaded} of {of}"
     return f"inputs of {number} checkpointed layers, {size_words(size)} of page-locked host memory a rank"
 
 
 def _experts(job: ResolvedJob) -> str:
-    model, degrees = job.model, job.degrees
+    model = job.model
+    degrees = job.degrees
     if (experts := experts_of(model)) is None:
         return ""
     ways = {"auxiliary loss": model.router_aux_loss_coef, "bias": model.router_bias_update_rate}
@@ -143,15 +186,40 @@ def _experts(job: ResolvedJob) -> str:
     lora = job.config.lora
     ranks = [lora.rank] if lora.rank and {"w13", "w2"}.intersection(lora.modules) else []
     grouped = has_grouped_product(job.compute_dtype, model.dim, experts.hidden_dim, *ranks)
-    parts = ["one grouped product for all experts of a rank" if grouped else "one product for each expert"]
-    parts += [f"balanced {' and '.join(by)}" if by else "not balanced (model.router_aux_loss_coef = 0)"]
-    shards = f"{degrees.efsdp} ranks shard each one's weights" if degrees.efsdp > 1 else "each one whole on its rank"
+    parts = [
+        "one grouped product for all experts of a rank"
+        if grouped
+        else "one product for each expert"
+    ]
+    parts += [
+        f"balanced {' and '.join(by)}"
+        if by
+        else "not balanced (model.router_aux_loss_coef = 0)"
+    ]
+    shards = (
+        f"{degrees.efsdp} ranks shard each one's weights"
+        if degrees.efsdp > 1
+        else "each one whole on its rank"
+    )
     if degrees.ep == 1:
-        return "; ".join([f"all on every rank, {shards}" if degrees.efsdp > 1 else "all on every rank", *parts])
+        return "; ".join(
+            [
+                f"all on every rank, {shards}" if degrees.efsdp > 1 else "all on every rank",
+                *parts,
+            ]
+        )
     away = ranks_of_a_token(experts, degrees.ep)
-    shape = {"dim": model.dim, "itemsize": ITEMSIZE[job.compute_dtype], "per_token": experts.per_token}
+    shape = {
+        "dim": model.dim,
+        "itemsize": ITEMSIZE[job.compute_dtype],
+        "per_token": experts.per_token,
+    }
     rows = job.tokens_of_a_pass / degrees.tp * away
-    sent = sum(dispatch_bytes(rows, rows, **shape, weight_itemsize=max(ITEMSIZE[job.compute_dtype], 4)).values())
+    sent = sum(
+        dispatch_bytes(
+            rows, rows, **shape, weight_itemsize=max(ITEMSIZE[job.compute_dtype], 4)
+        ).values()
+    )
     return "; ".join(
         [
             f"{experts.number // degrees.ep} of {experts.number} on each of ep {degrees.ep} ranks, {shards}",
@@ -174,7 +242,8 @@ def _pipeline(job: ResolvedJob) -> str:
 
 
 def _attention(job: ResolvedJob) -> str:
-    config, options = job.config, job.attention
+    config = job.config
+    options = job.attention
     if options is None:
         return "causal, by PyTorch itself: one rank has the whole sequence"
     mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
@@ -184,7 +253,9 @@ def _attention(job: ResolvedJob) -> str:
     if has_windows(job.model):
         windows = [job.model.window_of_layer(layer) for layer in range(job.model.n_layers)]
         widths = [window for window in windows if window is not None]
-        where = "" if len(widths) == len(windows) else f" in {len(widths)} of {len(windows)} layers"
+        where = (
+            "" if len(widths) == len(windows) else f" in {len(widths)} of {len(windows)} layers"
+        )
         mask += f", a window of {widths[0]:,} tokens{where}"
     parts = [mask]
     if job.degrees.cp > 1:
@@ -213,8 +284,13 @@ def _linear(job: ResolvedJob) -> str:
 
 def _loss(job: ResolvedJob) -> str:
     tokens, reason = job.loss_chunk
-    how = f"in chunks of {tokens:,} tokens" if tokens else "from all logits of a micro-batch at once"
-    words, further = f"{how} ({reason or 'as set'})", mtp_layers_of(job.model)
+    how = (
+        f"in chunks of {tokens:,} tokens"
+        if tokens
+        else "from all logits of a micro-batch at once"
+    )
+    words = f"{how} ({reason or 'as set'})"
+    further = mtp_layers_of(job.model)
     if not further:
         return words
     return f"{words}; beside it {further} further tokens, weight {job.config.training.mtp_loss_weight:g} of their mean"

@@ -37,7 +37,10 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
             f"parallelism.pipeline_parallel_schedule = {pipeline.schedule!r} computes the gradients of weights apart, "
             f"and lora.rank = {settings.rank} freezes most weights; use {pipeline.whole_backward}"
         )
-    of_ranks = [[pipeline.stages[stage] for stage in pipeline.stages_of(rank)] for rank in set(pipeline.ranks)]
+    of_ranks = [
+        [pipeline.stages[stage] for stage in pipeline.stages_of(rank)]
+        for rank in set(pipeline.ranks)
+    ]
     for modules in (pipeline.stages[0], *map(chain.from_iterable, of_ranks)):
         if not any(name.startswith("layers.") for name in modules):
             raise ConfigError(
@@ -48,7 +51,9 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
 
 def _check_names(config: JobConfig, model: ModelArgs) -> None:
     settings = config.lora
-    names = sorted({name.split(".")[-1] for name in weight_shapes(model) if name.startswith("layers.")})
+    names = sorted(
+        {name.split(".")[-1] for name in weight_shapes(model) if name.startswith("layers.")}
+    )
     for module in settings.modules:
         if module not in names or module in _GATES:
             raise ConfigError(
@@ -65,12 +70,16 @@ def _check_names(config: JobConfig, model: ModelArgs) -> None:
 
 def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
     settings = config.lora
-    if settings.dropout and (of_experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]):
+    if settings.dropout and (
+        of_experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]
+    ):
         raise ConfigError(
             f"lora.dropout = {settings.dropout} does not reach the experts' {of_experts[0]!r} of lora.modules, whose "
             "tokens are sorted by expert (peft refuses it as well); use 0, or leave the experts out of lora.modules"
         )
-    if settings.dropout and any(".shared." in name and settings.adapts(name) for name in weight_shapes(model)):
+    if settings.dropout and any(
+        ".shared." in name and settings.adapts(name) for name in weight_shapes(model)
+    ):
         raise ConfigError(
             f"lora.dropout = {settings.dropout} does not reach shared experts, which have adapters by lora.modules = "
             f"{list(settings.modules)}; use 0, or modules of attention alone, such as ['wq', 'wv']"
@@ -82,12 +91,15 @@ def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
         )
 
 
-def adapter_shapes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, tuple[Shape, Shape]]:
+def adapter_shapes(
+    config: JobConfig, model: ModelArgs, tp: int = 1
+) -> dict[str, tuple[Shape, Shape]]:
     """Return the shapes of A and B of every adapted module, or stacked weight of experts, by its name.
 
     tp: ranks of tensor parallelism, of which one has such a part. Of experts it has all, or those of some experts.
     """
-    rank, found = config.lora.rank, {}
+    rank = config.lora.rank
+    found = {}
     for name, (*number, outputs, inputs) in weight_shapes(model, tp).items() if rank else ():
         if config.lora.adapts(name):
             found[name] = (*number, rank, inputs), (*number, outputs, rank)
@@ -106,7 +118,10 @@ def adapter_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str,
     Experts are divided among these ranks, at least by FSDP.
     """
     shapes = adapter_shapes(config, model, tp)
-    return {name: sum(map(math.prod, ab)) // (tp if len(ab[0]) == 3 else 1) for name, ab in shapes.items()}
+    return {
+        name: sum(map(math.prod, ab)) // (tp if len(ab[0]) == 3 else 1)
+        for name, ab in shapes.items()
+    }
 
 
 def whole_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, int]:
@@ -121,7 +136,8 @@ def weight_shapes(model: ModelArgs, tp: int = 1) -> dict[str, Shape]:
     """Return (outputs, inputs) of linear modules, and (experts, outputs, inputs) of stacked weights, by name."""
     shapes: dict[str, Shape] = dict(model.linear_shapes(tp))
     if (experts := experts_of(model)) is not None:
-        hidden, dim = experts.hidden_dim, model.dim
+        hidden = experts.hidden_dim
+        dim = model.dim
         for layer in expert_layers(model):
             of_layer = f"layers.{layer}.feed_forward.experts"
             shapes[f"{of_layer}.w13"] = experts.number, 2 * hidden, dim

@@ -16,7 +16,14 @@ CHUNK_TOKENS = 4096
 def why_no_chunks(config: JobConfig, degrees: Degrees) -> str | None:
     """Return why all logits must exist at once; None: they need not."""
     conditions = (WITHOUT_GATHERED_LOGITS, OUTPUT_IN_HIGH_PRECISION)
-    return next((condition.otherwise for condition in conditions if not condition.holds(config, degrees)), None)
+    return next(
+        (
+            condition.otherwise
+            for condition in conditions
+            if not condition.holds(config, degrees)
+        ),
+        None,
+    )
 
 
 def saves_memory(model: DecoderArgs, tokens: int) -> bool:
@@ -32,7 +39,9 @@ def chunk_tokens(vocabulary: int) -> int:
     return min(max(CHUNK_BYTES // (4 * vocabulary) // 128, 1) * 128, CHUNK_TOKENS)
 
 
-def loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: int) -> tuple[int, str]:
+def loss_chunk(
+    config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: int
+) -> tuple[int, str]:
     """Return the tokens of a chunk of the loss, 0 for all logits at once, and the reason of `auto`.
 
     tokens: of one forward of a rank. The reason is empty if the configuration has a number.
@@ -41,7 +50,12 @@ def loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: 
         ConfigError: training.z_loss with logits that are cut over ranks and exist at once.
     """
     found, reason = _loss_chunk(config, model, degrees, tokens)
-    if config.training.z_loss and not found and degrees.tp > 1 and not config.parallelism.disable_loss_parallel:
+    if (
+        config.training.z_loss
+        and not found
+        and degrees.tp > 1
+        and not config.parallelism.disable_loss_parallel
+    ):
         fits = chunk_tokens(model.linear_shapes(degrees.tp)["output"][0])
         raise ConfigError(
             f"training.z_loss = {config.training.z_loss} needs the loss in chunks where "
@@ -51,7 +65,9 @@ def loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: 
     return found, reason
 
 
-def _loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: int) -> tuple[int, str]:
+def _loss_chunk(
+    config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: int
+) -> tuple[int, str]:
     if reason := why_no_chunks(config, degrees):
         return 0, reason
     configured = config.training.loss_chunk_tokens

@@ -19,15 +19,21 @@ _LARGEST = 2**42
 
 def check_memory(job: ResolvedJob, available: int | None) -> None:
     """Raise a ConfigError unless what a rank holds fits. available: bytes of its device; None: what no device has."""
-    memory, limit = job.task.memory(job), available or _LARGEST
+    memory = job.task.memory(job)
+    limit = available or _LARGEST
     floor = memory.tables if job.config.training.enable_cpu_offload else memory.total
     if floor > limit:
         has = f"it has {size_words(limit)}" if available else "no device has that"
         training = job.config.training
-        what = f"training.seq_len = {training.seq_len}" if job.task.name == "tokens" else f"{job.task.sample}s"
+        what = (
+            f"training.seq_len = {training.seq_len}"
+            if job.task.name == "tokens"
+            else f"{job.task.sample}s"
+        )
         batch, shorter = "", "a shorter length"
         if training.local_batch_size > 1:
-            batch, shorter = f"training.local_batch_size = {training.local_batch_size}, ", "a smaller batch or length"
+            batch = f"training.local_batch_size = {training.local_batch_size}, "
+            shorter = "a smaller batch or length"
         raise ConfigError(
             f"{batch}{what} and model.flavor = {job.config.model.flavor!r} take at "
             f"least {size_words(floor)} a rank for weights, gradients, optimizer, rotary table and batch, and {has}; "
@@ -37,14 +43,22 @@ def check_memory(job: ResolvedJob, available: int | None) -> None:
 
 def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     """Return what the ranks of a pipeline rank hold."""
-    degrees, training, model = job.degrees, job.config.training, job.model
+    degrees = job.degrees
+    training = job.config.training
+    model = job.model
     stored = ITEMSIZE[training.dtype]
     modules = model.module_names()
     if job.pipeline is not None:
-        modules = tuple(name for stage in job.pipeline.stages_of(pp_rank) for name in job.pipeline.stages[stage])
+        modules = tuple(
+            name
+            for stage in job.pipeline.stages_of(pp_rank)
+            for name in job.pipeline.stages[stage]
+        )
     adapters = _by_module(adapter_sizes(job.config, model, degrees.tp))
     trained_whole = whole_sizes(job.config, model, degrees.tp)
-    sizes = _by_module({name: math.prod(shape) for name, shape in model.linear_shapes(degrees.tp).items()})
+    sizes = _by_module(
+        {name: math.prod(shape) for name, shape in model.linear_shapes(degrees.tp).items()}
+    )
     if not model.tie_embeddings:
         sizes["tok_embeddings"] = model.vocab_size * model.dim // degrees.tp
     shards = degrees.dp_shard * degrees.cp
@@ -54,9 +68,12 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         return math.ceil(sum(sizes.get(name, 0) for name in modules) / ranks)
 
     # Weights of a rank's experts in one layer, which its `efsdp` ranks divide.
-    sparse, local = len({*layers_of(modules)} & {*expert_layers(model)}), of_rank(sizes)
+    sparse = len({*layers_of(modules)} & {*expert_layers(model)})
+    local = of_rank(sizes)
     if (experts := experts_of(model)) is not None:
-        local += sparse * math.ceil(experts.number // degrees.ep * experts.weights(model.dim) / degrees.efsdp)
+        local += sparse * math.ceil(
+            experts.number // degrees.ep * experts.weights(model.dim) / degrees.efsdp
+        )
     added = of_rank(adapters)
     trained = added + of_rank(trained_whole) if adapters else local
     moments = 2 * trained
@@ -66,12 +83,18 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
             kinds[".experts." in name][name] = size
         ranks = (degrees.ep or 1) * degrees.efsdp
         moments -= of_rank(_by_module(kinds[False])) + of_rank(_by_module(kinds[True]), ranks)
-    rows, of_batch = training.seq_len // degrees.cp, 2 * 8 * training.local_batch_size  # tokens and labels
+    # tokens and labels
+    rows = training.seq_len // degrees.cp
+    of_batch = 2 * 8 * training.local_batch_size
     return RankMemory(
         weights=(local + added) * stored,
         gradients=trained * stored,
         optimizer=moments * ITEMSIZE[job.config.state_dtype],
-        tables=rows * (rotary_tables(model) * getattr(model, "table_dim", model.head_dim) * max(stored, 4) + of_batch),
+        tables=rows
+        * (
+            rotary_tables(model) * getattr(model, "table_dim", model.head_dim) * max(stored, 4)
+            + of_batch
+        ),
     )
 
 
@@ -84,9 +107,15 @@ def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
     names: dict[str, Sequence[int]] = dict(weight_shapes(model, tp))
     if (latent := getattr(model, "latent", None)) is not None:
         up = latent.up_projection(model.n_heads) // tp
-        names |= {name.replace("wkv_a", "wkv_b"): (up,) for name in names if name.endswith(".wkv_a")}
+        names |= {
+            name.replace("wkv_a", "wkv_b"): (up,) for name in names if name.endswith(".wkv_a")
+        }
     layers = {name: size for name, size in names.items() if name.startswith("layers.")}
-    return {name: math.prod(size) for name, size in layers.items() if name.rpartition(".")[2] not in gates}
+    return {
+        name: math.prod(size)
+        for name, size in layers.items()
+        if name.rpartition(".")[2] not in gates
+    }
 
 
 def _by_module(sizes: dict[str, int]) -> dict[str, int]:
@@ -104,11 +133,15 @@ def host_memory(job: ResolvedJob) -> int:
     numbers = [len(job.config.activation_checkpoint.offloaded(layers)) for layers in stages]
     own = [[0]] if job.pipeline is None else map(job.pipeline.stages_of, range(job.degrees.pp))
     most = max(sum(numbers[stage] for stage in of_rank) for of_rank in own)
-    model, itemsize = job.model, ITEMSIZE[job.compute_dtype]
+    model = job.model
+    itemsize = ITEMSIZE[job.compute_dtype]
     of_token = model.dim * itemsize
     if job.config.activation_checkpoint.offload == "inputs+attention":  # output and log-sum-exp
-        of_token += model.n_heads * (getattr(model, "value_dim", model.head_dim) * itemsize + max(itemsize, 4))
-    passes = 1 if job.pipeline is None else job.pipeline.micro_batches  # that wait for their backward
+        of_token += model.n_heads * (
+            getattr(model, "value_dim", model.head_dim) * itemsize + max(itemsize, 4)
+        )
+    # that wait for their backward
+    passes = 1 if job.pipeline is None else job.pipeline.micro_batches
     if passes > 1 and job.pipeline.schedule not in ("GPipe", "LoopedBFS"):
         passes = min(passes, job.degrees.pp)
     return passes * job.tokens_of_a_pass * of_token * most // job.degrees.tp

@@ -41,7 +41,9 @@ SCHEDULES = {
     "Interleaved1F1B": Schedule(rounds=True),
     "InterleavedZeroBubble": Schedule(rounds=True, splits_backward=True),
     "ZBVZeroBubble": Schedule(stages_per_rank=2, v_shaped=True, splits_backward=True),
-    "DualPipeV": Schedule(stages_per_rank=2, v_shaped=True, splits_backward=True, fills_stages=True),
+    "DualPipeV": Schedule(
+        stages_per_rank=2, v_shaped=True, splits_backward=True, fills_stages=True
+    ),
 }
 
 
@@ -89,7 +91,10 @@ def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None
     if plan is None:
         return None
     further = [name for name in model.module_names() if name not in modules]
-    plan = replace(plan, stages=tuple((*stage, *further) if "norm" in stage else stage for stage in plan.stages))
+    plan = replace(
+        plan,
+        stages=tuple((*stage, *further) if "norm" in stage else stage for stage in plan.stages),
+    )
     if ("norm",) in plan.stages and not model.norms_have_parameters:
         raise ConfigError(
             f"a pipeline stage of 'norm' alone has no parameters with model.norm_type = {config.model.norm_type!r}; "
@@ -103,7 +108,9 @@ def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None
     return plan
 
 
-def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], batch_size: int) -> PipelinePlan | None:
+def pipeline_plan(
+    parallelism: Parallelism, modules: Sequence[str], batch_size: int
+) -> PipelinePlan | None:
     """Return the plan of these settings, None without pipeline parallelism.
 
     modules: names of the model's modules in the order of the forward, the layers as `layers.0`, `layers.1`, ...;
@@ -117,7 +124,8 @@ def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], batch_size: 
     micro_batches = _micro_batches(parallelism, batch_size)
     if parallelism.pipeline_parallel_schedule_csv is not None:
         return _plan_of_csv(parallelism, modules, micro_batches, batch_size)
-    name, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    name = parallelism.pipeline_parallel_schedule
+    degree = parallelism.pipeline_parallel_degree
     if name not in SCHEDULES:
         raise ConfigError(
             f"{_KEY}schedule = {name!r} is the kind of a custom schedule, and no order; name its file in "
@@ -129,7 +137,11 @@ def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], batch_size: 
     stages = _stages(parallelism, modules, default * degree)
     per_rank, rest = divmod(len(stages), degree)
     if rest or per_rank != (schedule.stages_per_rank or per_rank):
-        wanted = f"{schedule.stages_per_rank} per rank" if schedule.stages_per_rank else "a multiple of the ranks"
+        wanted = (
+            f"{schedule.stages_per_rank} per rank"
+            if schedule.stages_per_rank
+            else "a multiple of the ranks"
+        )
         fitting = [
             other
             for other, s in SCHEDULES.items()
@@ -144,12 +156,17 @@ def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], batch_size: 
         )
     _check_micro_batches(parallelism, schedule, micro_batches, len(stages), batch_size)
     last = 2 * degree - 1
-    ranks = tuple(min(s, last - s) if schedule.v_shaped else s % degree for s in range(len(stages)))
-    return PipelinePlan(stages, ranks, micro_batches, name, splits_backward=schedule.splits_backward)
+    ranks = tuple(
+        min(s, last - s) if schedule.v_shaped else s % degree for s in range(len(stages))
+    )
+    return PipelinePlan(
+        stages, ranks, micro_batches, name, splits_backward=schedule.splits_backward
+    )
 
 
 def _micro_batches(parallelism: Parallelism, batch_size: int) -> int:
-    number, size = parallelism.pipeline_parallel_microbatches, parallelism.pipeline_parallel_microbatch_size
+    number = parallelism.pipeline_parallel_microbatches
+    size = parallelism.pipeline_parallel_microbatch_size
     if number is not None and size != Parallelism.pipeline_parallel_microbatch_size:
         raise ConfigError(
             f"{_KEY}microbatches = {number} and {_KEY}microbatch_size = {size} are two ways to say one thing; keep one"
@@ -164,14 +181,22 @@ def _micro_batches(parallelism: Parallelism, batch_size: int) -> int:
 
 
 def _check_micro_batches(
-    parallelism: Parallelism, schedule: Schedule, micro_batches: int, stages: int, batch_size: int
+    parallelism: Parallelism,
+    schedule: Schedule,
+    micro_batches: int,
+    stages: int,
+    batch_size: int,
 ) -> None:
     degree = parallelism.pipeline_parallel_degree
     needed = 0
     if schedule.fills_stages and micro_batches < stages:
-        rule, needed = f"at least as many micro-batches as its {stages} stages", stages
+        rule = f"at least as many micro-batches as its {stages} stages"
+        needed = stages
     elif schedule.rounds and micro_batches % max(1, micro_batches // degree):
-        rule, needed = f"equal rounds of at least {degree} micro-batches, as a multiple of {degree} makes", degree
+        rule = (
+            f"equal rounds of at least {degree} micro-batches, as a multiple of {degree} makes"
+        )
+        needed = degree
     if needed:
         number = parallelism.pipeline_parallel_microbatches
         enough = math.ceil(micro_batches / needed) * needed
@@ -185,12 +210,16 @@ def _check_micro_batches(
         )
 
 
-def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> tuple[tuple[str, ...], ...]:
+def _stages(
+    parallelism: Parallelism, modules: Sequence[str], default: int
+) -> tuple[tuple[str, ...], ...]:
     """Return the modules of each stage: as listed, split at the named modules, or divided over `default` stages."""
     ways = ("module_fqns", "split_points", "layers_per_stage")
     given = [way for way in ways if getattr(parallelism, f"pipeline_parallel_{way}")]
     if len(given) > 1:
-        raise ConfigError(f"{_KEY}{given[0]} and {_KEY}{given[1]} both say where stages begin; keep one")
+        raise ConfigError(
+            f"{_KEY}{given[0]} and {_KEY}{given[1]} both say where stages begin; keep one"
+        )
     if parallelism.pipeline_parallel_module_fqns:
         return _listed(parallelism.pipeline_parallel_module_fqns, modules)
     if parallelism.pipeline_parallel_split_points:
@@ -201,7 +230,9 @@ def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> t
 def _check_names(way: str, names: Sequence[str], modules: Sequence[str]) -> None:
     for name in names:
         if name not in modules:
-            raise ConfigError(f"{_KEY}{way} names {name!r}, which the model lacks{did_you_mean(name, modules)}")
+            raise ConfigError(
+                f"{_KEY}{way} names {name!r}, which the model lacks{did_you_mean(name, modules)}"
+            )
 
 
 def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -230,23 +261,32 @@ def _split(points: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ..
     return tuple(tuple(modules[a:b]) for a, b in pairwise(edges))
 
 
-def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> tuple[tuple[str, ...], ...]:
+def _divided(
+    parallelism: Parallelism, modules: Sequence[str], number: int
+) -> tuple[tuple[str, ...], ...]:
     """Assign layers to stages so that the fullest stage is as light as possible; both ends count as some layers."""
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
-    first, last = modules.index(layers[0]), modules.index(layers[-1]) + 1
+    first = modules.index(layers[0])
+    last = modules.index(layers[-1]) + 1
     before = parallelism.pipeline_parallel_first_stage_less_layers
     after = parallelism.pipeline_parallel_last_stage_less_layers
     if per_stage := parallelism.pipeline_parallel_layers_per_stage:
         number = -(-(len(layers) + before + after) // per_stage)
     if number > len(layers):
         several = SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank != 1
-        fewer = "a lower degree" + ", or '1F1B' with one stage a rank" * several + ", or more a stage" * bool(per_stage)
+        fewer = (
+            "a lower degree"
+            + ", or '1F1B' with one stage a rank" * several
+            + ", or more a stage" * bool(per_stage)
+        )
         raise ConfigError(
             f"{_KEY}degree = {parallelism.pipeline_parallel_degree} with {_KEY}schedule = "
             f"{parallelism.pipeline_parallel_schedule!r} makes {number} stages, and the model has only "
             f"{len(layers)} layers; use fewer stages ({fewer}), or name each stage's modules in {_KEY}module_fqns"
         )
-    weights = [1 + before * (stage == 0) + after * (stage == number - 1) for stage in range(number)]
+    weights = [
+        1 + before * (stage == 0) + after * (stage == number - 1) for stage in range(number)
+    ]
     counts = [1] * number
     for _ in range(len(layers) - number):
         # Among equals the last one: earlier stages keep the activations of more micro-batches.
@@ -268,7 +308,9 @@ def _source(parallelism: Parallelism) -> str:
 _ACTION = re.compile(r"([0-9]{1,6})(F|B|I|W)([0-9]{1,6})")
 
 
-def _plan_of_csv(parallelism: Parallelism, modules: Sequence[str], micro_batches: int, batch_size: int) -> PipelinePlan:
+def _plan_of_csv(
+    parallelism: Parallelism, modules: Sequence[str], micro_batches: int, batch_size: int
+) -> PipelinePlan:
     path = parallelism.pipeline_parallel_schedule_csv
     key = f"{_KEY}schedule_csv = {path!r}"
     if parallelism.pipeline_parallel_schedule in SCHEDULES and (
@@ -282,8 +324,12 @@ def _plan_of_csv(parallelism: Parallelism, modules: Sequence[str], micro_batches
     split = any(action == "I" for _, action, _ in actions)
     made = _stages(parallelism, modules, stages)
     if len(made) != stages:
-        raise ConfigError(f"{key} has {stages} stages, and {_source(parallelism)} makes {len(made)}; use as many")
-    return PipelinePlan(made, tuple(ranks[s] for s in range(stages)), micro_batches, "csv", path, split)
+        raise ConfigError(
+            f"{key} has {stages} stages, and {_source(parallelism)} makes {len(made)}; use as many"
+        )
+    return PipelinePlan(
+        made, tuple(ranks[s] for s in range(stages)), micro_batches, "csv", path, split
+    )
 
 
 def _lines(path: str, key: str, degree: int) -> list[list[str]]:
@@ -293,13 +339,19 @@ def _lines(path: str, key: str, degree: int) -> list[list[str]]:
             lines = [[cell.strip() for cell in line] for line in csv.reader(file)]
     except (OSError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{key} cannot be read ({reason}); name a file with one line per pipeline rank") from None
+        raise ConfigError(
+            f"{key} cannot be read ({reason}); name a file with one line per pipeline rank"
+        ) from None
     if len(lines) != degree:
-        raise ConfigError(f"{key} has {len(lines)} lines, and {_KEY}degree = {degree}; give one line per rank")
+        raise ConfigError(
+            f"{key} has {len(lines)} lines, and {_KEY}degree = {degree}; give one line per rank"
+        )
     return lines
 
 
-def _actions(lines: list[list[str]], key: str) -> tuple[list[tuple[int, str, int]], dict[int, int]]:
+def _actions(
+    lines: list[list[str]], key: str
+) -> tuple[list[tuple[int, str, int]], dict[int, int]]:
     """Return (stage, action, micro-batch) of every cell, rank by rank, and the rank of each stage."""
     actions: list[tuple[int, str, int]] = []
     ranks: dict[int, int] = {}
@@ -313,21 +365,31 @@ def _actions(lines: list[list[str]], key: str) -> tuple[list[tuple[int, str, int
                 )
             stage = int(match[1])
             if ranks.setdefault(stage, rank) != rank:
-                raise ConfigError(f"{key} runs stage {stage} on ranks {ranks[stage]} and {rank}; give it one rank")
+                raise ConfigError(
+                    f"{key} runs stage {stage} on ranks {ranks[stage]} and {rank}; give it one rank"
+                )
             actions.append((stage, match[2], int(match[3])))
         if rank not in ranks.values():
-            raise ConfigError(f"{key} has no stage for rank {rank}; give every rank one at least")
+            raise ConfigError(
+                f"{key} has no stage for rank {rank}; give every rank one at least"
+            )
     return actions, ranks
 
 
 def _check_actions(
-    actions: list[tuple[int, str, int]], key: str, stages: int, micro_batches: int, batch_size: int
+    actions: list[tuple[int, str, int]],
+    key: str,
+    stages: int,
+    micro_batches: int,
+    batch_size: int,
 ) -> None:
     """Check that every stage runs every micro-batch, and the last stage its forwards in order."""
     done: dict[tuple[int, int], str] = {}
     for stage, action, micro_batch in actions:
         done[stage, micro_batch] = done.get((stage, micro_batch), "") + action
-    for place in ((stage, micro_batch) for stage in range(stages) for micro_batch in range(micro_batches)):
+    for place in (
+        (stage, micro_batch) for stage in range(stages) for micro_batch in range(micro_batches)
+    ):
         found = done.pop(place, "nothing")
         if found not in ("FB", "FIW"):
             raise ConfigError(
@@ -339,7 +401,11 @@ def _check_actions(
             f"{key} has micro-batch {min(done)[1]}, and training.local_batch_size = {batch_size} makes only "
             f"{micro_batches}; use as many as the file has"
         )
-    order = [micro_batch for stage, action, micro_batch in actions if (stage, action) == (stages - 1, "F")]
+    order = [
+        micro_batch
+        for stage, action, micro_batch in actions
+        if (stage, action) == (stages - 1, "F")
+    ]
     if order != sorted(order):  # the schedule finds a loss by its place among the forwards
         raise ConfigError(
             f"{key} runs the forwards of the last stage, {stages - 1}, for the micro-batches {order}; run them in the "

@@ -19,15 +19,26 @@ class Preferences(Language):
 
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
         """Check the table [dpo]; ConfigError for a reference that is not there, or a feature that takes pairs apart."""
-        dataset, initial = "training.dataset = 'preferences'", config.checkpoint.initial_load_path
+        dataset = "training.dataset = 'preferences'"
+        initial = config.checkpoint.initial_load_path
         for key, wrong, remedy in (
-            ("training.sequence_chunks", config.training.sequence_chunks > 1, "use 1, and context parallelism"),
+            (
+                "training.sequence_chunks",
+                config.training.sequence_chunks > 1,
+                "use 1, and context parallelism",
+            ),
             ("training.balance = 'step'", config.training.balance == "step", "use 'off'"),
             ("mixture.names", bool(config.mixture.names), "put all pairs into one data set"),
-            ("validation.enable", config.validation.enable, "leave it out; rewards_accuracy is in the metrics"),
+            (
+                "validation.enable",
+                config.validation.enable,
+                "leave it out; rewards_accuracy is in the metrics",
+            ),
         ):
             if wrong:
-                raise ConfigError(f"{key} is not handled with {dataset}, whose loss is of whole pairs; {remedy}")
+                raise ConfigError(
+                    f"{key} is not handled with {dataset}, whose loss is of whole pairs; {remedy}"
+                )
         if reference_of(config) == "adapters" and not config.lora.rank:
             raise ConfigError(
                 "dpo.reference = 'adapters' takes the model without its adapters, and lora.rank = 0 has none; use "
@@ -47,13 +58,24 @@ class Preferences(Language):
 
     def memory(self, job: ResolvedJob) -> RankMemory:
         memory = super().memory(job)
-        return memory if reference_of(job.config) == "adapters" else replace(memory, weights=2 * memory.weights)
+        return (
+            memory
+            if reference_of(job.config) == "adapters"
+            else replace(memory, weights=2 * memory.weights)
+        )
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
-        dpo, found = job.config.dpo, super().describe(job)
-        where = {"adapters": "the model without its adapters", "copy": "a frozen copy of the first weights"}
+        dpo = job.config.dpo
+        found = super().describe(job)
+        where = {
+            "adapters": "the model without its adapters",
+            "copy": "a frozen copy of the first weights",
+        }
         reference = where[reference_of(job.config)]
-        return {**found, "loss": f"{dpo.loss} of pairs (DPO), beta {dpo.beta:g}, from {reference}; {found['loss']}"}
+        return {
+            **found,
+            "loss": f"{dpo.loss} of pairs (DPO), beta {dpo.beta:g}, from {reference}; {found['loss']}",
+        }
 
 
 def reference_of(config: JobConfig) -> str:

@@ -40,7 +40,11 @@ class RankMemory:
 
     def describe(self) -> str:
         """Return the parts of at least a hundredth of the total, each with its size."""
-        named = [f"{name} {size_words(size)}" for name, size in asdict(self).items() if size >= self.total / 100]
+        named = [
+            f"{name} {size_words(size)}"
+            for name, size in asdict(self).items()
+            if size >= self.total / 100
+        ]
         return ", ".join(named)
 
 
@@ -97,7 +101,11 @@ class ResolvedJob(TaskDecisions):
     def micro_batches(self) -> int:
         """Micro-batches of one optimizer step on each data-parallel rank."""
         whole = self.config.training.global_batch_size
-        return 1 if whole == -1 else whole // (self.config.training.local_batch_size * self.degrees.dp)
+        return (
+            1
+            if whole == -1
+            else whole // (self.config.training.local_batch_size * self.degrees.dp)
+        )
 
     @property
     def balances(self) -> bool:
@@ -122,13 +130,17 @@ class ResolvedJob(TaskDecisions):
             rows *= BALANCE_GROWTH
         if self.pipeline is not None:
             rows = max(rows // self.pipeline.micro_batches, 1)
-        return math.ceil(rows * math.ceil(self.config.training.seq_len / (self.degrees.cp * self.chunks)))
+        return math.ceil(
+            rows * math.ceil(self.config.training.seq_len / (self.degrees.cp * self.chunks))
+        )
 
     @property
     def mlp_tiles(self) -> int:
         """Parts of a rank's sequence in which feed-forward networks are computed; the same on all ranks."""
         chunk = self.config.activation_checkpoint.mlp_chunk_tokens
-        return max(math.ceil(self.tokens_of_a_pass / self.degrees.tp / chunk), 1) if chunk else 1
+        return (
+            max(math.ceil(self.tokens_of_a_pass / self.degrees.tp / chunk), 1) if chunk else 1
+        )
 
     @property
     def loss_chunk(self) -> tuple[int, str]:
@@ -187,14 +199,18 @@ class TaskSpec(ABC):
     """Whether every batch has the same shapes, so that the compiler need not expect others."""
 
     @abstractmethod
-    def model(self, config: JobConfig, flavor: ModelArgs, missing: list[str] | None) -> ModelArgs:
+    def model(
+        self, config: JobConfig, flavor: ModelArgs, missing: list[str] | None
+    ) -> ModelArgs:
         """Return the model's arguments with what the data decide, such as the vocabulary; ConfigError if none fit.
 
         flavor: those of the configured flavor; missing: see `resolve`.
         """
 
     @abstractmethod
-    def decide(self, config: JobConfig, model: ModelArgs, device_type: str, *, node: int) -> TaskDecisions:
+    def decide(
+        self, config: JobConfig, model: ModelArgs, device_type: str, *, node: int
+    ) -> TaskDecisions:
         """Decide what the numbers of ranks do not change; ConfigError for a feature that the task does not have.
 
         node: ranks on one node, by which messages are fast or slow.

@@ -27,7 +27,11 @@ from trainer.job.training import (
     check_schedule,
     check_trackers,
 )
-from trainer.job.transforms import CompileOptions, check_activation_checkpoint, resolve_compilation
+from trainer.job.transforms import (
+    CompileOptions,
+    check_activation_checkpoint,
+    resolve_compilation,
+)
 from trainer.stores.folder import check_initial_weights
 
 TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
@@ -66,12 +70,21 @@ def resolve(
     _check_on_ranks(config, model, degrees, device_type, problems)
     notes += note_of_router(model)
     notes += tuple(problems.check(task.check, config, model, degrees) or ())
-    _check_files(config, model, problems, data_checked=data_checked, weights_checked=weights_checked)
+    _check_files(
+        config, model, problems, data_checked=data_checked, weights_checked=weights_checked
+    )
     node = node or (GPUS_OF_A_NODE if device_type == "cuda" else world_size)
-    decisions = problems.check(task.decide, config, model, device_type, node=node) or TaskDecisions()
+    decisions = (
+        problems.check(task.decide, config, model, device_type, node=node) or TaskDecisions()
+    )
     compilation = problems.check(_compilation, config, task, decisions)
     if compilation is not None:
-        notes += problems.check(check_activation_checkpoint, config, model, compilation, decisions.pipeline) or ()
+        notes += (
+            problems.check(
+                check_activation_checkpoint, config, model, compilation, decisions.pipeline
+            )
+            or ()
+        )
     problems.raise_all()
     return ResolvedJob(
         given=config,
@@ -97,11 +110,15 @@ def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelA
 
     ConfigError if there is no such model, flavor or data, or the model is of another kind of data.
     """
-    flavor, task = flavor_args(config.model), task_of(config)
+    flavor = flavor_args(config.model)
+    task = task_of(config)
     if flavor.task != task.name:
-        other, name = TASKS[flavor.task], f"model.name = {config.model.name!r}"
+        other = TASKS[flavor.task]
+        name = f"model.name = {config.model.name!r}"
         models = [
-            repr(name) for name, family in MODELS.items() if next(iter(family.flavors.values())).task == task.name
+            repr(name)
+            for name, family in MODELS.items()
+            if next(iter(family.flavors.values())).task == task.name
         ]
         raise ConfigError(
             f"{name} is a model of {other.data}, and training.dataset = {config.training.dataset!r} is {task.data}; "
@@ -120,7 +137,13 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
 
 def _check_tables(config: JobConfig, problems: Problems) -> None:
     """Check tables of the configuration, each by itself."""
-    for check in (check_schedule, check_profiling, check_trackers, check_dump_folder, check_checkpoint_keys):
+    for check in (
+        check_schedule,
+        check_profiling,
+        check_trackers,
+        check_dump_folder,
+        check_checkpoint_keys,
+    ):
         problems.check(check, config)
     problems.check(config.optimizer.group_rules)
 
@@ -143,7 +166,12 @@ def _model_and_degrees(
 
 
 def _check_files(
-    config: JobConfig, model: ModelArgs, problems: Problems, *, data_checked: bool, weights_checked: bool
+    config: JobConfig,
+    model: ModelArgs,
+    problems: Problems,
+    *,
+    data_checked: bool,
+    weights_checked: bool,
 ) -> None:
     """Check the files that the run reads; data_checked, weights_checked: see `resolve`."""
     for check in () if data_checked else task_of(config).data_checks(config):
@@ -185,9 +213,19 @@ def _with_windows_of_flavor(config: JobConfig) -> JobConfig:
     if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
         return config
     args = flavor_args(config.model)
-    windows = [args.window_of_layer(layer) for layer in range(args.n_layers)] if config.task == "tokens" else []
-    shorter = [window for window in windows if window is not None and window < config.training.seq_len]
-    return replace(config, model=replace(config.model, sliding_window=shorter[0])) if shorter else config
+    windows = (
+        [args.window_of_layer(layer) for layer in range(args.n_layers)]
+        if config.task == "tokens"
+        else []
+    )
+    shorter = [
+        window for window in windows if window is not None and window < config.training.seq_len
+    ]
+    return (
+        replace(config, model=replace(config.model, sliding_window=shorter[0]))
+        if shorter
+        else config
+    )
 
 
 def _check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees) -> None:
@@ -207,15 +245,20 @@ def _check_bounds(config: JobConfig, problems: Problems) -> None:
         value = attrgetter(name)(config)
         with problems.collected():
             if key.bounds is not None and value is not None and not key.bounds.test(value):
-                raise ConfigError(f"{name} = {value!r} must be {key.bounds.words}, such as {key.works!r}")
+                raise ConfigError(
+                    f"{name} = {value!r} must be {key.bounds.words}, such as {key.works!r}"
+                )
 
 
 def _check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:
     """Return one line for each reason why some keys that are set have no effect; a key with a remedy is refused."""
     notes = []
-    found: dict[Condition, list[str]] = {}  # the first condition of a key that does not hold -> the keys
+    # the first condition of a key that does not hold -> the keys
+    found: dict[Condition, list[str]] = {}
     for name, key in keys_of(type(config)).items():
-        missing = next((condition for condition in key.when if not condition.holds(config, degrees)), None)
+        missing = next(
+            (condition for condition in key.when if not condition.holds(config, degrees)), None
+        )
         if missing is not None and attrgetter(name)(config) != key.default:
             found.setdefault(missing, []).append(name)
     for missing, names in found.items():
@@ -230,12 +273,17 @@ def _told(missing: Condition, names: list[str], config: JobConfig) -> str:
     return f"{listed} {'has' if len(names) == 1 else 'have'} no effect {missing.otherwise.format(config)}"
 
 
-def _without_auto(config: JobConfig, device_type: str, attention: ContextParallelOptions | None) -> JobConfig:
+def _without_auto(
+    config: JobConfig, device_type: str, attention: ContextParallelOptions | None
+) -> JobConfig:
     """Return the configuration with decisions in the place of "auto", but for a kernel that each tile decides."""
-    training, optimizer, parallelism = config.training, config.optimizer, config.parallelism
+    training = config.training
+    optimizer = config.optimizer
+    parallelism = config.parallelism
     implementation = optimizer.implementation_on(device_type)
     if training.enable_cpu_offload and optimizer.implementation == "auto":
-        implementation = "fused"  # on CPUs too: one pass over weights, gradients and both moments
+        # on CPUs too: one pass over weights, gradients and both moments
+        implementation = "fused"
     if attention is not None and parallelism.context_parallel_degree > 1:
         parallelism = replace(
             parallelism,

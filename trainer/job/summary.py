@@ -44,26 +44,35 @@ def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
 
     checkpoint: of the last step, if any; program: how a user calls `lct`.
     """
-    folder, metrics = Path(job.config.job.dump_folder), job.config.metrics
+    folder = Path(job.config.job.dump_folder)
+    metrics = job.config.metrics
     lines = [f"{'metrics':{TOPIC}}{folder / 'metrics.jsonl'}"]
     if metrics.enable_tensorboard:
-        lines.append(f"{'curves':{TOPIC}}tensorboard --logdir {folder / metrics.save_tb_folder}")
+        lines.append(
+            f"{'curves':{TOPIC}}tensorboard --logdir {folder / metrics.save_tb_folder}"
+        )
     if checkpoint is None:
         lines.append(f"{'weights':{TOPIC}}not saved; --checkpoint.enable saves them")
     else:
         lines.append(f"{'weights':{TOPIC}}{checkpoint}")
-        ours, command = "lct ", job.task.next_command(job.config).format(folder)
+        ours = "lct "
+        command = job.task.next_command(job.config).format(folder)
         if command.startswith(ours):
             command = f"{program} {command.removeprefix(ours)}"
         lines.append(f"{'next':{TOPIC}}{command}")
         if not job.config.checkpoint.last_save_model_only:
-            lines.append(f"{'':{TOPIC}}the same command with a larger --training.steps trains on")
+            lines.append(
+                f"{'':{TOPIC}}the same command with a larger --training.steps trains on"
+            )
     return "\n".join(lines)
 
 
 def _model(job: ResolvedJob) -> str:
-    settings, model = job.config.model, job.model
-    text = f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.words()}"
+    settings = job.config.model
+    model = job.model
+    text = (
+        f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.words()}"
+    )
     if adapters := sum(adapter_sizes(job.config, model).values()):
         lora = job.config.lora
         where = ", ".join(lora.modules) or "all linear modules of layers"
@@ -81,7 +90,11 @@ def _weights(job: ResolvedJob) -> str:
     if step is not None and not config.lora.rank:
         return f"of step {step:,} in {checkpoint_folder(config)}"
     if (initial := config.checkpoint.initial_load_path) is not None:
-        adapters = f", adapters of step {step:,} in {checkpoint_folder(config)}" if step is not None else ""
+        adapters = (
+            f", adapters of step {step:,} in {checkpoint_folder(config)}"
+            if step is not None
+            else ""
+        )
         return f"of {initial}{adapters or ', adapters new' * bool(config.lora.rank)}"
     flavor = config.model.flavor
     sizes = f"; {flavor} gives the sizes alone: model.path = {flavor!r} takes its weights, too"
@@ -89,9 +102,11 @@ def _weights(job: ResolvedJob) -> str:
 
 
 def _step(job: ResolvedJob) -> str:
-    training, sequences = job.config.training, job.sequences_per_step
+    training = job.config.training
+    sequences = job.sequences_per_step
     tokens = sequences * job.positions
-    position, sample = job.task.positions, job.task.sample
+    position = job.task.positions
+    sample = job.task.sample
     millions = in_millions(training.steps * tokens)
     balanced = ", documents assigned for equal work" * job.balances
     return (
@@ -105,21 +120,30 @@ def _step(job: ResolvedJob) -> str:
 def _mesh(job: ResolvedJob) -> str:
     degrees = job.degrees
     device = {"cuda": "GPU", "cpu": "CPU rank"}[job.device_type]
-    shards, replicas = degrees.dp_shard * degrees.cp, degrees.dp_replicate
+    shards = degrees.dp_shard * degrees.cp
+    replicas = degrees.dp_replicate
     if degrees.world_size == 1:
         return f"one {device}"
     shared = "domain" if degrees.domain else "cp"
     whose = f"dp_shard x {shared}" if degrees.dp_shard > 1 and degrees.cp > 1 else shared
     whose = whose if degrees.cp > 1 else "dp_shard"
-    sharded = f"{whose} = {shards} ranks shard parameters and optimizer (FSDP)" if shards > 1 else ""
-    copies = f"{replicas} copies of them (HSDP)" if shards > 1 else f"{replicas} copies of the parameters (DDP)"
+    sharded = (
+        f"{whose} = {shards} ranks shard parameters and optimizer (FSDP)" if shards > 1 else ""
+    )
+    copies = (
+        f"{replicas} copies of them (HSDP)"
+        if shards > 1
+        else f"{replicas} copies of the parameters (DDP)"
+    )
     parts = [part for part in (sharded, copies if replicas > 1 else "") if part]
     return "; ".join([f"{degrees.text()} = {degrees.world_size} {device}s", *parts])
 
 
 def _optimizer(job: ResolvedJob) -> str:
     """Return what updates which parameters, by which rate, and what has a rate or decay by name."""
-    settings, muon, model = job.config.optimizer, job.config.muon, job.model
+    settings = job.config.optimizer
+    muon = job.config.muon
+    model = job.model
     texts = [f"{settings.name}, rate {settings.lr:g}"]
     if settings.name == "Muon":
         rate = settings.lr if muon.lr is None else muon.lr
@@ -128,9 +152,16 @@ def _optimizer(job: ResolvedJob) -> str:
             sizes = matrix_sizes(model)
             kinds = dict.fromkeys(name.partition(".")[2].partition(".")[2] for name in sizes)
             number = sum(sizes.values())
-            what = f"{number:,} parameters of layers ({', '.join(kinds)})" + ", each head apart" * muon.per_head
+            what = (
+                f"{number:,} parameters of layers ({', '.join(kinds)})"
+                + ", each head apart" * muon.per_head
+            )
             others = f"the other {model.n_params() - number:,}"
-        products = "float64" if job.config.training.dtype == "float64" else muon.dtype_on(job.device_type)
+        products = (
+            "float64"
+            if job.config.training.dtype == "float64"
+            else muon.dtype_on(job.device_type)
+        )
         texts = [
             f"Muon, rate {rate:g}, for {what}, products in {products}",
             f"AdamW, rate {settings.lr:g}, for {others}",
@@ -142,14 +173,17 @@ def _optimizer(job: ResolvedJob) -> str:
 
 
 def _schedule(job: ResolvedJob) -> str:
-    settings, steps = job.config.lr_scheduler, job.config.training.steps
+    settings = job.config.lr_scheduler
+    steps = job.config.training.steps
     total = settings.length(steps)
     parts = []
     if settings.warmup_steps:
         parts.append(f"rises over {settings.warmup_steps:,} steps")
     decay = settings.decay_steps(total)
     if decay > 0:
-        parts.append(f"falls to {settings.min_lr_factor:g} of it over the last {decay:,}, {settings.decay_type}")
+        parts.append(
+            f"falls to {settings.min_lr_factor:g} of it over the last {decay:,}, {settings.decay_type}"
+        )
     return f"the rate {', '.join(parts) or 'is constant'}"
 
 
@@ -166,37 +200,59 @@ def _metrics(job: ResolvedJob) -> str:
     settings = job.config.metrics
     trackers = [
         name
-        for name, on in (("TensorBoard", settings.enable_tensorboard), ("Weights & Biases", settings.enable_wandb))
+        for name, on in (
+            ("TensorBoard", settings.enable_tensorboard),
+            ("Weights & Biases", settings.enable_wandb),
+        )
         if on
     ]
     places = " and ".join(["metrics.jsonl", *trackers])
-    return f"every {settings.log_freq:,} steps to {places}" if settings.log_freq > 1 else f"each step to {places}"
+    return (
+        f"every {settings.log_freq:,} steps to {places}"
+        if settings.log_freq > 1
+        else f"each step to {places}"
+    )
 
 
 def _precision(job: ResolvedJob) -> str:
-    training, degrees = job.config.training, job.degrees
+    training = job.config.training
+    degrees = job.degrees
     why = "as set"
     if job.given.training.mixed_precision_param == "auto":
-        why = "auto: bfloat16 on GPUs" if job.device_type == "cuda" else "auto: the stored type on CPUs"
-    stored, moments = training.dtype, job.config.state_dtype
+        why = (
+            "auto: bfloat16 on GPUs"
+            if job.device_type == "cuda"
+            else "auto: the stored type on CPUs"
+        )
+    stored = training.dtype
+    moments = job.config.state_dtype
     text = (
         f"parameters and optimizer in {stored}"
         if stored == moments
         else f"parameters in {stored}, moments in {moments}"
     )
     text += f", rounded {job.config.optimizer.rounding}" * ("bfloat16" in (stored, moments))
-    text += ", on the host" * training.enable_cpu_offload + ", updated during the backward" * training.updates_early
+    text += (
+        ", on the host" * training.enable_cpu_offload
+        + ", updated during the backward" * training.updates_early
+    )
     text += f", computing in {job.compute_dtype} ({why})"
     if degrees.dp * degrees.cp > 1:
         text += f", gradients summed in {'float64' if training.dtype == 'float64' else training.mixed_precision_reduce}"
-    return text + (f"; float8 products, {job.config.float8.recipe_name}" if job.config.float8.enable else "")
+    return text + (
+        f"; float8 products, {job.config.float8.recipe_name}"
+        if job.config.float8.enable
+        else ""
+    )
 
 
 def _recomputed(job: ResolvedJob) -> str:
     settings = job.config.activation_checkpoint
     if settings.mode == "selective":
         if every := settings.whole_layers:
-            layers = {1: "every layer", 2: "every second layer"}.get(every, f"one in {every} layers")
+            layers = {1: "every layer", 2: "every second layer"}.get(
+                every, f"one in {every} layers"
+            )
             return f"activations of {layers} (selective)"
         return "activations but for attention and every second matrix product (selective, by operator)"
     return {
@@ -210,7 +266,11 @@ def _compiled(job: ResolvedJob) -> str:
     compilation = job.compilation
     if not compilation.any:
         return "nothing (compile.enable = false)"
-    parts = [name for name, on in (("each layer", compilation.model), ("the loss", compilation.loss)) if on]
+    parts = [
+        name
+        for name, on in (("each layer", compilation.model), ("the loss", compilation.loss))
+        if on
+    ]
     return f"{' and '.join(parts)}, by {compilation.backend}; the first step takes minutes"
 
 
@@ -218,7 +278,11 @@ def _checkpoints(job: ResolvedJob) -> str:
     settings = job.config.checkpoint
     if not settings.enable:
         return "none are saved (checkpoint.enable = false)"
-    folder = settings.folder if is_address(settings.folder) else Path(job.config.job.dump_folder) / settings.folder
+    folder = (
+        settings.folder
+        if is_address(settings.folder)
+        else Path(job.config.job.dump_folder) / settings.folder
+    )
     if settings.load_only:
         return f"one is read in {folder}, none are saved (checkpoint.load_only = true)"
     seconds = f" or {settings.interval_seconds:g} seconds" if settings.interval_seconds else ""

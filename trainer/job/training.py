@@ -15,9 +15,12 @@ BALANCE_GROWTH = 1.25
 
 def check_schedule(config: JobConfig) -> None:
     """Check that warm-up and decay fit the length of the schedule and of the run."""
-    schedule, start = config.lr_scheduler, config.lr_scheduler.restart_step
-    steps, total_key = config.training.steps - start, "lr_scheduler.total_steps"
-    total, after = schedule.length(config.training.steps), " less lr_scheduler.restart_step" * (start > 0)
+    schedule = config.lr_scheduler
+    start = config.lr_scheduler.restart_step
+    steps = config.training.steps - start
+    total_key = "lr_scheduler.total_steps"
+    total = schedule.length(config.training.steps)
+    after = " less lr_scheduler.restart_step" * (start > 0)
     if start and min(steps, total) < 1:
         raise ConfigError(
             f"lr_scheduler.restart_step = {start} leaves the schedule no step of training.steps = "
@@ -33,7 +36,11 @@ def check_schedule(config: JobConfig) -> None:
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps} must not be more than {total_key} = {total}; "
             f"lower it to {total // 10}, say, or raise the total"
         )
-    decay = total - schedule.warmup_steps if schedule.decay_ratio is None else round(schedule.decay_ratio * total)
+    decay = (
+        total - schedule.warmup_steps
+        if schedule.decay_ratio is None
+        else round(schedule.decay_ratio * total)
+    )
     if schedule.warmup_steps + decay > total:
         raise ConfigError(
             f"lr_scheduler.decay_ratio = {schedule.decay_ratio} of {total_key} = {total} begins before the end of "
@@ -72,15 +79,20 @@ def check_cpu_offload(config: JobConfig, degrees: Degrees, device_type: str) -> 
 
 def check_early_update(config: JobConfig, degrees: Degrees) -> None:
     """Raise a ConfigError for updates during the backward that need all gradients, or are not on the host."""
-    training, name = config.training, config.optimizer.name
+    training = config.training
+    name = config.optimizer.name
     reasons = {
         "training.enable_cpu_offload = false: the update is on the GPU": not training.enable_cpu_offload,
-        f"training.max_norm = {training.max_norm:g}, for which all gradients are needed": training.max_norm < math.inf,
-        f"optimizer.name = {name!r}; AdamW and Adam update each parameter by itself": name not in ("AdamW", "Adam"),
+        f"training.max_norm = {training.max_norm:g}, for which all gradients are needed": training.max_norm
+        < math.inf,
+        f"optimizer.name = {name!r}; AdamW and Adam update each parameter by itself": name
+        not in ("AdamW", "Adam"),
         "metrics.log_update_norms = true, which needs all old weights": config.metrics.log_update_norms,
         f"parallelism.pipeline_parallel_degree = {degrees.pp}": degrees.pp > 1,
     }
-    if training.updates_early and (found := [reason for reason, holds in reasons.items() if holds]):
+    if training.updates_early and (
+        found := [reason for reason, holds in reasons.items() if holds]
+    ):
         raise ConfigError(
             "training.on_nonfinite = 'stop_after_update' updates parameters on the host during the backward, which is "
             f"not possible with {found[0]}; change that, or use 'stop'"
@@ -98,7 +110,8 @@ def check_trackers(config: JobConfig) -> None:
 
 def check_profiling(config: JobConfig) -> None:
     """Check that the profiler's cycle fits its interval, and the interval the run."""
-    profiling, steps = config.profiling, config.training.steps
+    profiling = config.profiling
+    steps = config.training.steps
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:
         raise ConfigError(
@@ -106,14 +119,18 @@ def check_profiling(config: JobConfig) -> None:
             f"{profiling.profiler_warmup} + profiling.profiler_active = {profiling.profiler_active}; "
             f"use at least {cycle}"
         )
-    if (profiling.enable_profiling or profiling.enable_memory_snapshot) and profiling.profile_freq > steps:
+    if (
+        profiling.enable_profiling or profiling.enable_memory_snapshot
+    ) and profiling.profile_freq > steps:
         raise ConfigError(
             f"profiling.profile_freq = {profiling.profile_freq} is more than training.steps = {steps}, so that nothing "
             f"would be written; use at most {steps}"
         )
 
 
-def check_batch(config: JobConfig, degrees: Degrees, *, length_key: str = "training.seq_len") -> None:
+def check_batch(
+    config: JobConfig, degrees: Degrees, *, length_key: str = "training.seq_len"
+) -> None:
     """Check that batch and sequence length can be divided among the ranks. length_key: of the length, for messages."""
     training = config.training
     micro_batch = training.local_batch_size * degrees.dp
@@ -131,7 +148,9 @@ def check_batch(config: JobConfig, degrees: Degrees, *, length_key: str = "train
             f"{degrees.tp}; use {_nearest_multiples(training.seq_len, degrees.tp)}"
         )
     if training.seq_len < degrees.cp * degrees.tp:
-        per_rank = f" x parallelism.tensor_parallel_degree = {degrees.tp}" if degrees.tp > 1 else ""
+        per_rank = (
+            f" x parallelism.tensor_parallel_degree = {degrees.tp}" if degrees.tp > 1 else ""
+        )
         raise ConfigError(
             f"{length_key} = {training.seq_len} gives some of parallelism.context_parallel_degree = "
             f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
@@ -156,7 +175,8 @@ def check_varying_lengths(config: JobConfig, model: ModelArgs, degrees: Degrees)
 
 def check_chunks(config: JobConfig, model: ModelArgs, degrees: Degrees) -> None:
     """Raise a ConfigError for more chunks of a sequence than tokens, or a feature that chunks do not have."""
-    chunks, tp = config.training.sequence_chunks, degrees.tp
+    chunks = config.training.sequence_chunks
+    tp = degrees.tp
     most = config.training.seq_len // tp
     if chunks == 1:
         return
@@ -172,7 +192,8 @@ def check_chunks(config: JobConfig, model: ModelArgs, degrees: Degrees) -> None:
                 f"training.sequence_chunks = {chunks} with parallelism.{name}_parallel_degree = {degree} is not "
                 "handled; use degree 1, and FSDP, HSDP or TP over the ranks, or leave the chunks out"
             )
-    kernel, linear = getattr(model, "short_conv_kernel", 0), getattr(model, "linear", None)
+    kernel = getattr(model, "short_conv_kernel", 0)
+    linear = getattr(model, "linear", None)
     if kernel or linear is not None:
         what = f"model.short_conv_kernel = {kernel}, whose last tokens"
         if linear is not None:

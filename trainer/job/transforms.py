@@ -48,14 +48,19 @@ def resolve_compilation(
     config: JobConfig, *, fixed_shapes: bool, splits_backward: bool, planned_attention: bool
 ) -> CompileOptions:
     """Return the options of the compiler; ConfigError without a component, or if a feature needs one that is off."""
-    settings, activations = config.compile, config.activation_checkpoint
+    settings = config.compile
+    activations = config.activation_checkpoint
     if not settings.components:
-        raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
+        raise ConfigError(
+            "compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out"
+        )
     model = settings.enable and "model" in settings.components
     traced = model and settings.backend != "eager"
     # With tensor parallelism and PyTorch's own attention the compiler cannot take over the activation checkpointing of
     # whole layers: torch 2.13 would save a mesh as if it were a tensor.
-    cannot_checkpoint = traced and config.parallelism.tensor_parallel_degree > 1 and not planned_attention
+    cannot_checkpoint = (
+        traced and config.parallelism.tensor_parallel_degree > 1 and not planned_attention
+    )
     options = CompileOptions(
         model=model,
         loss=settings.enable and "loss" in settings.components,
@@ -63,7 +68,9 @@ def resolve_compilation(
         overlaps_tensor_parallel=config.parallelism.overlaps_tensor_parallel,
         rounds_as_eager=config.float8.enable and config.float8.recipe_name == "rowwise",
         splits_backward=splits_backward,
-        memory_budget=activations.memory_budget if activations.mode == "memory_budget" else None,
+        memory_budget=activations.memory_budget
+        if activations.mode == "memory_budget"
+        else None,
         recomputes_every=activations.whole_layers if cannot_checkpoint else 0,
         fixed_shapes=fixed_shapes,
     )
@@ -73,7 +80,9 @@ def resolve_compilation(
             f"model.name = {config.model.name!r}; leave one of them out, or compile the loss alone with "
             "compile.components = ['loss']"
         )
-    if options.overlaps_tensor_parallel and not (options.model and options.backend == "inductor"):
+    if options.overlaps_tensor_parallel and not (
+        options.model and options.backend == "inductor"
+    ):
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true is the compiler's work; set compile.enable with 'model' "
             "in compile.components and compile.backend = 'inductor', or leave it out"
@@ -87,7 +96,10 @@ def resolve_compilation(
 
 
 def check_activation_checkpoint(
-    config: JobConfig, model: ModelArgs, compilation: CompileOptions, pipeline: PipelinePlan | None
+    config: JobConfig,
+    model: ModelArgs,
+    compilation: CompileOptions,
+    pipeline: PipelinePlan | None,
 ) -> tuple[str, ...]:
     """Return a note if the pipeline makes activation checkpointing expensive.
 
@@ -104,7 +116,11 @@ def check_activation_checkpoint(
         )
     if config.task == "tokens":
         _check_activations_of_layers(config, model, compilation, pipeline)
-    if not compilation.splits_backward or settings.mode == "none" or compilation.chooses_recomputation:
+    if (
+        not compilation.splits_backward
+        or settings.mode == "none"
+        or compilation.chooses_recomputation
+    ):
         return ()
     if not settings.whole_layers:
         raise ConfigError(
@@ -119,7 +135,10 @@ def check_activation_checkpoint(
 
 
 def _check_activations_of_layers(
-    config: JobConfig, model: ModelArgs, compilation: CompileOptions, pipeline: PipelinePlan | None
+    config: JobConfig,
+    model: ModelArgs,
+    compilation: CompileOptions,
+    pipeline: PipelinePlan | None,
 ) -> None:
     """Check what decoder layers keep: groups of layers, offloaded inputs, networks in parts."""
     settings = config.activation_checkpoint
@@ -138,20 +157,29 @@ def _check_activations_of_layers(
             f"{'a pipeline stage' if pipeline else 'the model'} keeps the inputs of only {few} layers; set it to "
             f"{few - 1} or less, or activation_checkpoint.offload = 'none'"
         )
-    keeps_attention = (settings.mode, settings.selective_ac_option) == ("selective", "op") and not compilation.model
+    keeps_attention = (settings.mode, settings.selective_ac_option) == (
+        "selective",
+        "op",
+    ) and not compilation.model
     if settings.offload == "inputs+attention" and not keeps_attention:
         raise ConfigError(
             "activation_checkpoint.offload = 'inputs+attention' needs activation_checkpoint.mode = 'selective' by "
             "operator, which keeps attention's results, and a model that is not compiled; use 'inputs' instead"
         )
     if settings.mlp_chunk_tokens and (why := why_no_parts(config, compilation)):
-        raise ConfigError(f"activation_checkpoint.mlp_chunk_tokens = {settings.mlp_chunk_tokens} {why}")
+        raise ConfigError(
+            f"activation_checkpoint.mlp_chunk_tokens = {settings.mlp_chunk_tokens} {why}"
+        )
 
 
-def least_offloadable(settings: ActivationCheckpoint, stages: Iterable[list[int]]) -> int | None:
+def least_offloadable(
+    settings: ActivationCheckpoint, stages: Iterable[list[int]]
+) -> int | None:
     """Return how few inputs a stage keeps if all of them would stay on the device; None if some go."""
     numbers = [len(kept) for layers in stages if (kept := settings.kept(layers))]
-    return min((number for number in numbers if number <= settings.offload_keep_last), default=None)
+    return min(
+        (number for number in numbers if number <= settings.offload_keep_last), default=None
+    )
 
 
 def why_no_parts(config: JobConfig, compilation: CompileOptions) -> str | None:
@@ -198,7 +226,11 @@ def check_float8(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
                 f"float8.filter_fqns = {list(settings.filter_fqns)}: {part!r} must be a part of some linear module's "
                 f"name, such as 'output', 'attention.wk' or 'layers.{args.n_layers - 1}.'"
             )
-    chosen = {name: shape for name, shape in shapes.items() if not any(part in name for part in settings.filter_fqns)}
+    chosen = {
+        name: shape
+        for name, shape in shapes.items()
+        if not any(part in name for part in settings.filter_fqns)
+    }
     if not chosen:
         raise ConfigError(
             f"float8.filter_fqns = {list(settings.filter_fqns)} leaves no module to float8; leave some out, or "
@@ -207,17 +239,23 @@ def check_float8(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
     for name, shape in chosen.items():
         for side, size in zip(("rows", "columns"), shape, strict=True):
             if size % _MULTIPLE:
-                per_rank = f" on each of {degrees.tp} tensor-parallel ranks" if degrees.tp > 1 else ""
+                per_rank = (
+                    f" on each of {degrees.tp} tensor-parallel ranks" if degrees.tp > 1 else ""
+                )
                 raise ConfigError(
                     f"float8.enable = true needs matrices whose sides are multiples of {_MULTIPLE}, and {name} has "
                     f"{size} {side}{per_rank}; add {name.split('.')[-1]!r} to float8.filter_fqns = "
-                    f"{list(settings.filter_fqns)}" + (", or use fewer of these ranks" if degrees.tp > 1 else "")
+                    f"{list(settings.filter_fqns)}"
+                    + (", or use fewer of these ranks" if degrees.tp > 1 else "")
                 )
     _check_all_gather(config, args, degrees, chosen)
 
 
-def _check_all_gather(config: JobConfig, args: ModelArgs, degrees: Degrees, chosen: dict[str, tuple[int, int]]) -> None:
-    settings, gather = config.float8, "float8.enable_fsdp_float8_all_gather"
+def _check_all_gather(
+    config: JobConfig, args: ModelArgs, degrees: Degrees, chosen: dict[str, tuple[int, int]]
+) -> None:
+    settings = config.float8
+    gather = "float8.enable_fsdp_float8_all_gather"
     shards = degrees.dp_shard * degrees.cp
     if not settings.enable_fsdp_float8_all_gather or shards == 1:
         return

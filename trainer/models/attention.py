@@ -71,16 +71,20 @@ class InnerAttention(nn.Module):
         if up is None:
             return _causal(q, k, v, scale)
         k, v = expanded(k, up, q.shape[3])
-        filled = F.pad(v, (0, q.shape[3] - v.shape[3]))  # the fastest kernels take one size of heads
+        # the fastest kernels take one size of heads
+        filled = F.pad(v, (0, q.shape[3] - v.shape[3]))
         return _causal(q, k, filled, scale)[..., : v.shape[3]]
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+) -> torch.Tensor:
     options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.device.type != _GPU:
         return F.scaled_dot_product_attention(q, k, v, **options)
     batch, heads, rows, head_dim = q.shape
-    has_gradients = q.requires_grad or k.requires_grad or v.requires_grad  # adapters may train one of them
+    # adapters may train one of them
+    has_gradients = q.requires_grad or k.requires_grad or v.requires_grad
     if has_gradients and heads * call_elements(batch, rows, 1, head_dim) >= INDEX_LIMIT:
         raise RuntimeError(
             f"the gradients of plain attention over {batch} x {rows:,} tokens and {heads} heads would be wrong: "
@@ -94,7 +98,9 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | No
 class AttentionSinks(Weights):
     """(H,): one logit a head, of a key without a value that every token sees (as in GPT-OSS)."""
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         parameter.zero_()
 
 
@@ -130,7 +136,11 @@ class Attention(nn.Module):
         branches: int = 1,
     ) -> None:
         super().__init__()
-        self.head_dim, self.scale, self.rotate, self.branches, self.gate = head_dim, scale, rotate, branches, gate
+        self.head_dim = head_dim
+        self.scale = scale
+        self.rotate = rotate
+        self.branches = branches
+        self.gate = gate
         self.wq = nn.Linear(dim, n_heads * head_dim * (2 if gate else 1), bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
@@ -142,7 +152,9 @@ class Attention(nn.Module):
         )
         self.sinks = AttentionSinks(n_heads) if sinks else None
         sizes = n_heads * head_dim, n_kv_heads * head_dim
-        self.short_conv = ShortConvolution(*sizes, short_conv_kernel) if short_conv_kernel else None
+        self.short_conv = (
+            ShortConvolution(*sizes, short_conv_kernel) if short_conv_kernel else None
+        )
         self.inner_attention = InnerAttention(sliding_window, softcap)
 
     def forward(
@@ -161,24 +173,32 @@ class Attention(nn.Module):
         """
         q, k, v = (w(x, **of_adapters) for w in (self.wq, self.wk, self.wv))
         if self.gate:
-            q, gate = (part.flatten(-2) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
+            q, gate = (
+                part.flatten(-2) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+            )
         if self.short_conv is not None:
             q, k, v = self.short_conv(q, k, v, positions=positions, plan=attention_plan)
         if self.norm_all_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         # -1: with tensor parallelism each rank has some of the heads.
         q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in (q, k, v))  # (B, S, H, D)
         if self.q_norm is not None and not self.norm_all_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if self.rotate is not None:
             freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
-            q = self.rotate(q, freqs_cis)  # one after another, and under the same names: what goes in is freed
+            # one after another, and under the same names: what goes in is freed
+            q = self.rotate(q, freqs_cis)
             k = self.rotate(k, freqs_cis)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D) twice
+        # (B, H, S, D), (B, K, S, D) twice
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention(q, k, v, scale=self.scale, sinks=sinks, plan=attention_plan)
         out = out.transpose(1, 2).flatten(2)
         return self.wo(out * gate.sigmoid() if self.gate else out, **of_adapters)  # (B, S, dim)
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         fill(name, parameter, generator, branches=self.branches if name == "wo.weight" else 1)

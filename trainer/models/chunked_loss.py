@@ -28,7 +28,12 @@ from trainer.transforms.compile import compiled_loss, rows_vary
 
 
 def chunk_statistics(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float, first: int, whole: bool
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    softcap: float,
+    first: int,
+    whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-sum-exp of each token's logits, and its label's logit, zero if the weight has no such row."""
     logits, _ = _capped(hidden @ weight.T, softcap)
@@ -59,19 +64,26 @@ def chunk_gradient(
     if z_loss:
         shares.mul_((1 + 2 * z_loss * lse)[:, None])
     at_label = (shares.gather(1, index) - torch.where(elsewhere, 0, 1)[:, None]) * grad[:, None]
-    grad_logits = torch.mul(shares, grad[:, None], out=logits).scatter_(1, index, at_label.to(logits.dtype))
+    grad_logits = torch.mul(shares, grad[:, None], out=logits).scatter_(
+        1, index, at_label.to(logits.dtype)
+    )
     return grad_logits if slope is None else grad_logits.mul_(slope)
 
 
 def chunk_at_once(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float, z_loss: float = 0.0
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    softcap: float,
+    z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the statistics of a chunk, and softmax - one-hot in the model's dtype; weight: of the whole vocabulary."""
     logits, slope = _capped(hidden @ weight.T, softcap)
     index, _ = _label_index(labels, 0, len(weight), whole=True)
     label_logit = logits.gather(1, index).to(_precise(logits))
     logarithms = logits.to(label_logit.dtype)
-    logarithms = torch.log_softmax(logarithms, 1, out=logarithms)  # in place: a row is read whole before it is written
+    # in place: a row is read whole before it is written
+    logarithms = torch.log_softmax(logarithms, 1, out=logarithms)
     at_label = logarithms.gather(1, index)
     grad_logits = torch.exp(logarithms, out=logits)
     if z_loss:
@@ -102,7 +114,9 @@ def _less(logits: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return logits.sub_(by[:, None]) if logits.dtype == by.dtype else logits - by[:, None]
 
 
-def _label_index(labels: torch.Tensor, first: int, rows: int, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _label_index(
+    labels: torch.Tensor, first: int, rows: int, whole: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the column of each label's logit, (tokens, 1), and whether there is none, (tokens,).
 
     Of the whole vocabulary only a missing label has none, so that a wrong one fails.
@@ -149,13 +163,18 @@ class Chunks:
         """Return the rows of each chunk of these tensors, which have a row for each token. A part has whole chunks."""
         parts = len(self.factors)
         number = max(-(-len(tensors[0]) // parts // self.tokens), 1)
-        split = [[rows for part in x.tensor_split(parts) for rows in part.tensor_split(number)] for x in tensors]
+        split = [
+            [rows for part in x.tensor_split(parts) for rows in part.tensor_split(number)]
+            for x in tensors
+        ]
         chunks = list(zip(*split, strict=True))
         if self.functions.compiled:
             rows_vary(*chain(*chunks))  # their numbers of rows differ by one
         return chunks
 
-    def with_factors(self, *tensors: torch.Tensor) -> list[tuple[float, tuple[torch.Tensor, ...]]]:
+    def with_factors(
+        self, *tensors: torch.Tensor
+    ) -> list[tuple[float, tuple[torch.Tensor, ...]]]:
         """Return the same, each with its factor."""
         chunks = self.of(*tensors)
         of_part = len(chunks) // len(self.factors)
@@ -167,7 +186,12 @@ class Chunks:
 
 
 def apply_chunked_loss(
-    output: nn.Linear, tokens: int, compilation: CompileOptions, *, in_forward: bool = True, z_loss: float = 0.0
+    output: nn.Linear,
+    tokens: int,
+    compilation: CompileOptions,
+    *,
+    in_forward: bool = True,
+    z_loss: float = 0.0,
 ) -> None:
     """Let the projection to logits also return losses, in place: `output(hidden, labels=labels)` -> (B, S).
 
@@ -181,19 +205,26 @@ def apply_chunked_loss(
         ValueError: the projection has a bias.
     """
     if output.bias is not None:
-        raise ValueError("the loss in chunks has no bias for logits; set training.loss_chunk_tokens = 0 for this model")
-    logits, functions = output.forward, ChunkFunctions.of(compilation)
+        raise ValueError(
+            "the loss in chunks has no bias for logits; set training.loss_chunk_tokens = 0 for this model"
+        )
+    logits = output.forward
+    functions = ChunkFunctions.of(compilation)
 
     def forward(
-        hidden: torch.Tensor, labels: torch.Tensor | None = None, factors: tuple[float, ...] = (1.0,)
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        factors: tuple[float, ...] = (1.0,),
     ) -> torch.Tensor:
         if labels is None:
             return logits(hidden)
-        weight, over = output.weight, None
+        weight = output.weight
+        over = None
         if isinstance(weight, DTensor):
             over = weight.device_mesh
             # Each rank finds the part of the gradient that comes from its logits.
-            hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
+            hidden = hidden.to_local(grad_placements=[Partial()])
+            weight = weight.to_local()
         softcap = getattr(output, "softcap", 0.0)
         chunks = Chunks(tokens, over, functions, in_forward, softcap, z_loss, factors)
         return chunked_token_losses(hidden, weight, labels, chunks)
@@ -218,12 +249,20 @@ def chunked_token_losses(
 class _Gradients:
     """Gradients of hidden states and weight, of those that are needed, to which chunks are added in their order."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]
+    ) -> None:
         self.hidden = torch.empty_like(hidden) if needed[0] else None
         self.weight = torch.zeros_like(weight, dtype=_precise(weight)) if needed[1] else None
         self.done = 0
 
-    def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, factor: float = 1.0) -> None:
+    def add(
+        self,
+        grad_logits: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        factor: float = 1.0,
+    ) -> None:
         """Add a chunk, whose hidden states are zero where the gradient of logits does not count for the weight."""
         if self.hidden is not None:
             rows = self.hidden[self.done : self.done + len(hidden)]
@@ -241,8 +280,16 @@ class _Gradients:
         if self.weight is not None:
             self.weight.mul_(by)
 
-    def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        return self.hidden, None if self.weight is None else self.weight.to(weight.dtype), None, None, None
+    def rounded(
+        self, weight: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -255,22 +302,29 @@ class _TokenLosses(torch.autograd.Function):
         chunks: Chunks,
         at_once: bool,
     ) -> torch.Tensor:
-        missing, pieces = labels == IGNORE_INDEX, []
+        missing = labels == IGNORE_INDEX
+        pieces = []
         ctx.chunks, ctx.gradients = chunks, None
         if at_once:
             ctx.gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
             for factor, (h, y, out) in chunks.with_factors(hidden, labels, missing):
-                *statistics, grad_logits = chunks.functions.at_once(h, weight, y, chunks.softcap, chunks.z_loss)
+                *statistics, grad_logits = chunks.functions.at_once(
+                    h, weight, y, chunks.softcap, chunks.z_loss
+                )
                 ctx.gradients.add(grad_logits, h.masked_fill(out[:, None], 0), weight, factor)
                 del grad_logits  # before those of the next chunk are made
                 pieces.append(statistics)
         else:
             place = chunks.softcap, chunks.first_label(weight), chunks.over is None
-            pieces += [chunks.functions.statistics(h, weight, y, *place) for h, y in chunks.of(hidden, labels)]
+            pieces += [
+                chunks.functions.statistics(h, weight, y, *place)
+                for h, y in chunks.of(hidden, labels)
+            ]
         lse, label_logit = (torch.cat(column) for column in zip(*pieces, strict=True))
         if chunks.over is not None:
             parts = all_gather(torch.stack([lse, label_logit]), chunks.over)
-            lse, label_logit = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+            lse = parts[:, 0].logsumexp(0)
+            label_logit = parts[:, 1].sum(0)
         ctx.save_for_backward(hidden, weight, labels, lse)
         return (lse - label_logit).masked_fill(missing, 0)
 
@@ -282,7 +336,8 @@ class _TokenLosses(torch.autograd.Function):
         hidden, weight, labels, lse = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
         # Those of the forward serve one backward, of a sum: its gradient is one number in memory for all tokens.
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         missing = labels == IGNORE_INDEX
         if gradients is not None and not any(grad.stride()):
             gradients.scale(grad[:1], missing)
@@ -291,7 +346,12 @@ class _TokenLosses(torch.autograd.Function):
         grad = grad.masked_fill(missing, 0)
         gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
         for factor, (h, *rows) in chunks.with_factors(hidden, labels, lse, grad):
-            gradients.add(chunks.functions.gradient(h, weight, *rows, *place, chunks.z_loss), h, weight, factor)
+            gradients.add(
+                chunks.functions.gradient(h, weight, *rows, *place, chunks.z_loss),
+                h,
+                weight,
+                factor,
+            )
         return gradients.rounded(weight)
 
 

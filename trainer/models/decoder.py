@@ -28,7 +28,12 @@ from trainer.models.tiles import in_tiles
 def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
     """Return the feed-forward network of a layer, or its experts."""
     if args.experts is None or not args.layer(layer).experts:
-        return FeedForward(args.dim, args.ffn_hidden_dim, activation=args.activation, branches=2 * args.n_layers)
+        return FeedForward(
+            args.dim,
+            args.ffn_hidden_dim,
+            activation=args.activation,
+            branches=2 * args.n_layers,
+        )
     coefficient = args.router_aux_loss_coef / len(expert_layers(args))
     rates = {"aux_loss_coef": coefficient, "bias_update_rate": args.router_bias_update_rate}
     return MoE(args.dim, args.experts, branches=2 * args.n_layers, **rates)
@@ -48,7 +53,13 @@ def build_attention(args: TransformerArgs, layer: int) -> nn.Module:
     if args.latent is not None:
         how = {"scale": args.score_scale, "norm_eps": args.norm_eps}
         return LatentAttention(args.dim, args.latent, **how, **of_layer)
-    kind = NormOfHeads if args.qk_norm_of_all_heads else OffsetNorm if args.norm_offset else nn.RMSNorm
+    kind = (
+        NormOfHeads
+        if args.qk_norm_of_all_heads
+        else OffsetNorm
+        if args.norm_offset
+        else nn.RMSNorm
+    )
     return Attention(
         args.dim,
         n_kv_heads=args.n_kv_heads,
@@ -72,14 +83,17 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: TransformerArgs, layer: int) -> None:
         super().__init__()
         before, behind = (args.norm_place in (place, "around") for place in ("before", "after"))
-        norm = partial(build_norm, args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
+        norm = partial(
+            build_norm, args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset
+        )
         self.attention_norm = norm() if before else None
         self.attention = build_attention(args, layer)
         self.attention_post_norm = norm() if behind else None
         self.ffn_norm = norm() if before else None
         self.feed_forward = build_feed_forward(args, layer)
         self.ffn_post_norm = norm() if behind else None
-        self.theta, self.residual_scale = args.theta_of_layer(layer), args.residual_scale
+        self.theta = args.theta_of_layer(layer)
+        self.residual_scale = args.residual_scale
         self.tiles = 1
         """Parts of the sequence in which the norm, the feed-forward network and the residual sum are computed."""
 
@@ -97,9 +111,17 @@ class TransformerBlock(nn.Module):
             return self.with_experts(x, positions)
         # With sequence parallelism x has some of the tokens, and the network sees those of all ranks: (B, S / tp, tp).
         tokens = x.shape[1]
-        rows = [n.unflatten(1, (n.shape[1] // max(tokens, 1), tokens)).mT for n in of_adapters.values()]
+        rows = [
+            n.unflatten(1, (n.shape[1] // max(tokens, 1), tokens)).mT
+            for n in of_adapters.values()
+        ]
         parts = self.ffn_norm, self.feed_forward, self.ffn_post_norm
-        return in_tiles(self.with_feed_forward, [x, *rows], self.tiles, [part for part in parts if part is not None])
+        return in_tiles(
+            self.with_feed_forward,
+            [x, *rows],
+            self.tiles,
+            [part for part in parts if part is not None],
+        )
 
     def with_attention(
         self,
@@ -111,21 +133,30 @@ class TransformerBlock(nn.Module):
     ) -> torch.Tensor:
         """Add the output of attention."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        out = self.attention(normed, freqs_cis, attention_plan, positions=positions, **of_adapters)
+        out = self.attention(
+            normed, freqs_cis, attention_plan, positions=positions, **of_adapters
+        )
         return self._with_branch(x, out, self.attention_post_norm)
 
     def with_experts(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Add the output of experts. It is not compiled: numbers of rows are only known to the routing."""
         normed = x if self.ffn_norm is None else self.ffn_norm(x)
-        return self._with_branch(x, self.feed_forward(normed, positions), self.ffn_post_norm)  # count no padding
+        # count no padding
+        return self._with_branch(x, self.feed_forward(normed, positions), self.ffn_post_norm)
 
-    def with_feed_forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def with_feed_forward(
+        self, x: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Add the output of the feed-forward network. rows: the numbers of adapters' tokens, (B, S / tp, tp)."""
         of_adapters = {} if rows is None else {"token_numbers": rows.mT.flatten(1)}
         normed = x if self.ffn_norm is None else self.ffn_norm(x)
-        return self._with_branch(x, self.feed_forward(normed, **of_adapters), self.ffn_post_norm)
+        return self._with_branch(
+            x, self.feed_forward(normed, **of_adapters), self.ffn_post_norm
+        )
 
-    def _with_branch(self, x: torch.Tensor, out: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+    def _with_branch(
+        self, x: torch.Tensor, out: torch.Tensor, norm: nn.Module | None
+    ) -> torch.Tensor:
         """Add the output of a branch to its input."""
         out = out if norm is None else norm(out)
         return x + (out if self.residual_scale == 1 else out * self.residual_scale)
@@ -143,14 +174,21 @@ class FurtherTokenLayer(TransformerBlock):
 
     def __init__(self, args: TransformerArgs, layer: int) -> None:
         super().__init__(args, layer)
-        norm = partial(build_norm, args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
-        self.embedding_norm, self.hidden_norm = norm(), norm()
+        norm = partial(
+            build_norm, args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset
+        )
+        self.embedding_norm = norm()
+        self.hidden_norm = norm()
         self.projection = nn.Linear(2 * args.dim, args.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, *args: torch.Tensor | None, **of_adapters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, *args: torch.Tensor | None, **of_adapters: torch.Tensor
+    ) -> torch.Tensor:
         """x: (B, S, 2 dim), embeddings and hidden states; args: as of a layer -> (B, S, dim)."""
         embedded, hidden = x.chunk(2, -1)
-        x = self.projection(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1))
+        x = self.projection(
+            torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
+        )
         return super().forward(x, *args, **of_adapters)
 
 
@@ -182,18 +220,27 @@ class Transformer(nn.Module):
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # A dictionary keeps the layers' names when a pipeline stage drops some of them.
-        kinds = {i: TransformerBlock if i < args.n_layers else FurtherTokenLayer for i in all_layers(args)}
+        kinds = {
+            i: TransformerBlock if i < args.n_layers else FurtherTokenLayer
+            for i in all_layers(args)
+        }
         self.layers = nn.ModuleDict({str(i): kind(args, i) for i, kind in kinds.items()})
         self.norm = build_norm(args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
         further = all_layers(args)[args.n_layers :]
         self.mtp_norms = nn.ModuleDict({str(i): deepcopy(self.norm) for i in further})
         cap = args.logits_softcap
-        kind = partial(nn.Linear, bias=False) if cap is None else partial(CappedOutput, softcap=cap)
+        kind = (
+            partial(nn.Linear, bias=False)
+            if cap is None
+            else partial(CappedOutput, softcap=cap)
+        )
         self.output = kind(args.dim, args.vocab_size)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         pairs = args.table_dim // 2
-        self.thetas = sorted({theta for i in all_layers(args) if (theta := args.theta_of_layer(i))})
+        self.thetas = sorted(
+            {theta for i in all_layers(args) if (theta := args.theta_of_layer(i))}
+        )
         self.register_buffer("frequencies", torch.empty(pairs), persistent=False)
         for theta in self.thetas:
             self.register_buffer(_own(theta), torch.empty(pairs), persistent=False)
@@ -218,7 +265,8 @@ class Transformer(nn.Module):
         of these tokens. of_adapters: `token_numbers` (B, S), if adapters have dropout.
         """
         tables = self._freqs_cis(tokens, positions, attention_plan)
-        x, embedded = tokens, ()
+        x = tokens
+        embedded = ()
         if next_tokens is not None and self.tok_embeddings is not None:
             x = torch.cat([tokens, *next_tokens.unbind(-1)])
         x = x if self.tok_embeddings is None else self._embedded(x)
@@ -227,7 +275,9 @@ class Transformer(nn.Module):
 
         def through(number: str, x: torch.Tensor) -> torch.Tensor:
             table = tables.get(self.layers[number].theta)
-            return self.layers[number](x, table, of_layer(attention_plan, int(number)), positions, **of_adapters)
+            return self.layers[number](
+                x, table, of_layer(attention_plan, int(number)), positions, **of_adapters
+            )
 
         before_norm = [number for number in self.layers if int(number) < self.args.n_layers]
         for number in before_norm:
@@ -239,18 +289,26 @@ class Transformer(nn.Module):
         x = self.norm(x)
         if embedded:
             found = [x]
-            for number, of_next in zip(list(self.layers)[len(before_norm) :], embedded, strict=True):
-                found.append(self.mtp_norms[number](through(number, torch.cat([of_next, found[-1]], -1))))
+            for number, of_next in zip(
+                list(self.layers)[len(before_norm) :], embedded, strict=True
+            ):
+                found.append(
+                    self.mtp_norms[number](through(number, torch.cat([of_next, found[-1]], -1)))
+                )
             x = torch.cat(found)
         return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        x, scale = self.tok_embeddings(tokens), self.args.embedding_scale
+        x = self.tok_embeddings(tokens)
+        scale = self.args.embedding_scale
         # Rounded as embeddings are: sqrt(3072) is 55.5 in bfloat16.
         return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
 
     def _freqs_cis(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None, attention_plan: torch.Tensor | None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        attention_plan: torch.Tensor | None,
     ) -> dict[float | None, torch.Tensor]:
         """Return the rotary tables that these layers use, by the base of own frequencies, None for the model's."""
         if positions is None and attention_plan is not None:
@@ -263,16 +321,24 @@ class Transformer(nn.Module):
         kinds |= {theta: (self.get_buffer(_own(theta)), None) for theta in self.thetas}
         used = {layer.theta for layer in self.layers.values()}
         tables = {theta: kind for theta, kind in kinds.items() if theta in used}
-        options = {"dtype": self.rotary_dtype, "unrotated": self.args.table_dim - self.args.rotary_dim}
-        return {theta: freqs_cis_at(positions, *kind, **options) for theta, kind in tables.items()}
+        options = {
+            "dtype": self.rotary_dtype,
+            "unrotated": self.args.table_dim - self.args.rotary_dim,
+        }
+        return {
+            theta: freqs_cis_at(positions, *kind, **options) for theta, kind in tables.items()
+        }
 
     def init_buffers(self, device: torch.device) -> None:
         args = self.args
         self.rotary_dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
-        rotated, unrotated = args.rotary_dim, args.table_dim - args.rotary_dim
+        rotated = args.rotary_dim
+        unrotated = args.table_dim - args.rotary_dim
         self._set_frequencies(args.max_seq_len, device)
         for theta in self.thetas:
-            setattr(self, _own(theta), rope_frequencies(rotated, theta, None, unrotated).to(device))
+            setattr(
+                self, _own(theta), rope_frequencies(rotated, theta, None, unrotated).to(device)
+            )
         for router in routers_of([self]).values():
             router.init_buffers(device)
 
@@ -285,14 +351,21 @@ class Transformer(nn.Module):
         if not self.by_length or scaling is None or scaling.kind != "longrope":
             return math.inf
         self._set_frequencies(length, self.frequencies.device)
-        return scaling.original_max_seq_len if length <= scaling.original_max_seq_len else math.inf
+        return (
+            scaling.original_max_seq_len if length <= scaling.original_max_seq_len else math.inf
+        )
 
     def _set_frequencies(self, longest: int, device: torch.device) -> None:
-        args, unrotated = self.args, self.args.table_dim - self.args.rotary_dim
-        found = rope_frequencies(args.rotary_dim, args.rope_theta, args.rope_scaling, unrotated, longest)
+        args = self.args
+        unrotated = self.args.table_dim - self.args.rotary_dim
+        found = rope_frequencies(
+            args.rotary_dim, args.rope_theta, args.rope_scaling, unrotated, longest
+        )
         self.frequencies = found.to(device)
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         """Set norms to one; draw embeddings of unit scale, and an output whose logits are small.
 
         A tied matrix also makes the logits.

@@ -58,7 +58,8 @@ class Experts(nn.Module):
     def __init__(self, dim: int, args: ExpertArgs, *, branches: int = 1) -> None:
         super().__init__()
         self.branches, self.adapter_scale = branches, 0.0
-        number, hidden = args.number, args.hidden_dim
+        number = args.number
+        hidden = args.hidden_dim
         self.clamped = args.clamped
         self.w13 = nn.Parameter(torch.empty(number, 2 * hidden, dim))
         self.w2 = nn.Parameter(torch.empty(number, dim, hidden))
@@ -77,13 +78,22 @@ class Experts(nn.Module):
 
         beside: what can be computed while tokens are sent to their experts; its result comes second.
         """
-        return self.sums(dict(self.named_parameters(recurse=False)), x, chosen, weights), beside()
+        return self.sums(
+            dict(self.named_parameters(recurse=False)), x, chosen, weights
+        ), beside()
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         if name in ("b13", "b2"):
             parameter.zero_()
         else:
-            draw(parameter, generator, fan_in=parameter.shape[2], branches=self.branches if name == "w2" else 1)
+            draw(
+                parameter,
+                generator,
+                fan_in=parameter.shape[2],
+                branches=self.branches if name == "w2" else 1,
+            )
 
     def sums(
         self,
@@ -97,7 +107,8 @@ class Experts(nn.Module):
         """Compute the forward with other parameters, such as those of some of the experts. See `expert_sums`."""
         if not getattr(self, "adapters_on", True):
             parameters = {name: p for name, p in parameters.items() if not is_adapter(name)}
-        experts, how = ExpertWeights(**parameters), {"clamped": self.clamped, "scale": self.adapter_scale}
+        experts = ExpertWeights(**parameters)
+        how = {"clamped": self.clamped, "scale": self.adapter_scale}
         return expert_sums(x, chosen, weights, experts, **how, sizes=sizes)
 
 
@@ -119,8 +130,10 @@ def expert_sums(
     """
     pairs = chosen.numel() if sizes is None else sum(sizes)
     order = chosen.flatten().argsort(stable=True)[:pairs]
-    owner, token = chosen.flatten()[order], order.div(chosen.shape[1], rounding_mode="floor")
-    rows, outputs = x.index_select(0, token), partial(_outputs, clamped=clamped, scale=scale)
+    owner = chosen.flatten()[order]
+    token = order.div(chosen.shape[1], rounding_mode="floor")
+    rows = x.index_select(0, token)
+    outputs = partial(_outputs, clamped=clamped, scale=scale)
     ranks = [a.shape[1] for a in (experts.w13_lora_a, experts.w2_lora_a) if a is not None]
     widths = rows.shape[1], experts.w2.shape[2], *ranks
     if pairs and has_grouped_product(str(rows.dtype).removeprefix("torch."), *widths):
@@ -136,7 +149,9 @@ class _WeightedSums(torch.autograd.Function):
     """Rows (T, dim), their weights (T,) and tokens (T,) -> sums of N tokens, (N, dim); what is copied is a part."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, token: torch.Tensor, number: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, token: torch.Tensor, number: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, weights, token)
         return added_rows(rows, token, number, weights)
 
@@ -144,9 +159,14 @@ class _WeightedSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weights, token = ctx.saved_tensors
-        of_rows, of_weights = torch.empty_like(rows), torch.empty_like(weights)
-        for row, weight, of_token, of_row, of_weight in in_parts(rows, weights, token, of_rows, of_weights):
-            part = gradient.index_select(0, of_token).to(torch.promote_types(row.dtype, weight.dtype))
+        of_rows = torch.empty_like(rows)
+        of_weights = torch.empty_like(weights)
+        for row, weight, of_token, of_row, of_weight in in_parts(
+            rows, weights, token, of_rows, of_weights
+        ):
+            part = gradient.index_select(0, of_token).to(
+                torch.promote_types(row.dtype, weight.dtype)
+            )
             of_weight.copy_((part * row).sum(1))
             of_row.copy_(part * weight.unsqueeze(1))
         return of_rows, of_weights, None, None
@@ -157,36 +177,55 @@ def count_pairs(owner: torch.Tensor, experts: int) -> list[int]:
     return owner.bincount(minlength=experts).tolist()
 
 
-def _grouped(rows: torch.Tensor, owner: torch.Tensor, experts: ExpertWeights, outputs: Outputs) -> torch.Tensor:
+def _grouped(
+    rows: torch.Tensor, owner: torch.Tensor, experts: ExpertWeights, outputs: Outputs
+) -> torch.Tensor:
     """Return the outputs of rows in the order of experts. owner: (R,), the expert of each."""
     numbers = torch.arange(len(experts.w13), device=owner.device)
     ends = torch.searchsorted(owner, numbers, right=True).to(torch.int32)
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out = _grouped_mm(x, weight.transpose(1, 2), offs=ends)
         return out if bias is None else out + bias.index_select(0, owner)
 
     return outputs(rows, experts, linear)
 
 
-def _one_by_one(rows: torch.Tensor, sizes: Sequence[int], experts: ExpertWeights, outputs: Outputs) -> torch.Tensor:
+def _one_by_one(
+    rows: torch.Tensor, sizes: Sequence[int], experts: ExpertWeights, outputs: Outputs
+) -> torch.Tensor:
     """Return the outputs of rows in the order of experts. An expert without rows gets a gradient of zeros."""
-    each = zip(*([None] * len(sizes) if x is None else x.unbind() for x in experts), strict=True)
+    each = zip(
+        *([None] * len(sizes) if x is None else x.unbind() for x in experts), strict=True
+    )
     parts = zip(rows.split(list(sizes)), (ExpertWeights(*one) for one in each), strict=True)
     return torch.cat([outputs(part, one, F.linear) for part, one in parts])
 
 
 def _outputs(
-    rows: torch.Tensor, experts: ExpertWeights, linear: Callable[..., torch.Tensor], *, clamped: bool, scale: float
+    rows: torch.Tensor,
+    experts: ExpertWeights,
+    linear: Callable[..., torch.Tensor],
+    *,
+    clamped: bool,
+    scale: float,
 ) -> torch.Tensor:
     """Return the outputs of rows. linear: (rows, weight, bias or None) -> rows, of one expert or of many."""
 
-    def adapted(x: torch.Tensor, out: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
+    def adapted(
+        x: torch.Tensor, out: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
+    ) -> torch.Tensor:
         return out if a is None else out + linear(scale * linear(x, a), b)
 
-    hidden = adapted(rows, linear(rows, experts.w13, experts.b13), experts.w13_lora_a, experts.w13_lora_b)
+    hidden = adapted(
+        rows, linear(rows, experts.w13, experts.b13), experts.w13_lora_a, experts.w13_lora_b
+    )
     hidden = _gated(hidden, clamped=clamped)
-    return adapted(hidden, linear(hidden, experts.w2, experts.b2), experts.w2_lora_a, experts.w2_lora_b)
+    return adapted(
+        hidden, linear(hidden, experts.w2, experts.b2), experts.w2_lora_a, experts.w2_lora_b
+    )
 
 
 def _gated(hidden: torch.Tensor, *, clamped: bool) -> torch.Tensor:
@@ -194,5 +233,6 @@ def _gated(hidden: torch.Tensor, *, clamped: bool) -> torch.Tensor:
     gate, up = hidden.chunk(2, dim=-1)
     if not clamped:
         return gated("silu", gate, up)
-    gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+    gate = gate.clamp(max=_LIMIT)
+    up = up.clamp(-_LIMIT, _LIMIT)
     return (up + 1) * gate * torch.sigmoid(_STEEPNESS * gate)

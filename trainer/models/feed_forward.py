@@ -22,14 +22,17 @@ class Activation(NamedTuple):
 ACTIVATIONS = {
     "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input),
     "gelu_tanh": Activation(
-        partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
+        partial(F.gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
     ),
 }
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, activation: Activation, gate: torch.Tensor, up: torch.Tensor
+    ) -> torch.Tensor:
         ctx.activation = activation
         ctx.save_for_backward(gate, up)
         return activation.function(gate) * up
@@ -38,7 +41,8 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        of_gate, of_up = gradient * up, ctx.activation.function(gate).mul_(gradient)
+        of_gate = gradient * up
+        of_up = ctx.activation.function(gate).mul_(gradient)
         return None, ctx.activation.gradient(of_gate, gate, grad_input=of_gate), of_up
 
 
@@ -54,7 +58,13 @@ class FeedForward(nn.Module):
     """
 
     def __init__(
-        self, dim: int, hidden_dim: int, *, bias: bool = False, activation: str = "silu", branches: int = 1
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        bias: bool = False,
+        activation: str = "silu",
+        branches: int = 1,
     ) -> None:
         super().__init__()
         self.activation, self.branches = activation, branches
@@ -67,5 +77,7 @@ class FeedForward(nn.Module):
         hidden = gated(self.activation, self.w1(x, **of_adapters), self.w3(x, **of_adapters))
         return self.w2(hidden, **of_adapters)
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         fill(name, parameter, generator, branches=self.branches if name == "w2.weight" else 1)

@@ -18,7 +18,13 @@ from trainer.parallel.tensor_parallel import preserve_ties
 from trainer.transforms.lora import init_adapter, is_adapter
 
 
-def draw(parameter: torch.Tensor, generator: torch.Generator, *, fan_in: int | None = None, branches: int = 1) -> None:
+def draw(
+    parameter: torch.Tensor,
+    generator: torch.Generator,
+    *,
+    fan_in: int | None = None,
+    branches: int = 1,
+) -> None:
     """Draw a matrix that keeps the scale of activations.
 
     parameter: (outputs, ...); fan_in: inputs of an output, by default all but the first dimension. branches: residual
@@ -28,7 +34,9 @@ def draw(parameter: torch.Tensor, generator: torch.Generator, *, fan_in: int | N
     parameter.normal_(0.0, 1.0 / math.sqrt(inputs * branches), generator=generator)
 
 
-def fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, branches: int = 1) -> None:
+def fill(
+    name: str, parameter: torch.Tensor, generator: torch.Generator, *, branches: int = 1
+) -> None:
     """Draw a matrix, see `draw`; set a vector: biases to zero, weights of norms to one."""
     if parameter.ndim == 1:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -46,7 +54,9 @@ def stored_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, *, seed: int, device: torch.device, offload: bool = False) -> None:
+def initialize(
+    model: nn.Module, *, seed: int, device: torch.device, offload: bool = False
+) -> None:
     """Give the model on meta its storage, weights and buffers.
 
     device: where the model computes, and where weights are drawn, one whole parameter at a time; offload: keep the
@@ -64,7 +74,9 @@ def initialize(model: nn.Module, *, seed: int, device: torch.device, offload: bo
             owner.init_parameter(own_name, whole, generator)
         if isinstance(parameter, DTensor):
             # Every rank drew the same numbers, so no rank sends them.
-            local = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            local = distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
             parameter.to_local().copy_(local.to_local())
         else:
             parameter.copy_(whole)

@@ -40,7 +40,10 @@ class LatentAttention(nn.Module):
         branches: int = 1,
     ) -> None:
         super().__init__()
-        self.args, self.scale, self.rotate, self.branches = args, scale, rotate, branches
+        self.args = args
+        self.scale = scale
+        self.rotate = rotate
+        self.branches = branches
         queries = n_heads * args.head_dim
         if args.query_rank is None:
             self.wq = nn.Linear(dim, queries, bias=False)
@@ -71,20 +74,29 @@ class LatentAttention(nn.Module):
             q = self.wq(x, **of_adapters)
         else:
             q = self.wq_b(self.q_a_norm(self.wq_a(x, **of_adapters)), **of_adapters)
-        q = q.unflatten(-1, (-1, args.head_dim))  # (B, S, H, N + P); with tensor parallelism some of the heads
+        # (B, S, H, N + P); with tensor parallelism some of the heads
+        q = q.unflatten(-1, (-1, args.head_dim))
         compressed, shared = self.wkv_a(x, **of_adapters).split([args.rank, args.rope_dim], -1)
-        latent = self.gathered(torch.cat((self.kv_a_norm(compressed), shared), -1)).unsqueeze(2)  # (B, S, 1, W)
+        # (B, S, 1, W)
+        latent = self.gathered(torch.cat((self.kv_a_norm(compressed), shared), -1)).unsqueeze(2)
         if self.rotate is not None:
             freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
             q, latent = (
                 torch.cat((kept, self.rotate(rotated, freqs_cis)), -1)
-                for kept, rotated in (x.split([x.shape[-1] - args.rope_dim, args.rope_dim], -1) for x in (q, latent))
+                for kept, rotated in (
+                    x.split([x.shape[-1] - args.rope_dim, args.rope_dim], -1)
+                    for x in (q, latent)
+                )
             )
-        q, latent = q.transpose(1, 2), latent.transpose(1, 2)  # (B, H, S, N + P), (B, 1, S, W)
+        # (B, H, S, N + P), (B, 1, S, W)
+        q = q.transpose(1, 2)
+        latent = latent.transpose(1, 2)
         up = self.wkv_b().unflatten(0, (-1, args.nope_dim + args.value_dim))
         settings = {"scale": self.scale, "plan": attention_plan, "up": up}
         out = self.inner_attention(q, latent, latent[..., :0], **settings)
         return self.wo(out.transpose(1, 2).flatten(2), **of_adapters)
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         fill(name, parameter, generator, branches=self.branches if name == "wo.weight" else 1)

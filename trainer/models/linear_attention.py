@@ -46,18 +46,24 @@ class Decay(nn.Module):
     def __init__(self, heads: int, channels: int = 1) -> None:
         super().__init__()
         self.channels = channels
-        self.a_log, self.dt_bias = Weights(heads), Weights(heads * channels)
+        self.a_log = Weights(heads)
+        self.dt_bias = Weights(heads * channels)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: (B, S, H * channels) -> logarithms and steps, (B, S, H), or (B, S, H, channels) of several."""
-        rate, dt_bias = self.a_log(), self.dt_bias()
+        rate = self.a_log()
+        dt_bias = self.dt_bias()
         dtype = torch.promote_types(x.dtype, torch.promote_types(rate.dtype, torch.float32))
-        step, rate = F.softplus(x.to(dtype) + dt_bias.to(dtype)), rate.to(dtype).exp()
+        step = F.softplus(x.to(dtype) + dt_bias.to(dtype))
+        rate = rate.to(dtype).exp()
         if self.channels > 1:
-            step, rate = step.unflatten(-1, (-1, self.channels)), rate.unsqueeze(-1)
+            step = step.unflatten(-1, (-1, self.channels))
+            rate = rate.unsqueeze(-1)
         return -rate * step, step
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         if name == "a_log.weight":
             parameter.uniform_(0.01, 16.0, generator=generator).log_()
         else:
@@ -100,11 +106,15 @@ class LinearAttention(nn.Module):
         where = {"positions": positions, "plan": attention_plan}
         return self.wo(self.mixed(x, where, **of_adapters).to(x.dtype), **of_adapters)
 
-    def mixed(self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor) -> torch.Tensor:
+    def mixed(
+        self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor
+    ) -> torch.Tensor:
         """x: (B, S, dim) -> the input of the output projection. where: positions and plan of inner modules."""
         raise NotImplementedError
 
-    def convolve(self, parts: Sequence[torch.Tensor], where: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    def convolve(
+        self, parts: Sequence[torch.Tensor], where: dict[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
         """Return each part, (B, S, C), behind its convolution and SiLU."""
         names = self.args.convolved()
         taps = torch.cat([self.get_submodule(f"{name}_conv")() for name in names])
@@ -113,11 +123,15 @@ class LinearAttention(nn.Module):
             mixed = mixed + torch.cat([self.get_submodule(f"{name}_bias")() for name in names])
         return F.silu(mixed).split([part.shape[-1] for part in parts], -1)
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         if name.endswith("_bias.weight"):
             parameter.zero_()
         else:
-            fill(name, parameter, generator, branches=self.branches if name == "wo.weight" else 1)
+            fill(
+                name, parameter, generator, branches=self.branches if name == "wo.weight" else 1
+            )
 
 
 class GatedDeltaNet(LinearAttention):
@@ -130,20 +144,28 @@ class GatedDeltaNet(LinearAttention):
 
     divided = "in_qkvz", "in_ba", "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
 
-    def __init__(self, dim: int, args: GatedDeltaArgs, *, norm_eps: float, branches: int = 1) -> None:
+    def __init__(
+        self, dim: int, args: GatedDeltaArgs, *, norm_eps: float, branches: int = 1
+    ) -> None:
         super().__init__(dim, args, branches=branches)
-        self.decay, self.norm = Decay(args.value_heads), nn.RMSNorm(args.value_dim, eps=norm_eps)
+        self.decay = Decay(args.value_heads)
+        self.norm = nn.RMSNorm(args.value_dim, eps=norm_eps)
 
-    def mixed(self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor) -> torch.Tensor:
-        args, shared = self.args, self.args.value_heads // self.args.key_heads
+    def mixed(
+        self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor
+    ) -> torch.Tensor:
+        args = self.args
+        shared = self.args.value_heads // self.args.key_heads
         sizes = args.key_dim, args.key_dim, shared * args.value_dim, shared * args.value_dim
-        heads = self.in_qkvz(x, **of_adapters).unflatten(-1, (-1, sum(sizes)))  # -1: of this tensor-parallel rank
+        # -1: of this tensor-parallel rank
+        heads = self.in_qkvz(x, **of_adapters).unflatten(-1, (-1, sum(sizes)))
         *qkv, z = (part.flatten(2) for part in heads.split(sizes, -1))
         b, a = self.in_ba(x, **of_adapters).unflatten(-1, (-1, 2, shared)).unbind(-2)
         q, k, v = self.convolve(qkv, where)
         q, k = (_normalised(part.unflatten(-1, (-1, args.key_dim))) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, args.value_dim)) for part in (v, z))
-        beta, (log_decay, _) = b.flatten(2).sigmoid(), self.decay(a.flatten(2))
+        beta = b.flatten(2).sigmoid()
+        (log_decay, _) = self.decay(a.flatten(2))
         out = self.inner_attention(q, k, v, log_decay, beta, scale=args.key_dim**-0.5, **where)
         return (self.norm(out) * F.silu(z)).flatten(2)
 
@@ -157,17 +179,27 @@ class KimiDeltaAttention(LinearAttention):
     )
     first = "f_a", "g_a"
 
-    def __init__(self, dim: int, args: KimiDeltaArgs, *, norm_eps: float, branches: int = 1) -> None:
+    def __init__(
+        self, dim: int, args: KimiDeltaArgs, *, norm_eps: float, branches: int = 1
+    ) -> None:
         super().__init__(dim, args, branches=branches)
-        self.decay, self.norm = Decay(args.heads, args.head_dim), nn.RMSNorm(args.head_dim, eps=norm_eps)
+        self.decay = Decay(args.heads, args.head_dim)
+        self.norm = nn.RMSNorm(args.head_dim, eps=norm_eps)
 
-    def mixed(self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor) -> torch.Tensor:
+    def mixed(
+        self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor
+    ) -> torch.Tensor:
         qkv = self.convolve([w(x, **of_adapters) for w in (self.wq, self.wk, self.wv)], where)
         q, k, v = (part.unflatten(-1, (-1, self.args.head_dim)) for part in qkv)
         log_decay, _ = self.decay(self.f_b(self.f_a(x, **of_adapters), **of_adapters))
-        beta, scale = self.wb(x, **of_adapters).sigmoid(), self.args.head_dim**-0.5
-        out = self.inner_attention(_normalised(q), _normalised(k), v, log_decay, beta, scale=scale, **where)
-        gate = self.g_b(self.g_a(x, **of_adapters), **of_adapters).unflatten(-1, (-1, self.args.head_dim))
+        beta = self.wb(x, **of_adapters).sigmoid()
+        scale = self.args.head_dim**-0.5
+        out = self.inner_attention(
+            _normalised(q), _normalised(k), v, log_decay, beta, scale=scale, **where
+        )
+        gate = self.g_b(self.g_a(x, **of_adapters), **of_adapters).unflatten(
+            -1, (-1, self.args.head_dim)
+        )
         return (self.norm(out) * gate.sigmoid()).flatten(2)
 
 
@@ -177,25 +209,43 @@ class Mamba2(LinearAttention):
     What the papers call C, B and x are queries, keys and values, which here are multiplied by the step.
     """
 
-    def __init__(self, dim: int, args: MambaArgs, *, norm_eps: float, branches: int = 1) -> None:
+    def __init__(
+        self, dim: int, args: MambaArgs, *, norm_eps: float, branches: int = 1
+    ) -> None:
         super().__init__(dim, args, branches=branches)
-        self.decay, self.skip, self.norm_eps = Decay(args.heads), Weights(args.heads), norm_eps
+        self.decay = Decay(args.heads)
+        self.skip = Weights(args.heads)
+        self.norm_eps = norm_eps
         values = args.heads * args.head_dim
         self.norm = NormOfHeads(values, eps=norm_eps) if args.groups == 1 else Weights(values)
         kinds = ("conv", "bias") if args.convolution_bias else ("conv",)
         of_groups = "in_b", "in_c", *(f"{part}_{kind}" for part in "bc" for kind in kinds)
-        of_heads = "in_z", "in_x", "in_dt", "skip", "decay.a_log", "decay.dt_bias", *(f"x_{kind}" for kind in kinds)
+        of_heads = (
+            "in_z",
+            "in_x",
+            "in_dt",
+            "skip",
+            "decay.a_log",
+            "decay.dt_bias",
+            *(f"x_{kind}" for kind in kinds),
+        )
         self.whole = of_groups if args.groups == 1 else ()
         self.divided = of_heads if args.groups == 1 else (*of_heads, *of_groups, "norm")
 
-    def mixed(self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor) -> torch.Tensor:
+    def mixed(
+        self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor
+    ) -> torch.Tensor:
         matrices = self.in_z, self.in_x, self.in_b, self.in_c, self.in_dt
         z, *parts, dt = (w(x, **of_adapters) for w in matrices)
         values, keys, queries = self.convolve(parts, where)
         values = values.unflatten(-1, (-1, self.args.head_dim))
-        keys, queries = (part.unflatten(-1, (-1, self.args.state_dim)) for part in (keys, queries))
+        keys, queries = (
+            part.unflatten(-1, (-1, self.args.state_dim)) for part in (keys, queries)
+        )
         log_decay, step = self.decay(dt)
-        out = self.inner_attention(queries, keys, values * step.unsqueeze(-1), log_decay, None, scale=1.0, **where)
+        out = self.inner_attention(
+            queries, keys, values * step.unsqueeze(-1), log_decay, None, scale=1.0, **where
+        )
         out = (out + values * self.skip().unsqueeze(-1)).flatten(2)
         return self._normed(out * F.silu(z.to(out.dtype)))
 
@@ -204,10 +254,17 @@ class Mamba2(LinearAttention):
         if self.args.groups == 1:
             return self.norm(x)
         size = self.args.heads * self.args.head_dim // self.args.groups
-        return F.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=self.norm_eps).flatten(2) * self.norm()
+        return (
+            F.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=self.norm_eps).flatten(2)
+            * self.norm()
+        )
 
 
-LINEAR_LAYERS = {GatedDeltaArgs: GatedDeltaNet, KimiDeltaArgs: KimiDeltaAttention, MambaArgs: Mamba2}
+LINEAR_LAYERS = {
+    GatedDeltaArgs: GatedDeltaNet,
+    KimiDeltaArgs: KimiDeltaAttention,
+    MambaArgs: Mamba2,
+}
 """The layer of each kind of arguments."""
 
 

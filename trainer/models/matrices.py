@@ -25,7 +25,9 @@ from trainer.models.linear_attention import GatedDeltaNet, LinearAttention
 _NO_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def matrices_of(model_parts: Iterable[nn.Module], *, per_head: bool = False) -> dict[nn.Parameter, tuple[Ranges, ...]]:
+def matrices_of(
+    model_parts: Iterable[nn.Module], *, per_head: bool = False
+) -> dict[nn.Parameter, tuple[Ranges, ...]]:
     """Return the trained parameters that Muon updates, each with the rows of its matrices.
 
     Rows are those of the parameter with all dimensions but the last made one; each row belongs to one matrix.
@@ -38,7 +40,8 @@ def matrices_of(model_parts: Iterable[nn.Module], *, per_head: bool = False) -> 
     others: dict[nn.Parameter, str] = {}
     gates: set[nn.Parameter] = set()
     for part in model_parts:
-        output, several = getattr(part, "output", None), {}
+        output = getattr(part, "output", None)
+        several = {}
         for module in part.modules():
             several |= _rows_within(module, per_head)
             if isinstance(module, LinearAttention):
@@ -71,7 +74,11 @@ def _names(module: nn.Module) -> Sequence[str] | None:
         return ()
     if isinstance(module, nn.Linear):
         return ("weight",)
-    return () if all(parameter.ndim < 2 for parameter in module.parameters(recurse=False)) else None
+    return (
+        ()
+        if all(parameter.ndim < 2 for parameter in module.parameters(recurse=False))
+        else None
+    )
 
 
 def _unknown(name: str, module: nn.Module) -> str:
@@ -85,29 +92,47 @@ def _unknown(name: str, module: nn.Module) -> str:
 def _whole(parameter: nn.Parameter) -> tuple[Ranges, ...]:
     """Return one matrix, or with leading dimensions one for each of their places."""
     rows = parameter.shape[-2]
-    return tuple(((start, start + rows),) for start in range(0, parameter.shape[:-1].numel(), rows))
+    return tuple(
+        ((start, start + rows),) for start in range(0, parameter.shape[:-1].numel(), rows)
+    )
 
 
-def _rows_within(module: nn.Module, per_head: bool) -> Mapping[nn.Parameter, tuple[Ranges, ...]]:
+def _rows_within(
+    module: nn.Module, per_head: bool
+) -> Mapping[nn.Parameter, tuple[Ranges, ...]]:
     """Return the matrices of parameters below `module` that hold several."""
     if isinstance(module, Experts):
         hidden = module.w13.shape[1] // 2
         return {
-            module.w13: tuple(((start, start + hidden),) for start in range(0, hidden * 2 * len(module.w13), hidden))
+            module.w13: tuple(
+                ((start, start + hidden),)
+                for start in range(0, hidden * 2 * len(module.w13), hidden)
+            )
         }
     if isinstance(module, Attention):
         kinds = [module.head_dim] * (2 if module.gate else 1)
-        parts = {module.wq.weight: kinds, module.wk.weight: [module.head_dim], module.wv.weight: [module.head_dim]}
+        parts = {
+            module.wq.weight: kinds,
+            module.wk.weight: [module.head_dim],
+            module.wv.weight: [module.head_dim],
+        }
     elif isinstance(module, LatentAttention):
         args = module.args
         queries = module.wq if args.query_rank is None else module.wq_b
-        parts = {queries.weight: [args.head_dim], module.wkv_b.weight: [args.nope_dim, args.value_dim]}
+        parts = {
+            queries.weight: [args.head_dim],
+            module.wkv_b.weight: [args.nope_dim, args.value_dim],
+        }
     elif isinstance(module, GatedDeltaNet):
-        args, values = module.args, module.args.value_heads // module.args.key_heads * module.args.value_dim
+        args = module.args
+        values = module.args.value_heads // module.args.key_heads * module.args.value_dim
         parts = {module.in_qkvz.weight: [args.key_dim, args.key_dim, values, values]}
     else:
         return {}
-    return {parameter: _by_heads(parameter.shape[0], sizes, per_head) for parameter, sizes in parts.items()}
+    return {
+        parameter: _by_heads(parameter.shape[0], sizes, per_head)
+        for parameter, sizes in parts.items()
+    }
 
 
 def _by_heads(rows: int, sizes: Sequence[int], per_head: bool) -> tuple[Ranges, ...]:

@@ -9,9 +9,13 @@ from trainer.models.model_spec import ModelSpec
 from trainer.parallel.parallel_dims import ParallelDims
 
 
-def build_model_parts(spec: ModelSpec, job: ResolvedJob, dims: ParallelDims, device: torch.device) -> list[nn.Module]:
+def build_model_parts(
+    spec: ModelSpec, job: ResolvedJob, dims: ParallelDims, device: torch.device
+) -> list[nn.Module]:
     """Return the whole model, or the pipeline stages of this rank, parallelised, with their initial weights."""
-    training, plan, stages = job.config.training, job.pipeline, [None]
+    training = job.config.training
+    plan = job.pipeline
+    stages = [None]
     if plan is not None:
         stages = [plan.stages[number] for number in plan.stages_of(dims.rank("pp"))]
     model_parts = []

@@ -26,7 +26,9 @@ class Model(Protocol):
     def output(self, hidden: Any) -> Any:
         """Hidden states -> what the task's losses take. Not a part of the forward, so that a loss can be chunked."""
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         """Fill the whole parameter of that name in place, before it is sharded; a submodule may do it for its own."""
 
     def init_buffers(self, device: torch.device) -> None:
@@ -76,7 +78,9 @@ class ModelSpec:
     has none there; it then starts with its first value."""
     hf_unread: Callable[[Any], tuple[str, ...]] = lambda args: ()
     """Model arguments -> beginnings of the names of tensors of Hugging Face's folders that are not read."""
-    observer: Callable[[Sequence[Model], ParallelDims], Observer] = lambda model_parts, dims: Observer()
+    observer: Callable[[Sequence[Model], ParallelDims], Observer] = lambda model_parts, dims: (
+        Observer()
+    )
     """(model parts of this rank, meshes) -> what prepares, updates and reports state without gradients in each step.
 
     A forward sees the tokens of this rank only: reduce what it counts over `dp_cp`, with sequence parallelism also over
@@ -86,9 +90,14 @@ class ModelSpec:
 
 def model_spec(name: str) -> ModelSpec:
     """Return the spec of a model family."""
-    there, spec = MODELS[name].hugging_face, importlib.import_module(MODELS[name].spec).SPEC
+    there = MODELS[name].hugging_face
+    spec = importlib.import_module(MODELS[name].spec).SPEC
     of_decoder = isinstance(there, HFDecoder)
-    return replace(spec, state_dict_adapter=there.tensor, hf_unread=there.unread) if of_decoder else spec
+    return (
+        replace(spec, state_dict_adapter=there.tensor, hf_unread=there.unread)
+        if of_decoder
+        else spec
+    )
 
 
 def hf_model(spec: ModelSpec, args: Any) -> HFModel:
@@ -98,18 +107,27 @@ def hf_model(spec: ModelSpec, args: Any) -> HFModel:
         ConfigError: the family, or a feature of it, is not in transformers.
     """
     if spec.state_dict_adapter is None:
-        raise ConfigError("a model of this family has no counterpart in Hugging Face's transformers")
+        raise ConfigError(
+            "a model of this family has no counterpart in Hugging Face's transformers"
+        )
     with torch.device("meta"):
         state = spec.build(args).state_dict(keep_vars=True)
     names: dict[torch.Tensor, list[str]] = {}
     for name, x in state.items():
         names.setdefault(x, []).append(name)
-    pairs, second_names = {}, {}
+    pairs = {}
+    second_names = {}
     for x, (first, *others) in names.items():
         if (there := spec.state_dict_adapter(args, first)) is not None:
             pairs[first] = x, there
-            second_names |= {spec.state_dict_adapter(args, other).name: there.name for other in others}
+            second_names |= {
+                spec.state_dict_adapter(args, other).name: there.name for other in others
+            }
     places = {hf.names[0]: number for number, (_, hf) in reversed([*enumerate(pairs.values())])}
-    in_order = sorted(pairs.items(), key=lambda item: (places[item[1][1].names[0]], item[1][1].first_row))
+    in_order = sorted(
+        pairs.items(), key=lambda item: (places[item[1][1].names[0]], item[1][1].first_row)
+    )
     further = frozenset(name for name in pairs if is_further(args, name))
-    return HFModel(dict(in_order), second_names, spec.hf_unread(args), further, mtp_layers_of(args) > 0)
+    return HFModel(
+        dict(in_order), second_names, spec.hf_unread(args), further, mtp_layers_of(args) > 0
+    )

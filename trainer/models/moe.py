@@ -42,7 +42,11 @@ class Gate(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        return F.linear(
+            x.to(dtype),
+            self.weight.to(dtype),
+            None if self.bias is None else self.bias.to(dtype),
+        )
 
 
 class Router(nn.Module):
@@ -53,18 +57,27 @@ class Router(nn.Module):
     aux_loss_coef: of this layer's part of the auxiliary loss, the coefficient over the number of layers with experts.
     """
 
-    def __init__(self, dim: int, args: ExpertArgs, *, aux_loss_coef: float, bias_update_rate: float) -> None:
+    def __init__(
+        self, dim: int, args: ExpertArgs, *, aux_loss_coef: float, bias_update_rate: float
+    ) -> None:
         super().__init__()
-        self.args, self.number, self.per_token = args, args.number, args.per_token
-        self.aux_loss_coef, self.bias_update_rate = aux_loss_coef, bias_update_rate
+        self.args = args
+        self.number = args.number
+        self.per_token = args.per_token
+        self.aux_loss_coef = aux_loss_coef
+        self.bias_update_rate = bias_update_rate
         self.gate = Gate(dim, args.number, bias=args.biases)
         self.auxiliary = AuxiliaryLoss()
         self.register_buffer("load", torch.empty(args.number))
         self.register_buffer("mean_load", torch.empty(args.number), persistent=False)
         self.register_buffer("selection_bias", torch.empty(args.number))
-        self.register_buffer("count", torch.empty(args.number, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "count", torch.empty(args.number, dtype=torch.int64), persistent=False
+        )
 
-    def forward(self, x: torch.Tensor, real: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, real: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x: (N, dim) -> (experts of each token: (N, k) int64, their weights: (N, k), in float32 at least).
 
         real: (N,) bool, False for padding, which is no load; None without padding.
@@ -73,7 +86,11 @@ class Router(nn.Module):
         chosen = self._chosen(logits.detach())
         weights = self._weights(logits, chosen)
         if torch.is_grad_enabled():
-            counted = torch.ones_like(chosen) if real is None else real.long().unsqueeze(1).expand_as(chosen)
+            counted = (
+                torch.ones_like(chosen)
+                if real is None
+                else real.long().unsqueeze(1).expand_as(chosen)
+            )
             self.count.scatter_add_(0, chosen.flatten(), counted.flatten())
             if self.aux_loss_coef:
                 shares = logits.softmax(-1)
@@ -86,12 +103,18 @@ class Router(nn.Module):
 
     def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the experts of each token: (N, k)."""
-        args, scores = self.args, logits.sigmoid() if self.args.sigmoid else logits
+        args = self.args
+        scores = logits.sigmoid() if self.args.sigmoid else logits
         if self.bias_update_rate or args.sigmoid:
             scores = scores + self.selection_bias
         if args.groups > 1:
             by_group = scores.unflatten(1, (args.groups, -1))
-            best = by_group.topk(2, dim=-1).values.sum(-1).topk(args.groups_per_token, dim=-1).indices
+            best = (
+                by_group.topk(2, dim=-1)
+                .values.sum(-1)
+                .topk(args.groups_per_token, dim=-1)
+                .indices
+            )
             others = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
             scores = by_group.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
         return scores.topk(self.per_token, dim=-1).indices
@@ -101,7 +124,9 @@ class Router(nn.Module):
         args = self.args
         if args.sigmoid:
             weights = logits.sigmoid().gather(1, chosen)
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if args.normalise else weights
+            weights = (
+                weights / (weights.sum(-1, keepdim=True) + 1e-20) if args.normalise else weights
+            )
         elif args.normalise:
             weights = logits.gather(1, chosen).softmax(-1)
         else:
@@ -143,16 +168,22 @@ class MoE(nn.Module):
         branches: int = 1,
     ) -> None:
         super().__init__()
-        self.router = Router(dim, args, aux_loss_coef=aux_loss_coef, bias_update_rate=bias_update_rate)
+        self.router = Router(
+            dim, args, aux_loss_coef=aux_loss_coef, bias_update_rate=bias_update_rate
+        )
         self.experts = Experts(dim, args, branches=branches)
-        self.shared = FeedForward(dim, args.shared_dim, branches=branches) if args.shared_dim else None
+        self.shared = (
+            FeedForward(dim, args.shared_dim, branches=branches) if args.shared_dim else None
+        )
         self.shared_gate = Gate(dim, 1, bias=False) if args.shared_gate else None
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """x: (B, S, dim) -> (B, S, dim). positions: (B, S), below 0 for padding."""
         real = None if positions is None else (positions >= 0).flatten()
         rows = x.flatten(0, 1)
-        out, shared = self.experts(rows, *self.router(rows, real), beside=partial(self.shared_output, x))
+        out, shared = self.experts(
+            rows, *self.router(rows, real), beside=partial(self.shared_output, x)
+        )
         return out.view_as(x) if shared is None else out.view_as(x) + shared
 
     def shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -160,14 +191,17 @@ class MoE(nn.Module):
         if self.shared is None:
             return None
         out = self.shared(x)
-        return out if self.shared_gate is None else out * self.shared_gate(x).sigmoid().type_as(x)
+        return (
+            out if self.shared_gate is None else out * self.shared_gate(x).sigmoid().type_as(x)
+        )
 
 
 class ExpertBalance(Observer):
     """Keeps the loads of the experts, moves the biases of routers, and reports how even the loads are."""
 
     def __init__(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> None:
-        self._args, self._dims = model_parts[0].args, dims
+        self._args = model_parts[0].args
+        self._dims = dims
         self._routers = routers_of(model_parts)
         """By layer, in the order of the forward."""
         if expert_layers(self._args) and self._args.router_aux_loss_load == "micro_batch":
@@ -190,10 +224,17 @@ class ExpertBalance(Observer):
     @torch.no_grad()
     def start_step(self) -> None:
         """Set the mean load of all layers of the model; with pipelines one collective."""
-        args, dims = self._args, self._dims
-        if not expert_layers(args) or args.router_aux_loss_coef == 0 or args.router_aux_loss_load == "micro_batch":
+        args = self._args
+        dims = self._dims
+        if (
+            not expert_layers(args)
+            or args.router_aux_loss_coef == 0
+            or args.router_aux_loss_load == "micro_batch"
+        ):
             return
-        total = torch.zeros(args.experts.number, dtype=torch.float64, device=dims["world"].device_type)
+        total = torch.zeros(
+            args.experts.number, dtype=torch.float64, device=dims["world"].device_type
+        )
         for router in self._routers.values():
             total += router.load
         mean = all_reduce(total, dims["pp"]) / len(expert_layers(args))
@@ -206,11 +247,14 @@ class ExpertBalance(Observer):
 
         A recomputed block has counted its tokens twice, which changes no share. A step without update counts nothing.
         """
-        routers, left_out = [*self._routers.values()], left_out.bool()
+        routers = [*self._routers.values()]
+        left_out = left_out.bool()
         if not routers:
             return
         # A forward sees the tokens of this rank only.
-        counts = all_reduce(torch.stack([router.count for router in routers]), self._dims["dp_cp_tp"])
+        counts = all_reduce(
+            torch.stack([router.count for router in routers]), self._dims["dp_cp_tp"]
+        )
         for router, count in zip(routers, counts, strict=True):
             load = count.to(router.load.dtype) / count.sum().clamp(min=1)
             router.load.copy_(torch.where(left_out, router.load, load))
@@ -219,16 +263,23 @@ class ExpertBalance(Observer):
                 change = router.bias_update_rate * torch.sign(1 / router.number - router.load)
                 router.selection_bias += torch.where(left_out, 0, change)
 
-    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float | list[list[float]]]:
+    def record(
+        self, positions: Mapping[int, Mapping[str, int]]
+    ) -> dict[str, float | list[list[float]]]:
         """Return the load of every expert over the mean, by layer with experts, and the largest of all; one
         collective."""
         args = self._args
         if not (layers := expert_layers(args)):
             return {}
-        loads = torch.zeros(len(layers), args.experts.number, device=self._dims["world"].device_type)
+        loads = torch.zeros(
+            len(layers), args.experts.number, device=self._dims["world"].device_type
+        )
         for layer, router in self._routers.items():
             loads[layers.index(layer)] = router.load * router.number
-        loads = [[round(load, 3) for load in layer] for layer in all_reduce(loads, self._dims["pp"]).tolist()]
+        loads = [
+            [round(load, 3) for load in layer]
+            for layer in all_reduce(loads, self._dims["pp"]).tolist()
+        ]
         return {"expert_imbalance": max(map(max, loads)), "expert_load": loads}
 
 

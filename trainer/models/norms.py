@@ -27,13 +27,17 @@ class OffsetNorm(nn.RMSNorm):
         dtype = torch.promote_types(x.dtype, torch.float32)
 
         def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return F.rms_norm(x.to(dtype), self.normalized_shape, 1 + weight.to(dtype), self.eps).type_as(x)
+            return F.rms_norm(
+                x.to(dtype), self.normalized_shape, 1 + weight.to(dtype), self.eps
+            ).type_as(x)
 
         if x.dtype == dtype or torch.compiler.is_compiling():
             return normed(x, self.weight)
         return _Recomputed.apply(normed, x, self.weight)
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         parameter.zero_()
 
 
@@ -41,7 +45,9 @@ class _Recomputed(torch.autograd.Function):
     """A function that keeps its inputs alone for the backward, which computes it again: no copy of them in float32."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.function = function
         ctx.save_for_backward(*inputs)
         return function(*inputs)
@@ -50,7 +56,9 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
-        inputs = [x.detach().requires_grad_(n) for x, n in zip(ctx.saved_tensors, needed, strict=True)]
+        inputs = [
+            x.detach().requires_grad_(n) for x, n in zip(ctx.saved_tensors, needed, strict=True)
+        ]
         with torch.enable_grad():
             out = ctx.function(*inputs)
         found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], gradient))
@@ -65,4 +73,6 @@ class NormOfHeads(nn.RMSNorm):
         if not isinstance(x, DTensor):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(
+            x
+        ) * self.weight

@@ -11,7 +11,11 @@ from trainer.families.layer_kinds import RopeScaling
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, unrotated: int = 0, longest: int = 0
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None,
+    unrotated: int = 0,
+    longest: int = 0,
 ) -> torch.Tensor:
     """Return the angle per position of each pair of a head: ((D + unrotated) / 2,) float64, on the CPU.
 
@@ -21,7 +25,9 @@ def rope_frequencies(
     return F.pad(_scaled_frequencies(head_dim, theta, scaling, longest), (0, unrotated // 2))
 
 
-def _scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, longest: int) -> torch.Tensor:
+def _scaled_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, longest: int
+) -> torch.Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = theta**-exponents
     if scaling is None:
@@ -29,15 +35,23 @@ def _scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "longrope":
-        factors = scaling.long_factors if longest > scaling.original_max_seq_len else scaling.short_factors
+        factors = (
+            scaling.long_factors
+            if longest > scaling.original_max_seq_len
+            else scaling.short_factors
+        )
         return frequencies / torch.tensor(factors, dtype=torch.float64, device="cpu")
     # High frequencies are kept, low ones divided by the factor, with a linear ramp between.
     if scaling.kind == "llama3":
         turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
-        ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        ramp = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
     else:
         first, last = _yarn_pairs(head_dim, theta, scaling)
-        ramp = (last - torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")) / (last - first)
+        ramp = (last - torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")) / (
+            last - first
+        )
     keep = ramp.clamp(0.0, 1.0)
     return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
@@ -47,12 +61,19 @@ def _yarn_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[floa
 
     def pair(turns: float) -> float:
         """Return the number, not whole, of the pair that makes so many turns within the original context."""
-        return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            head_dim
+            * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
-    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    first = pair(scaling.beta_fast)
+    last = pair(scaling.beta_slow)
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
     return first, max(last, first + 1e-3)
 
 
@@ -60,7 +81,12 @@ def precompute_freqs_cis(
     length: int, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return `freqs_cis_at` the positions 0 to length - 1, on the CPU: (length, D / 2, 2)."""
-    return freqs_cis_at(torch.arange(length, device="cpu"), rope_frequencies(head_dim, theta, scaling), scaling, dtype)
+    return freqs_cis_at(
+        torch.arange(length, device="cpu"),
+        rope_frequencies(head_dim, theta, scaling),
+        scaling,
+        dtype,
+    )
 
 
 def freqs_cis_at(
@@ -80,7 +106,8 @@ def freqs_cis_at(
     magnitude = 1.0 if scaling is None else scaling.magnitude
     angles = positions.unsqueeze(-1) * frequencies
     table = torch.empty(*angles.shape, 2, dtype=dtype, device=angles.device)
-    cosines, rotated = angles.cos(), len(frequencies) - unrotated // 2
+    cosines = angles.cos()
+    rotated = len(frequencies) - unrotated // 2
     cosines[..., :rotated].mul_(magnitude)
     table[..., 0] = cosines
     table[..., 1] = angles.sin_().mul_(magnitude)
@@ -90,8 +117,13 @@ def freqs_cis_at(
 def apply_rope(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     """Rotate each adjacent pair of x: (B, S, H, D) by freqs_cis: (S, D / 2, 2) or, per row, (B, S, D / 2, 2)."""
     if torch.compiler.is_compiling():  # inductor fuses products of real numbers only
-        (even, odd), (cos, sin) = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)).unbind(-1), _over_heads(freqs_cis)
-        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+        (even, odd) = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        (cos, sin) = _over_heads(freqs_cis)
+        return (
+            torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+            .flatten(-2)
+            .type_as(x)
+        )
     return _Rotation.apply(x, freqs_cis, _rotated_pairs)
 
 
@@ -105,11 +137,14 @@ def apply_rope_to_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tens
 def _rotated_pairs(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     """Return x, rotated by one complex product, which takes a third of the time, in the data type of the angles."""
     pairs = torch.view_as_complex(x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.view_as_complex(freqs_cis.unsqueeze(-3))).flatten(-2)
+    return torch.view_as_real(pairs * torch.view_as_complex(freqs_cis.unsqueeze(-3))).flatten(
+        -2
+    )
 
 
 def _rotated_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    (first, second), (cos, sin) = x.to(freqs_cis.dtype).chunk(2, dim=-1), _over_heads(freqs_cis)
+    (first, second) = x.to(freqs_cis.dtype).chunk(2, dim=-1)
+    (cos, sin) = _over_heads(freqs_cis)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
@@ -128,9 +163,12 @@ class _Rotation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, freqs_cis: torch.Tensor, rotate: Callable[..., torch.Tensor]) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, freqs_cis: torch.Tensor, rotate: Callable[..., torch.Tensor]
+    ) -> Any:
         ctx.save_for_backward(freqs_cis)
-        ctx.rotate, parts = rotate, -(-x.numel() // _PART)
+        ctx.rotate = rotate
+        parts = -(-x.numel() // _PART)
         if parts <= 1:
             return rotate(x, freqs_cis).type_as(x)
         out = x.new_empty(x.shape)

@@ -36,7 +36,9 @@ class Taps(Weights):
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__(channels, 1, kernel)
 
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
         """Draw with the variance of nn.Conv1d."""
         draw(parameter, generator, branches=3)
 
@@ -51,7 +53,9 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, query_dim: int, kv_dim: int, kernel: int) -> None:
         super().__init__()
-        self.q, self.k, self.v = Taps(query_dim, kernel), Taps(kv_dim, kernel), Taps(kv_dim, kernel)
+        self.q = Taps(query_dim, kernel)
+        self.k = Taps(kv_dim, kernel)
+        self.v = Taps(kv_dim, kernel)
         self.inner_convolution = InnerConvolution()
 
     def forward(
@@ -64,6 +68,7 @@ class ShortConvolution(nn.Module):
         plan: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """q: (B, S, H * D); k, v: (B, S, K * D) -> the same shapes. positions: (B, S), of packed documents."""
-        x, weight = torch.cat((q, k, v), -1), torch.cat((self.q(), self.k(), self.v()))
+        x = torch.cat((q, k, v), -1)
+        weight = torch.cat((self.q(), self.k(), self.v()))
         x = x + self.inner_convolution(x, weight, positions=positions, plan=plan)
         return x.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)

@@ -22,7 +22,12 @@ Compute = Callable[..., torch.Tensor]
 
 
 def in_tiles(
-    compute: Compute, inputs: Sequence[torch.Tensor], tiles: int, modules: Sequence[nn.Module], *, dim: int = 1
+    compute: Compute,
+    inputs: Sequence[torch.Tensor],
+    tiles: int,
+    modules: Sequence[nn.Module],
+    *,
+    dim: int = 1,
 ) -> torch.Tensor:
     """Return `compute(*inputs)`, a tensor shaped as the first input, computed in `tiles` parts of a dimension.
 
@@ -35,7 +40,9 @@ def in_tiles(
     inputs = [local_part(x) for x in inputs]
     saved: list[Any] = []
     inputs = _Save.apply(saved, torch.empty(0, requires_grad=True), *inputs)
-    return _Tiles.apply(compute, (tiles, dim), modules, saved.pop(), len(inputs), *inputs, *_trained(modules))
+    return _Tiles.apply(
+        compute, (tiles, dim), modules, saved.pop(), len(inputs), *inputs, *_trained(modules)
+    )
 
 
 def experts_in_tiles(experts: nn.Module, tiles: int) -> None:
@@ -47,7 +54,10 @@ def experts_in_tiles(experts: nn.Module, tiles: int) -> None:
     replace_forward(
         experts,
         "experts in parts",
-        lambda *inputs, beside: (in_tiles(lambda *part: forward(*part)[0], inputs, tiles, [experts], dim=0), beside()),
+        lambda *inputs, beside: (
+            in_tiles(lambda *part: forward(*part)[0], inputs, tiles, [experts], dim=0),
+            beside(),
+        ),
     )
 
 
@@ -95,9 +105,14 @@ class _Tiles(torch.autograd.Function):
         count: int,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.compute, ctx.split, ctx.modules, ctx.saved = compute, split, modules, saved
+        ctx.compute = compute
+        ctx.split = split
+        ctx.modules = modules
+        ctx.saved = saved
         whole = tensors[0].new_empty(tensors[0].shape)
-        for out, *parts in zip(*(x.tensor_split(*split) for x in (whole, *tensors[:count])), strict=True):
+        for out, *parts in zip(
+            *(x.tensor_split(*split) for x in (whole, *tensors[:count])), strict=True
+        ):
             _mark_uneven(parts, whole, split)
             out.copy_(compute(*parts))
         return whole
@@ -105,33 +120,45 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        inputs, trained = ctx.saved.saved_tensors, _trained(ctx.modules)
+        inputs = ctx.saved.saved_tensors
+        trained = _trained(ctx.modules)
         of_inputs = [torch.empty_like(x) if x.is_floating_point() else None for x in inputs]
         given = [x for x in of_inputs if x is not None]
         sums: list[torch.Tensor] = []
 
-        def add(grad: torch.Tensor, parts: Sequence[torch.Tensor], of_parts: Sequence[torch.Tensor]) -> None:
+        def add(
+            grad: torch.Tensor, parts: Sequence[torch.Tensor], of_parts: Sequence[torch.Tensor]
+        ) -> None:
             parts = [x.detach().requires_grad_(x.is_floating_point()) for x in parts]
             _mark_uneven(parts, inputs[0], ctx.split)
             with torch.enable_grad():
                 out = ctx.compute(*parts)
-            found = torch.autograd.grad(out, [*(x for x in parts if x.requires_grad), *trained], grad)
+            found = torch.autograd.grad(
+                out, [*(x for x in parts if x.requires_grad), *trained], grad
+            )
             for target, g in zip(of_parts, found, strict=False):
                 target.copy_(g)
             of_trained = found[len(of_parts) :]
             if not sums:
-                sums.extend(g.to(torch.promote_types(g.dtype, torch.float32), copy=True) for g in of_trained)
+                sums.extend(
+                    g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
+                    for g in of_trained
+                )
             else:
                 for total, g in zip(sums, of_trained, strict=True):
                     total.add_(g)
 
-        for part, *parts in zip(*(x.tensor_split(*ctx.split) for x in (grad, *inputs, *given)), strict=True):
+        for part, *parts in zip(
+            *(x.tensor_split(*ctx.split) for x in (grad, *inputs, *given)), strict=True
+        ):
             add(part, parts[: len(inputs)], parts[len(inputs) :])
         gradients = (total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
         return None, None, None, None, None, *of_inputs, *gradients
 
 
-def _mark_uneven(parts: Sequence[torch.Tensor], whole: torch.Tensor, split: tuple[int, int]) -> None:
+def _mark_uneven(
+    parts: Sequence[torch.Tensor], whole: torch.Tensor, split: tuple[int, int]
+) -> None:
     """Let one compiled graph serve parts that differ in their number of positions."""
     tiles, dim = split
     if whole.shape[dim] % tiles:

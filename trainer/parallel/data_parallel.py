@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from longshard.sharding.exchange import all_gather_single, allocate, reduce_scatter
@@ -43,7 +49,11 @@ class DataParallelOptions:
     def of(cls, job: ResolvedJob) -> "DataParallelOptions":
         config = job.config
         storage = getattr(torch, config.training.dtype)
-        reduce = storage if storage == torch.float64 else getattr(torch, config.training.mixed_precision_reduce)
+        reduce = (
+            storage
+            if storage == torch.float64
+            else getattr(torch, config.training.mixed_precision_reduce)
+        )
         how = config.parallelism.fsdp_reshard_after_forward
         pipelined = job.pipeline is not None
         return cls(
@@ -111,10 +121,16 @@ def apply_data_parallel(
     settings = {
         "mesh": mesh,
         # Inputs keep their dtype: rotary tables stay float32 beside bfloat16 activations.
-        "mp_policy": MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(
+            options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
+        ),
+        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available())
+        if options.cpu_offload
+        else OffloadPolicy(),
     }
-    uncast = {"mp_policy": MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)}
+    uncast = {
+        "mp_policy": MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)
+    }
     for module in units.exact:
         if next(module.parameters()).dtype != options.param_dtype:
             fully_shard(module, **settings | uncast)
@@ -130,7 +146,8 @@ def apply_data_parallel(
     fully_shard(model, **settings)
     if inner is not None:
         # Each gathers the next one at least: a host that waits for the routing of tokens is not ahead of the device.
-        ahead, behind = max(2 * options.forward_prefetch, 1), 2 * options.backward_prefetch
+        ahead = max(2 * options.forward_prefetch, 1)
+        behind = 2 * options.backward_prefetch
         options = replace(options, forward_prefetch=ahead, backward_prefetch=behind)
     _prefetch(_order(reshard, inner), options, last_is_apart=units.last is not None)
     _set_reductions(model, mesh, reduce_group, inner, options)
@@ -147,7 +164,11 @@ def _set_reductions(
     inner_units = set() if inner is None else {*inner.of_unit.values()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            over, group = (inner.mesh, inner.reduce_group) if module in inner_units else (mesh, reduce_group)
+            over, group = (
+                (inner.mesh, inner.reduce_group)
+                if module in inner_units
+                else (mesh, reduce_group)
+            )
             sum_gradients(module, over)
             _set_communicators(module, over, group, options)
 
@@ -168,18 +189,27 @@ def _order(reshard: Iterable[nn.Module], inner: InnerUnits | None) -> list[nn.Mo
 
 
 def _set_communicators(
-    module: FSDPModule, mesh: DeviceMesh, reduce_group: dist.ProcessGroup | None, options: DataParallelOptions
+    module: FSDPModule,
+    mesh: DeviceMesh,
+    reduce_group: dist.ProcessGroup | None,
+    options: DataParallelOptions,
 ) -> None:
     if reduce_group is not None:
-        module.set_custom_reduce_scatter(OverGroup(reduce_scatter, reduce_group, options.zero_copy))
+        module.set_custom_reduce_scatter(
+            OverGroup(reduce_scatter, reduce_group, options.zero_copy)
+        )
     if options.zero_copy and mesh.size(mesh.ndim - 1) > 1:
-        module.set_custom_all_gather(OverGroup(all_gather_single, mesh.get_group(mesh.ndim - 1), zero_copy=True))
+        module.set_custom_all_gather(
+            OverGroup(all_gather_single, mesh.get_group(mesh.ndim - 1), zero_copy=True)
+        )
 
 
 def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
     """Return whether units are freed after the forward. One rank would only cast its weights again for the backward,
     unless they are on the host, where memory is short on the device."""
-    return options.reshard_after_forward and (options.cpu_offload or mesh.size(mesh.ndim - 1) > 1)
+    return options.reshard_after_forward and (
+        options.cpu_offload or mesh.size(mesh.ndim - 1) > 1
+    )
 
 
 class OverGroup:
@@ -191,22 +221,39 @@ class OverGroup:
     that pipeline stages with and without experts would wait for each other.
     """
 
-    def __init__(self, collective: Callable[..., dist.Work | None], group: dist.ProcessGroup, zero_copy: bool) -> None:
-        self._collective, self._group, self._zero_copy = collective, group, zero_copy
+    def __init__(
+        self,
+        collective: Callable[..., dist.Work | None],
+        group: dist.ProcessGroup,
+        zero_copy: bool,
+    ) -> None:
+        self._collective = collective
+        self._group = group
+        self._zero_copy = zero_copy
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Return an uninitialised buffer."""
-        of_group = allocate(self._group, size, dtype=dtype, device=device) if self._zero_copy else None
+        of_group = (
+            allocate(self._group, size, dtype=dtype, device=device) if self._zero_copy else None
+        )
         return torch.empty(*size, dtype=dtype, device=device) if of_group is None else of_group
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **settings: Any
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        **settings: Any,
     ) -> dist.Work | None:
         """Run the collective, with FSDP's `async_op` and `op`, over this group in place of `group`."""
         return self._collective(output_tensor, input_tensor, group=self._group, **settings)
 
 
-def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:
+def _prefetch(
+    units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool
+) -> None:
     """Set which units each unit prefetches while it runs.
 
     last_is_apart: the last unit runs after the model's forward. There FSDP waits for all layers before it gathers, so
@@ -217,12 +264,15 @@ def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last
         if ahead:
             unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + ahead]))
         if options.backward_prefetch:
-            unit.set_modules_to_backward_prefetch(list(units[max(i - options.backward_prefetch, 0) : i][::-1]))
+            unit.set_modules_to_backward_prefetch(
+                list(units[max(i - options.backward_prefetch, 0) : i][::-1])
+            )
 
 
 def sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
     """Reduce gradients by plain sums. Both calls are needed, because gloo has no pre-multiplied sum."""
-    if mesh.size() > 1:  # FSDP of one rank would divide by it, which is a pass over the gradients
+    # FSDP of one rank would divide by it, which is a pass over the gradients
+    if mesh.size() > 1:
         module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
@@ -243,13 +293,21 @@ class _Held:
 def keep_on_host(model: nn.Module, *names: str) -> None:
     """Hide these arguments, given by name, from FSDP's hooks of `model`. Call it after `fully_shard`."""
 
-    def hide(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def hide(
+        _module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         return args, {
-            name: _Held(x) if name in names and isinstance(x, torch.Tensor) else x for name, x in kwargs.items()
+            name: _Held(x) if name in names and isinstance(x, torch.Tensor) else x
+            for name, x in kwargs.items()
         }
 
-    def show(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return args, {name: x.tensor if isinstance(x, _Held) else x for name, x in kwargs.items()}
+    def show(
+        _module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        return args, {
+            name: x.tensor if isinstance(x, _Held) else x for name, x in kwargs.items()
+        }
 
-    model.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)  # before the hook of `fully_shard`
+    # before the hook of `fully_shard`
+    model.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)
     model.register_forward_pre_hook(show, with_kwargs=True)

@@ -56,16 +56,24 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
 
-        def forward(self: nn.Module, *tokens: torch.Tensor, beside: Beside = lambda: None) -> Sums:
-            parameters = {name: w.to_local() for name, w in self.named_parameters(recurse=False)}
+        def forward(
+            self: nn.Module, *tokens: torch.Tensor, beside: Beside = lambda: None
+        ) -> Sums:
+            parameters = {
+                name: w.to_local() for name, w in self.named_parameters(recurse=False)
+            }
             experts = len(next(iter(parameters.values())))
-            return dispatched_sums(*tokens, partial(self.sums, parameters), experts, group, beside)
+            return dispatched_sums(
+                *tokens, partial(self.sums, parameters), experts, group, beside
+            )
 
         replace_forward(module, "expert parallelism", MethodType(forward, module))
         return distribute_module(module, device_mesh, shard_rows)
 
 
-def expert_units(experts: Mapping[nn.Module, nn.Module], dims: ParallelDims) -> InnerUnits | None:
+def expert_units(
+    experts: Mapping[nn.Module, nn.Module], dims: ParallelDims
+) -> InnerUnits | None:
     """Return how FSDP shards experts, over all ranks that have tokens for them; None if there are none.
 
     experts: block -> its experts. The experts of a rank are divided among its `efsdp` ranks, or each one's rows are,
@@ -73,13 +81,16 @@ def expert_units(experts: Mapping[nn.Module, nn.Module], dims: ParallelDims) -> 
     """
     if dims.degrees.ep is None:
         return None
-    ranks, ep = dims.degrees.efsdp, dims.degrees.ep
+    ranks = dims.degrees.efsdp
+    ep = dims.degrees.ep
 
     def placement(parameter: nn.Parameter) -> Shard:
         whole_experts = parameter.shape[0] // ep % ranks == 0
         return Shard(0 if whole_experts or parameter.shape[1] % ranks else 1)
 
-    return InnerUnits(dims.expert_mesh, experts, placement, dims.own_group("efsdp", REDUCE_SCATTER))
+    return InnerUnits(
+        dims.expert_mesh, experts, placement, dims.own_group("efsdp", REDUCE_SCATTER)
+    )
 
 
 def dispatched_sums(
@@ -97,7 +108,8 @@ def dispatched_sums(
     experts; experts: their number E. Expert i of all is number i % E of rank i // E. A rank may have no token.
     beside: what is computed while tokens are sent; it is called once, on every rank.
     """
-    plan, flight = plan_dispatch(chosen, experts, group), []
+    plan = plan_dispatch(chosen, experts, group)
+    flight = []
     arriving = _StartDispatch.apply(x, weights, chosen, plan, flight)
     other = beside()
     rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)
@@ -127,20 +139,28 @@ def plan_dispatch(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup) 
 
     chosen: (N, k) int64, this rank's choices; experts: number of experts of each rank.
     """
-    ranks, own = group.size(), group.rank()
+    ranks = group.size()
+    own = group.rank()
     goes = torch.zeros(len(chosen), ranks, dtype=torch.int64, device=chosen.device)
     goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)
     counts = torch.zeros(ranks * (1 + experts), dtype=torch.int64, device=chosen.device)
     counts[:ranks] = goes.sum(0)
     counts[ranks:].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
     table = all_gather(counts, group).tolist()
-    sent, received = table[own][:ranks], [row[own] for row in table]
+    sent = table[own][:ranks]
+    received = [row[own] for row in table]
     first = ranks + own * experts
     pairs = (sum(row[i] for row in table) for i in range(first, first + experts))
     order = goes.t().flatten().argsort(descending=True, stable=True)[: sum(sent)]
     peers = order.div(max(len(chosen), 1), rounding_mode="floor")
     return DispatchPlan(
-        len(chosen), order - peers * len(chosen), peers, tuple(sent), tuple(received), tuple(pairs), group
+        len(chosen),
+        order - peers * len(chosen),
+        peers,
+        tuple(sent),
+        tuple(received),
+        tuple(pairs),
+        group,
     )
 
 
@@ -154,10 +174,14 @@ class _StartDispatch(torch.autograd.Function):
     def forward(ctx, x, weights, chosen, plan, flight):
         experts = len(plan.pairs)
         numbers = chosen[plan.places] - plan.peers.unsqueeze(1) * experts
-        numbers = numbers.masked_fill((numbers < 0) | (numbers >= experts), experts).to(torch.int32)
+        numbers = numbers.masked_fill((numbers < 0) | (numbers >= experts), experts).to(
+            torch.int32
+        )
         ctx.plan, ctx.flight = plan, flight
         parts = [x[plan.places], weights[plan.places], numbers]
-        arriving, pending = _start_exchange(parts, plan.sent, plan.received, plan.group, "expert_dispatch")
+        arriving, pending = _start_exchange(
+            parts, plan.sent, plan.received, plan.group, "expert_dispatch"
+        )
         flight.append(pending)
         ctx.mark_non_differentiable(arriving[2])
         ctx.set_materialize_grads(False)  # those that come are not read
@@ -168,7 +192,12 @@ class _StartDispatch(torch.autograd.Function):
     def backward(ctx, *_sent):
         arrived, pending = ctx.flight.pop()
         pending.wait()
-        return *(added_rows(part, ctx.plan.places, ctx.plan.tokens) for part in arrived), None, None, None
+        return (
+            *(added_rows(part, ctx.plan.places, ctx.plan.tokens) for part in arrived),
+            None,
+            None,
+            None,
+        )
 
 
 class _Arrived(torch.autograd.Function):
@@ -185,8 +214,11 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, drows, dweights, _dnumbers):
-        plan, kind = ctx.plan, "expert_dispatch_backward"
-        ctx.flight.append(_start_exchange([drows, dweights], plan.received, plan.sent, plan.group, kind))
+        plan = ctx.plan
+        kind = "expert_dispatch_backward"
+        ctx.flight.append(
+            _start_exchange([drows, dweights], plan.received, plan.sent, plan.group, kind)
+        )
         return drows, dweights, None, None, None  # for autograd; those of the tokens are sent
 
 
@@ -194,13 +226,17 @@ def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
     """Return the sums of this rank's tokens from those at the experts of all ranks."""
 
     def combine(sums: torch.Tensor) -> torch.Tensor:
-        (arrived,), pending = _start_exchange([sums], plan.received, plan.sent, plan.group, "expert_combine")
+        (arrived,), pending = _start_exchange(
+            [sums], plan.received, plan.sent, plan.group, "expert_combine"
+        )
         pending.wait()
         return added_rows(arrived, plan.places, plan.tokens)
 
     def dispatch(dout: torch.Tensor) -> torch.Tensor:
         kind = "expert_combine_backward"
-        (drows,), pending = _start_exchange([dout[plan.places]], plan.sent, plan.received, plan.group, kind)
+        (drows,), pending = _start_exchange(
+            [dout[plan.places]], plan.sent, plan.received, plan.group, kind
+        )
         pending.wait()
         return drows.contiguous()
 
@@ -208,13 +244,18 @@ def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
 
 
 def _start_exchange(
-    tensors: Tensors, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, kind: str
+    tensors: Tensors,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+    kind: str,
 ) -> tuple[list[torch.Tensor], Pending]:
     """Start sending rows of several tensors (T, C) side by side, as bytes; return views of what arrives, and a handle.
 
     sent, received: rows to and from each rank.
     """
-    places, width = [], 0
+    places = []
+    width = 0
     for x in tensors:
         size = x.shape[1] * x.itemsize
         places.append(slice(width, width + size))
@@ -225,4 +266,6 @@ def _start_exchange(
     sizes = ([rows * width for rows in counts] for counts in (sent, received))
     arrived, pending = all_to_all(message.view(-1), *sizes, group, kind=kind)
     rows = arrived.view(-1, width)
-    return [rows[:, place].view(x.dtype) for x, place in zip(tensors, places, strict=True)], pending
+    return [
+        rows[:, place].view(x.dtype) for x, place in zip(tensors, places, strict=True)
+    ], pending

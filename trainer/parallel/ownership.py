@@ -53,7 +53,10 @@ class Piece:
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
         """Rows and columns of each block of rows."""
-        return [(stop - start, self.columns[1] - self.columns[0]) for (start, stop), _ in self.places]
+        return [
+            (stop - start, self.columns[1] - self.columns[0])
+            for (start, stop), _ in self.places
+        ]
 
     @cached_property
     def elements(self) -> int:
@@ -73,7 +76,9 @@ class Matrix:
     def sender(self, piece: Piece) -> int:
         """Return which of the ranks that have a piece sends it: the one whose number is nearest to the owner's."""
         place = bisect_left(piece.ranks, self.owner)
-        return min(piece.ranks[max(place - 1, 0) : place + 1], key=lambda rank: abs(rank - self.owner))
+        return min(
+            piece.ranks[max(place - 1, 0) : place + 1], key=lambda rank: abs(rank - self.owner)
+        )
 
 
 Round = tuple[Matrix, ...]
@@ -103,7 +108,9 @@ class RankRound:
         """known: pieces that layers share, by identity -> those of this rank."""
         for matrix in matrices:
             if id(matrix.pieces) not in known:
-                known[id(matrix.pieces)] = tuple(piece for piece in matrix.pieces if rank in piece.ranks)
+                known[id(matrix.pieces)] = tuple(
+                    piece for piece in matrix.pieces if rank in piece.ranks
+                )
         owned = [matrix for matrix in matrices if matrix.owner == rank]
         mine = [(matrix, piece) for matrix in matrices for piece in known[id(matrix.pieces)]]
         sources: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
@@ -113,9 +120,17 @@ class RankRound:
         homes: dict[int, list[tuple[Matrix, Piece]]] = defaultdict(list)
         for matrix, piece in mine:
             homes[matrix.owner].append((matrix, piece))
-        gathers = any(matrix.sender(piece) != matrix.owner for matrix in matrices for piece in matrix.pieces)
-        returns = any(piece.ranks != (matrix.owner,) for matrix in matrices for piece in matrix.pieces)
-        return cls(matrices[0].rows, matrices[0].columns, owned, mine, sources, homes, gathers, returns)
+        gathers = any(
+            matrix.sender(piece) != matrix.owner
+            for matrix in matrices
+            for piece in matrix.pieces
+        )
+        returns = any(
+            piece.ranks != (matrix.owner,) for matrix in matrices for piece in matrix.pieces
+        )
+        return cls(
+            matrices[0].rows, matrices[0].columns, owned, mine, sources, homes, gathers, returns
+        )
 
 
 class Owners:
@@ -133,13 +148,21 @@ class Owners:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._group, self._rank, self._settings = group, group.rank(), {"dtype": dtype, "device": device}
-        ranks, boxes, pieces = tuple(dist.get_process_group_ranks(group)), {}, {}
+        self._group = group
+        self._rank = group.rank()
+        self._settings = {"dtype": dtype, "device": device}
+        ranks = tuple(dist.get_process_group_ranks(group))
+        boxes = {}
+        pieces = {}
         split = [(_boxes(p, ranks, boxes), p.shape[-1], rows) for p, rows in parameters.items()]
-        self.rounds = [RankRound.of(matrices, self._rank, pieces) for matrices in rounds_of(split)]
+        self.rounds = [
+            RankRound.of(matrices, self._rank, pieces) for matrices in rounds_of(split)
+        ]
         """As many, and with the same matrices, on every rank."""
 
-    def gather(self, this: RankRound, part: Callable[[int, Range], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def gather(
+        self, this: RankRound, part: Callable[[int, Range], torch.Tensor]
+    ) -> Callable[[], torch.Tensor]:
         """Start sending this rank's pieces of matrices to their owners; a collective.
 
         part: (number of a parameter, rows of its shard) -> their values. Return what waits and returns the matrices
@@ -148,11 +171,14 @@ class Owners:
         sent: dict[int, list[torch.Tensor]] = defaultdict(list)
         for matrix, piece in this.mine:
             if matrix.sender(piece) == self._rank:
-                sent[matrix.owner] += [part(matrix.parameter, rows).flatten() for _, rows in piece.places]
+                sent[matrix.owner] += [
+                    part(matrix.parameter, rows).flatten() for _, rows in piece.places
+                ]
         wait_for = self._exchange(sent, this.sources, this.gathers)
 
         def wait() -> torch.Tensor:
-            blocks, whole = wait_for(), torch.empty(len(this.owned), this.rows, this.columns, **self._settings)
+            blocks = wait_for()
+            whole = torch.empty(len(this.owned), this.rows, this.columns, **self._settings)
             for rank in sorted(this.sources):
                 for place, piece in this.sources[rank]:
                     for (start, stop), _ in piece.places:
@@ -172,7 +198,10 @@ class Owners:
         sent: dict[int, list[torch.Tensor]] = defaultdict(list)
         for result, matrix in zip(results, this.owned, strict=True):
             for piece in matrix.pieces:
-                blocks = [result[start:stop, slice(*piece.columns)].flatten() for (start, stop), _ in piece.places]
+                blocks = [
+                    result[start:stop, slice(*piece.columns)].flatten()
+                    for (start, stop), _ in piece.places
+                ]
                 for rank in piece.ranks:
                     sent[rank] += blocks
         wait_for = self._exchange(sent, this.homes, this.returns)
@@ -187,22 +216,39 @@ class Owners:
         return wait
 
     def _exchange(
-        self, sent: Mapping[int, list[torch.Tensor]], arriving: Mapping[int, list[tuple[Any, Piece]]], moves: bool
+        self,
+        sent: Mapping[int, list[torch.Tensor]],
+        arriving: Mapping[int, list[tuple[Any, Piece]]],
+        moves: bool,
     ) -> Callable[[], Iterator[torch.Tensor]]:
         """Start the exchange of blocks by rank. Return what waits, and yields those that arrived, by rank.
 
         moves: whether some rank of the group sends something to another one; it is the same on every rank.
         """
         blocks = [block for rank in sorted(sent) for block in sent[rank]]
-        received, pending = torch.cat([block.to(**self._settings) for block in blocks or [torch.empty(0)]]), Pending()
+        received = torch.cat(
+            [block.to(**self._settings) for block in blocks or [torch.empty(0)]]
+        )
+        pending = Pending()
         if moves:
-            sizes = [sum(block.numel() for block in sent.get(rank, ())) for rank in range(self._group.size())]
-            wanted = [sum(piece.elements for _, piece in arriving.get(rank, ())) for rank in range(self._group.size())]
+            sizes = [
+                sum(block.numel() for block in sent.get(rank, ()))
+                for rank in range(self._group.size())
+            ]
+            wanted = [
+                sum(piece.elements for _, piece in arriving.get(rank, ()))
+                for rank in range(self._group.size())
+            ]
             received, pending = all_to_all(received, sizes, wanted, self._group, kind="owners")
 
         def wait() -> Iterator[torch.Tensor]:
             pending.wait()
-            shapes = [shape for rank in sorted(arriving) for _, piece in arriving[rank] for shape in piece.shapes]
+            shapes = [
+                shape
+                for rank in sorted(arriving)
+                for _, piece in arriving[rank]
+                for shape in piece.shapes
+            ]
             flat = received.split([rows * columns for rows, columns in shapes])
             return (block.view(shape) for block, shape in zip(flat, shapes, strict=True))
 
@@ -215,7 +261,9 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
     parameters: of each its boxes, its columns, and the rows of its matrices.
     """
     known: dict[Hashable, tuple[Piece, ...]] = {}
-    shapes: dict[tuple[int, int], dict[tuple[int, ...], list[tuple[int, tuple[Piece, ...]]]]] = {}
+    shapes: dict[
+        tuple[int, int], dict[tuple[int, ...], list[tuple[int, tuple[Piece, ...]]]]
+    ] = {}
     for number, (boxes, columns, matrices) in enumerate(parameters):
         for rows in matrices:
             if (id(boxes), rows) not in known:  # layers have the same
@@ -224,7 +272,8 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
             sharing = tuple(sorted(rank for piece in pieces for rank in piece.ranks))
             shape = sum(stop - start for start, stop in rows), columns
             shapes.setdefault(shape, {}).setdefault(sharing, []).append((number, pieces))
-    rounds, dealt = [], defaultdict(int)
+    rounds = []
+    dealt = defaultdict(int)
     for shape in sorted(shapes, key=lambda sizes: -sizes[0] * sizes[1]):
         each = max(1, AT_ONCE // (shape[0] * shape[1]))
         turns: dict[int, list[Matrix]] = defaultdict(list)
@@ -232,20 +281,29 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
             for place, (number, pieces) in enumerate(matrices):
                 owner = sharing[dealt[sharing] % len(sharing)]
                 dealt[sharing] += 1
-                turns[place // (each * len(sharing))].append(Matrix(number, *shape, pieces, owner))
+                turns[place // (each * len(sharing))].append(
+                    Matrix(number, *shape, pieces, owner)
+                )
         rounds += [tuple(turns[turn]) for turn in sorted(turns)]
     return rounds
 
 
 def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
     """Return the parts of a matrix, the rows `rows` of a parameter, that boxes have."""
-    pieces = ((tuple(common_parts(rows, Offsets(box.rows))), box, ranks) for box, ranks in boxes.items())
+    pieces = (
+        (tuple(common_parts(rows, Offsets(box.rows))), box, ranks)
+        for box, ranks in boxes.items()
+    )
     return tuple(
-        Piece(places, box.columns, ranks) for places, box, ranks in pieces if places and box.columns[0] < box.columns[1]
+        Piece(places, box.columns, ranks)
+        for places, box, ranks in pieces
+        if places and box.columns[0] < box.columns[1]
     )
 
 
-def _boxes(parameter: torch.Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxes]) -> Boxes:
+def _boxes(
+    parameter: torch.Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxes]
+) -> Boxes:
     """Return what each of the ranks, by its number among them, has of a parameter.
 
     Raises:
@@ -253,14 +311,19 @@ def _boxes(parameter: torch.Tensor, ranks: tuple[int, ...], known: dict[Hashable
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        mesh_shape, grid, placements = (1,), [dist.get_rank()], ()
+        mesh_shape = (1,)
+        grid = [dist.get_rank()]
+        placements = ()
     else:
-        mesh_shape, placements = tuple(parameter.device_mesh.shape), parameter.placements
+        mesh_shape = tuple(parameter.device_mesh.shape)
+        placements = parameter.placements
         grid = parameter.device_mesh.mesh.flatten().tolist()
     key = shape, mesh_shape, tuple(grid), placements
     if key not in known:
         if sorted(grid) != sorted(ranks):
-            raise ValueError(f"a parameter lies on the ranks {grid}, and its owners are to be among {list(ranks)}")
+            raise ValueError(
+                f"a parameter lies on the ranks {grid}, and its owners are to be among {list(ranks)}"
+            )
         numbers = {rank: number for number, rank in enumerate(ranks)}
         found: dict[Box, list[int]] = defaultdict(list)
         for coordinate, rank in zip(product(*map(range, mesh_shape)), grid, strict=True):
@@ -273,21 +336,36 @@ def rows_here(parameter: torch.Tensor) -> Ranges:
     """Return the rows of a parameter of one or two dimensions that this rank has, in order."""
     if not isinstance(parameter, DTensor):
         return ((0, parameter.shape[0]),)
-    mesh, shape = parameter.device_mesh, (parameter.shape[0], 1)
+    mesh = parameter.device_mesh
+    shape = (parameter.shape[0], 1)
     return _box(shape, tuple(mesh.shape), mesh.get_coordinate(), parameter.placements).rows
 
 
 def _box(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
 ) -> Box:
     """Return what a rank has: tensor parallelism cuts before FSDP, whose placement says so by its stride."""
     held = [(0, length) for length in shape]
-    cuts = [cut for cut in zip(placements, mesh_shape, coordinate, strict=False) if hasattr(cut[0], "dim")]
-    for placement, parts, place in sorted(cuts, key=lambda cut: hasattr(cut[0], "split_factor")):
+    cuts = [
+        cut
+        for cut in zip(placements, mesh_shape, coordinate, strict=False)
+        if hasattr(cut[0], "dim")
+    ]
+    for placement, parts, place in sorted(
+        cuts, key=lambda cut: hasattr(cut[0], "split_factor")
+    ):
         start, stop = held[placement.dim]
         step = -(-(stop - start) // parts)
-        held[placement.dim] = min(start + place * step, stop), min(start + (place + 1) * step, stop)
+        held[placement.dim] = (
+            min(start + place * step, stop),
+            min(start + (place + 1) * step, stop),
+        )
     *leading, (first, last), columns = held
-    heights = torch.arange(torch.Size(shape[:-2]).numel()).view(shape[:-2])[tuple(slice(*part) for part in leading)]
+    heights = torch.arange(torch.Size(shape[:-2]).numel()).view(shape[:-2])[
+        tuple(slice(*part) for part in leading)
+    ]
     starts = (heights.flatten() * shape[-2]).tolist()
     return Box(union((start + first, start + last) for start in starts), columns)

@@ -69,7 +69,9 @@ Rows = tuple[tuple[int, ...], ...]
 
 def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -> Rows:
     """Return the groups of a mesh over the dims `along`, of a grid of `dims` with these sizes."""
-    grid = torch.arange(math.prod(sizes[name] for name in dims)).view([sizes[name] for name in dims])
+    grid = torch.arange(math.prod(sizes[name] for name in dims)).view(
+        [sizes[name] for name in dims]
+    )
     others = [place for place, name in enumerate(dims) if name not in along]
     inner = [place for place, name in enumerate(dims) if name in along]
     rows = grid.permute(others + inner).reshape(-1, math.prod(sizes[name] for name in along))
@@ -83,7 +85,8 @@ def new_group(rows: Rows, description: str) -> dist.ProcessGroup:
     the group of all ranks, once for all rows. `new_group` would split it once for each row, of one rank too.
     """
     (mine,) = (row for row in rows if dist.get_rank() in row)
-    world, settings = dist.group.WORLD, {"use_local_synchronization": True, "group_desc": description}
+    world = dist.group.WORLD
+    settings = {"use_local_synchronization": True, "group_desc": description}
     if len(mine) == 1:
         return dist.new_group(list(mine), backend="fake", **settings)
     if world.bound_device_id is not None:
@@ -114,12 +117,17 @@ class ParallelDims:
         several = sum(1 < len(rows[0]) < degrees.world_size for rows in self._of_rows)
         seconds = time.monotonic() - started
         if several:
-            logger.info(f"process groups beside that of all ranks: {several}, made in {seconds:.1f} s")
+            logger.info(
+                f"process groups beside that of all ranks: {several}, made in {seconds:.1f} s"
+            )
 
     def _add(self, way: Factorisation, device_type: str, sizes: Mapping[str, int]) -> None:
         """Add the meshes of a factorisation; each is that of an earlier name if its groups have the same ranks."""
         rows = {name: lines(way.dims, (name,), sizes) for name in way.dims}
-        groups = {of_dim: self._group(of_dim, name) for of_dim, name in {rows[name]: name for name in way.dims}.items()}
+        groups = {
+            of_dim: self._group(of_dim, name)
+            for of_dim, name in {rows[name]: name for name in way.dims}.items()
+        }
         grid = torch.arange(self.degrees.world_size).view([sizes[name] for name in way.dims])
         of_dims = [groups[rows[name]] for name in way.dims]
         root = DeviceMesh.from_group(of_dims, device_type, grid, mesh_dim_names=way.dims)
@@ -163,9 +171,13 @@ class ParallelDims:
         return self._gloo_group(mesh, timeout)
 
     def _gloo_group(self, mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
-        ranks = torch.tensor(dist.get_process_group_ranks(mesh.get_group()), device=mesh.device_type)
+        ranks = torch.tensor(
+            dist.get_process_group_ranks(mesh.get_group()), device=mesh.device_type
+        )
         of_all = {tuple(row) for row in all_gather(ranks, self["world"]).tolist()}
-        group, _ = dist.new_subgroups_by_enumeration([list(row) for row in sorted(of_all)], timeout, backend="gloo")
+        group, _ = dist.new_subgroups_by_enumeration(
+            [list(row) for row in sorted(of_all)], timeout, backend="gloo"
+        )
         return group
 
     def own_group(self, name: str, purpose: str) -> dist.ProcessGroup | None:
@@ -183,7 +195,8 @@ class ParallelDims:
 
         A collective of all ranks, where no mesh has these ranks.
         """
-        root, sizes = self._roots[0], self.degrees.sizes()
+        root = self._roots[0]
+        sizes = self.degrees.sizes()
         rows = lines(root.mesh_dim_names, root.mesh_dim_names[1:], sizes)
         if (rows, "stage") not in self._own:
             self._own[rows, "stage"] = self._group(rows, "stage")

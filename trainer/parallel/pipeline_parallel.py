@@ -69,17 +69,25 @@ class Pipeline:
         self._device = device
         self._hidden = hidden
         self._numbers = plan.stages_of(mesh.get_local_rank())
-        self.has_first, self.has_last = 0 in self._numbers, len(plan.stages) - 1 in self._numbers
+        self.has_first, self.has_last = (
+            0 in self._numbers,
+            len(plan.stages) - 1 in self._numbers,
+        )
         self._shape: tuple[int, int] | None = None
         self._schedule = None
         self._group = mesh.get_group()
         self._loss: LossFunction | None = None
         # At an error PyTorch would print the whole schedule on every rank.
         logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
-        self._prepare((plan.micro_batches, hidden.tp))  # any shape shows whether the schedule can run
+        # any shape shows whether the schedule can run
+        self._prepare((plan.micro_batches, hidden.tp))
 
     def step(
-        self, tokens: torch.Tensor, labels: torch.Tensor, loss: LossFunction, **per_sequence: torch.Tensor | None
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        loss: LossFunction,
+        **per_sequence: torch.Tensor | None,
     ) -> None:
         """Run forward and backward of the whole batch, and add to the gradients. A collective over the pipeline.
 
@@ -93,25 +101,37 @@ class Pipeline:
         given = {name: x for name, x in per_sequence.items() if x is not None}
         arguments = (tokens,) if self.has_first else ()
         try:
-            self._schedule.step(*arguments, target=labels if self.has_last else None, return_outputs=False, **given)
+            self._schedule.step(
+                *arguments,
+                target=labels if self.has_last else None,
+                return_outputs=False,
+                **given,
+            )
         except RuntimeError as error:
             # PyTorch wraps a stage's exception in one that only lists the stage's arguments.
             raise (error.__cause__ or error) from None
         finally:
             self._loss = None
             for stage in self._stages:
-                stage.clear_runtime_states()  # else gradients of received tensors live on to the next step
+                # else gradients of received tensors live on to the next step
+                stage.clear_runtime_states()
 
-    def __call__(self, tokens: torch.Tensor, **arguments: torch.Tensor | None) -> torch.Tensor | None:
+    def __call__(
+        self, tokens: torch.Tensor, **arguments: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Run the forward of a batch through all stages, one after another; return the last stage's hidden states.
 
         None on the ranks without the last stage. Gradients are off. Hidden states are sent in the order of the stages,
         whatever the schedule. A collective over the pipeline.
         """
-        rank, stages = self._mesh.get_local_rank(), len(self.plan.stages)
-        owners = {number: r for r in range(self._mesh.size()) for number in self.plan.stages_of(r)}
+        rank = self._mesh.get_local_rank()
+        stages = len(self.plan.stages)
+        owners = {
+            number: r for r in range(self._mesh.size()) for number in self.plan.stages_of(r)
+        }
         shape = self._hidden.shape(*tokens.shape)
-        sent, hidden = [], None
+        sent = []
+        hidden = None
         for number, part in zip(self._numbers, self.model_parts, strict=True):
             if number == 0:
                 x = tokens
@@ -139,13 +159,17 @@ class Pipeline:
             return
         ranks = dist.get_process_group_ranks(self._group)
         self._group = dist.new_group(
-            ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True, group_desc="pp_messages"
+            ranks,
+            timeout=timedelta(seconds=seconds),
+            use_local_synchronization=True,
+            group_desc="pp_messages",
         )
         if self._shape is not None:
             self._prepare(self._shape)
 
     def _prepare(self, shape: tuple[int, int]) -> None:
-        sequences, length = shape[0] // self.plan.micro_batches, shape[1]
+        sequences = shape[0] // self.plan.micro_batches
+        length = shape[1]
         tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
         hidden_shape = self._hidden.shape(sequences * self._hidden.rows, length)
         hidden = torch.empty(hidden_shape, dtype=self._hidden.dtype, device="meta")
@@ -162,18 +186,27 @@ class Pipeline:
             )
             for number, part in zip(self._numbers, self.model_parts, strict=True)
         ]
-        self._schedule, self._shape = self._build(self._stages), shape
+        self._schedule = self._build(self._stages)
+        self._shape = shape
 
     def _build(self, stages: list[PipelineStage]) -> object:
-        if self.plan.schedule in V_SHAPED and torch.__version__ < (2, 12) and dist.get_backend(self._group) == "gloo":
+        if (
+            self.plan.schedule in V_SHAPED
+            and torch.__version__ < (2, 12)
+            and dist.get_backend(self._group) == "gloo"
+        ):
             raise ConfigError(
                 f"parallelism.pipeline_parallel_schedule = {self.plan.schedule!r} needs PyTorch 2.12 or newer on CPUs; "
                 f"this is {torch.__version__}, whose ranks send themselves a message; use 'Interleaved1F1B'"
             )
-        settings = {"loss_fn": lambda hidden, labels: self._loss(self.model_parts[-1], hidden, labels)}
+        settings = {
+            "loss_fn": lambda hidden, labels: self._loss(self.model_parts[-1], hidden, labels)
+        }
         settings["scale_grads"] = False
         if self.plan.csv is not None:
-            schedule = torch_schedules._PipelineScheduleRuntime(stages, self.plan.micro_batches, **settings)
+            schedule = torch_schedules._PipelineScheduleRuntime(
+                stages, self.plan.micro_batches, **settings
+            )
             try:
                 schedule._load_csv(self.plan.csv)
             except (AssertionError, ValueError) as error:

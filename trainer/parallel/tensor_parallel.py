@@ -10,7 +10,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -19,14 +26,18 @@ def shard_rows(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the first dimension of a module's own parameters, as `distribute_module` calls it."""
     for name, parameter in list(part.named_parameters(recurse=False)):
         shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-        part.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+        part.register_parameter(
+            name, nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        )
 
 
 class LocalParameter(ParallelStyle):
     """Style for a module whose forward returns its `weight`: each rank gets the first dimension's part of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, shard_rows, output_fn=lambda _part, x, _mesh: x.to_local())
+        return distribute_module(
+            module, device_mesh, shard_rows, output_fn=lambda _part, x, _mesh: x.to_local()
+        )
 
 
 class Replicated(ParallelStyle):
@@ -42,7 +53,9 @@ class Replicated(ParallelStyle):
         def local(_part: nn.Module, x: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
             return x.to_local(grad_placements=[Partial()])
 
-        return distribute_module(module, device_mesh, output_fn=local if self._is_local else None)
+        return distribute_module(
+            module, device_mesh, output_fn=local if self._is_local else None
+        )
 
 
 class OwnPositions(ParallelStyle):
@@ -54,7 +67,9 @@ class OwnPositions(ParallelStyle):
         def own(_part: nn.Module, inputs: tuple[torch.Tensor, torch.Tensor | None]) -> tuple:
             x, positions = inputs
             rows = x.shape[1]
-            return x, None if positions is None else positions[:, rank * rows : (rank + 1) * rows]
+            return x, None if positions is None else positions[
+                :, rank * rows : (rank + 1) * rows
+            ]
 
         module.register_forward_pre_hook(own)
         return module
@@ -78,11 +93,17 @@ class ShardedNorm(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def sharded(_part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
+        def sharded(
+            _part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh
+        ) -> DTensor:
             return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
 
         return distribute_module(
-            module, device_mesh, shard_rows, input_fn=sharded, output_fn=lambda _part, x, _mesh: x.to_local()
+            module,
+            device_mesh,
+            shard_rows,
+            input_fn=sharded,
+            output_fn=lambda _part, x, _mesh: x.to_local(),
         )
 
 
@@ -98,7 +119,9 @@ class VocabularyParallel(ParallelStyle):
 
 def _gathered(_part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
     """Return (B, S / tp, dim), the input of a module, with the whole sequence."""
-    return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
+    return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(
+        mesh, [Replicate()]
+    )
 
 
 @contextmanager
@@ -117,7 +140,9 @@ def preserve_ties(module: nn.Module) -> Iterator[None]:
             setattr(owner, name, getattr(first, first_name))
 
 
-def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
+def apply_tensor_parallel(
+    module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]
+) -> None:
     """Apply `styles` (submodule name -> style) over the 1-D `mesh`; tied parameters stay tied."""
     with preserve_ties(module):
         parallelize_module(module, mesh, styles)

@@ -31,11 +31,16 @@ def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
         ConfigError: a run failed.
     """
     length = parse_command_line(list(arguments)).config.training.seq_len
-    full, one = "--activation_checkpoint.mode=full", "--training.global_batch_size=-1"
-    runs = [[f"--training.seq_len={n}", one] for n in (length // 2, length, 2 * length, 4 * length)]
+    full = "--activation_checkpoint.mode=full"
+    one = "--training.global_batch_size=-1"
+    runs = [
+        [f"--training.seq_len={n}", one] for n in (length // 2, length, 2 * length, 4 * length)
+    ]
     runs += [[f"--training.seq_len={n}", one, full] for n in (length, 2 * length)]
-    runs += [[f"--training.seq_len={length // 4}", "--training.global_batch_size=4"]]  # many launches, for little
-    rows, seconds = [], []
+    # many launches, for little
+    runs += [[f"--training.seq_len={length // 4}", "--training.global_batch_size=4"]]
+    rows = []
+    seconds = []
     with Worker(has_shim=False) as worker:
         for run in runs:
             job = [*arguments, *run, "--training.local_batch_size=1"]
@@ -43,7 +48,8 @@ def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
             rows.append(quantities(Profile(**profile)))
             seconds.append(step_seconds(job))
     costs = np.zeros(len(QUANTITIES))
-    costs[-1] = 1 / bandwidth()  # which the length changes as it changes products: it is measured apart
+    # which the length changes as it changes products: it is measured apart
+    costs[-1] = 1 / bandwidth()
     of_memory = np.array(rows) @ costs
     costs[:-1] = non_negative(np.array(rows)[:, :-1], np.array(seconds), of_memory)
     path.write_text(record(memory, dict(zip(QUANTITIES, costs, strict=True))), encoding="utf-8")
@@ -70,13 +76,32 @@ def step_seconds(job: Sequence[str]) -> float:
         ConfigError: the run failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"--training.steps={_STEPS}", "--metrics.log_freq=1", f"--job.dump_folder={folder}"]
-        command = [sys.executable, "-m", "trainer", "train", *job[1:], "--ngpu=1", *settings, "--checkpoint.no-enable"]
+        settings = [
+            f"--training.steps={_STEPS}",
+            "--metrics.log_freq=1",
+            f"--job.dump_folder={folder}",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "trainer",
+            "train",
+            *job[1:],
+            "--ngpu=1",
+            *settings,
+            "--checkpoint.no-enable",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise ConfigError(f"a run to calibrate failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+            raise ConfigError(
+                f"a run to calibrate failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+            )
         lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    times = [metrics["seconds_per_step"] for metrics in map(json.loads, lines) if "seconds_per_step" in metrics]
+    times = [
+        metrics["seconds_per_step"]
+        for metrics in map(json.loads, lines)
+        if "seconds_per_step" in metrics
+    ]
     return median(times[_SKIPPED:])
 
 
@@ -94,7 +119,8 @@ def bandwidth() -> float:
 
 def non_negative(rows: np.ndarray, seconds: np.ndarray, rest: np.ndarray) -> np.ndarray:
     """Return the non-negative x that makes `rows @ x + rest` near to `seconds`, by relative errors."""
-    scaled, wanted = rows / seconds[:, None], 1 - rest / seconds
+    scaled = rows / seconds[:, None]
+    wanted = 1 - rest / seconds
     kept = [i for i in range(rows.shape[1]) if scaled[:, i].any()]
     costs = np.zeros(rows.shape[1])
     while kept:

@@ -55,7 +55,9 @@ class FakeDevice(FakeTensorMode):
     around: called with each of this project's operators instead of its body, which is the last argument.
     """
 
-    def __init__(self, device_type: str, observe: Observer | None = None, around: Around | None = None) -> None:
+    def __init__(
+        self, device_type: str, observe: Observer | None = None, around: Around | None = None
+    ) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._device_type = device_type
         self._observe = observe or (lambda *_: None)
@@ -78,16 +80,23 @@ class FakeDevice(FakeTensorMode):
         if not _is_of_device(args, kwargs, self._device_type):
             if any(issubclass(x, DTensor) for x in types):  # its parts come by themselves
                 return NotImplemented
-            if self._device_type == "cuda" and not any(isinstance(x, torch.Tensor) and x.is_meta for x in args):
+            if self._device_type == "cuda" and not any(
+                isinstance(x, torch.Tensor) and x.is_meta for x in args
+            ):
                 return func(*args, **kwargs)
             result = tree_map_only(torch.Tensor, self._without_memory, func(*args, **kwargs))
             self._observe(func, args, kwargs, result)
             return result
         with self:
             if func.namespace == "longshard":
-                return self._around(name, (*args, *kwargs.values()), lambda: self._run_body(name, args, kwargs))
+                return self._around(
+                    name, (*args, *kwargs.values()), lambda: self._run_body(name, args, kwargs)
+                )
             # In the body of an operator, below autograd, PyTorch asks for composites of other operators as a whole.
-            if _is_composite(func) and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+            if (
+                _is_composite(func)
+                and (result := func.decompose(*args, **kwargs)) is not NotImplemented
+            ):
                 return result
         if (check := self.checks.get(name)) is not None:
             check(*args)
@@ -102,7 +111,12 @@ class FakeDevice(FakeTensorMode):
 
     def _without_memory(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor that was made in host memory as one of the device, if it is one that stands for a CPU."""
-        is_of_device = type(x) is torch.Tensor and x.device.type == "cpu" and x.is_floating_point() and x.numel() > 1
+        is_of_device = (
+            type(x) is torch.Tensor
+            and x.device.type == "cpu"
+            and x.is_floating_point()
+            and x.numel() > 1
+        )
         return self.from_tensor(x, static_shapes=True) if is_of_device else x
 
     def _computed(self, func, types, args, kwargs) -> Any:
@@ -119,7 +133,9 @@ class FakeDevice(FakeTensorMode):
         with set_ctx_getter(_AnySize):
             promised = list(map(form, tree_leaves(operator._abstract_fn(*args, **kwargs))))
         found = operator._init_fn(*args, **kwargs)
-        for number, (want, have) in enumerate(zip(promised, map(form, tree_leaves(found)), strict=True)):
+        for number, (want, have) in enumerate(
+            zip(promised, map(form, tree_leaves(found)), strict=True)
+        ):
             assert want == have, f"{name} result {number}: promised {want}, returned {have}"
         return found
 
@@ -127,7 +143,9 @@ class FakeDevice(FakeTensorMode):
 @cache
 def _is_composite(func: torch._ops.OpOverload) -> bool:
     """Return whether PyTorch computes an operator by others on every device: silu_backward, for one, has kernels."""
-    return func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
+    return func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CPU"
+    )
 
 
 class _AnySize:
@@ -141,13 +159,17 @@ def form(x: torch.Tensor) -> tuple:
     """Return what a graph relies on. Strides of dimensions of one row are free, and so is the number of bytes sent."""
     if x.dtype == torch.uint8:
         return x.ndim, x.dtype, x.device.type
-    strides = tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) if x.numel() else ()
+    strides = (
+        tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) if x.numel() else ()
+    )
     return tuple(x.shape), strides, x.dtype, x.device.type
 
 
 def _is_of_device(args: tuple, kwargs: dict[str, Any], device_type: str) -> bool:
     for x in (*args, *kwargs.values()):
-        if isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == device_type == "cuda"):
+        if isinstance(x, FakeTensor) or (
+            isinstance(x, torch.device) and x.type == device_type == "cuda"
+        ):
             return True
         if isinstance(x, list | tuple) and _is_of_device(tuple(x), {}, device_type):
             return True
@@ -160,7 +182,9 @@ def _is_of_device(args: tuple, kwargs: dict[str, Any], device_type: str) -> bool
 class _Stream:
     """A stream, or an event: whatever is asked of it is done already."""
 
-    device, stream_id, cuda_stream = torch.device("cuda", 0), 1, 1
+    device = torch.device("cuda", 0)
+    stream_id = 1
+    cuda_stream = 1
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -199,9 +223,14 @@ _ONLY = _Stream()
 def _of_torch_cuda(gpu: Gpu) -> dict[str, Any]:
     class Properties:
         name, major, minor, total_memory = gpu.name, *gpu.capability, gpu.memory
-        multi_processor_count, warp_size, max_threads_per_multi_processor = 132, 32, 2048
-        regs_per_multiprocessor, gcnArchName, L2_cache_size = 65536, "", 50 << 20
-        shared_memory_per_block_optin, shared_memory_per_multiprocessor = 232448, 233472
+        multi_processor_count = 132
+        warp_size = 32
+        max_threads_per_multi_processor = 2048
+        regs_per_multiprocessor = 65536
+        gcnArchName = ""
+        L2_cache_size = 50 << 20
+        shared_memory_per_block_optin = 232448
+        shared_memory_per_multiprocessor = 233472
 
     names = ["set_device", "synchronize", "empty_cache", "init", "_lazy_init", "set_rng_state"]
     nothing = {name: lambda *_a, **_k: None for name in (*names, "reset_peak_memory_stats")}

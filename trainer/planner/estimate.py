@@ -79,14 +79,18 @@ class Estimate:
     def mfu(self) -> tuple[float, float]:
         """Share of the peak with full attention counted, and with visible keys alone."""
         full, causal = self.job.model.flops_per_token(self.job.positions)
-        return tuple(flops * self.tokens_per_second / self.device.flops for flops in (full, causal))
+        return tuple(
+            flops * self.tokens_per_second / self.device.flops for flops in (full, causal)
+        )
 
     @property
     def hfu(self) -> float:
         """Share of the peak that kernels compute, with what is recomputed."""
         kinds = ("products", "float8", "attention_")
         works = self.profile.work.values()
-        flops = sum(amount for work in works for name, amount in work.items() if name.startswith(kinds))
+        flops = sum(
+            amount for work in works for name, amount in work.items() if name.startswith(kinds)
+        )
         return flops / self.time.seconds / self.device.flops
 
     def record(self) -> dict[str, Any]:
@@ -101,8 +105,13 @@ class Estimate:
             "fits": self.fits,
             "host": self.profile.totals["host"],
             "memory": self.by_purpose,
-            "peak": {"place": self.profile.peak_place, "at": self.profile.at.get(self.profile.peak_place, "")},
-            "places": {place: sum(amounts.values()) for place, amounts in self.profile.live.items()},
+            "peak": {
+                "place": self.profile.peak_place,
+                "at": self.profile.at.get(self.profile.peak_place, ""),
+            },
+            "places": {
+                place: sum(amounts.values()) for place, amounts in self.profile.live.items()
+            },
             "messages": self.profile.messages,
             "work": self.profile.work,
             "step_seconds": self.time.seconds,
@@ -123,20 +132,32 @@ def in_words(amounts: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def estimate(worker: Worker, arguments: Sequence[str], ranks: int, device: Device, *, whole: bool = False) -> Estimate:
+def estimate(
+    worker: Worker, arguments: Sequence[str], ranks: int, device: Device, *, whole: bool = False
+) -> Estimate:
     """Trace a job and return its estimate. whole: trace all layers, which takes longer, for a picture of them.
 
     Raises:
         ConfigError: a wrong setting, or a job that cannot be traced.
     """
     gpu = {"name": device.name, "capability": device.capability, "memory": int(device.memory)}
-    found = worker.ask(arguments, ranks, gpu if device.type == "cuda" else None, whole=whole, node=device.node)
-    job = resolve(parse_command_line(list(arguments)).config, ranks, device.type, node=device.node, missing=[])
+    found = worker.ask(
+        arguments, ranks, gpu if device.type == "cuda" else None, whole=whole, node=device.node
+    )
+    job = resolve(
+        parse_command_line(list(arguments)).config,
+        ranks,
+        device.type,
+        node=device.node,
+        missing=[],
+    )
     profiles = {int(rank): Profile(**profile) for rank, profile in found["profiles"].items()}
     rank = max(profiles, key=lambda rank: profiles[rank].peak)
     how = {"compiled": job.compilation.model, "early": job.config.training.updates_early}
     times = [step_time(profile, device, bubble(job), **how) for profile in profiles.values()]
-    return Estimate(job, device, rank, profiles[rank], max(times, key=lambda time: time.seconds))
+    return Estimate(
+        job, device, rank, profiles[rank], max(times, key=lambda time: time.seconds)
+    )
 
 
 def bubble(job: ResolvedJob) -> float:
@@ -149,7 +170,8 @@ def bubble(job: ResolvedJob) -> float:
 
 def lines(found: Estimate) -> list[tuple[str, str]]:
     """Return the estimate as paragraphs: (topic, text)."""
-    profile, device = found.profile, found.device
+    profile = found.profile
+    device = found.device
     place = profile.peak_place
     verdict = "it fits" if found.fits else "it does not fit"
     memory = [
@@ -186,12 +208,21 @@ def _kernel_words(profile: Profile, device: Device) -> list[str]:
     flops = attention_kernels(profile) if device.type == "cuda" else {}
     if not flops:
         return []
-    words = ", ".join(f"{_KERNELS.get(kernel, kernel)} {x / sum(flops.values()):.0%}" for kernel, x in flops.items())
-    faster = [each for each in FLASH_PACKAGES if each.runs_on(device.capability)] if "flash2" in flops else []
+    words = ", ".join(
+        f"{_KERNELS.get(kernel, kernel)} {x / sum(flops.values()):.0%}"
+        for kernel, x in flops.items()
+    )
+    faster = (
+        [each for each in FLASH_PACKAGES if each.runs_on(device.capability)]
+        if "flash2" in flops
+        else []
+    )
     if faster:
         words += f"; {' or '.join(each.name for each in faster)} would be faster, and counts where it is installed"
     return [f"attention's kernel: {words}"]
 
 
 def _sizes(amounts: Mapping[str, float], whole: float) -> str:
-    return ", ".join(f"{name} {size_words(size)}" for name, size in amounts.items() if size >= whole / 100)
+    return ", ".join(
+        f"{name} {size_words(size)}" for name, size in amounts.items() if size >= whole / 100
+    )

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-BEFORE, AFTER = -1, 10**6
+BEFORE = -1
+AFTER = 10**6
 """Numbers of what comes before the first layer of a model part, and after the last."""
 
 
@@ -74,7 +75,11 @@ class Events:
 
     def layer(self, step: int, operator: str) -> list[Event]:
         """Return the events of a layer: from one run of an operator to the next one, the first two of a step."""
-        starts = [i for i, e in enumerate(self.all) if e.step == step and e.kind == "operator" and e.name == operator]
+        starts = [
+            i
+            for i, e in enumerate(self.all)
+            if e.step == step and e.kind == "operator" and e.name == operator
+        ]
         return list(self.all[starts[0] : starts[1]]) if len(starts) > 1 else []
 
     def peak(self, step: int) -> tuple[int, str]:
@@ -85,5 +90,6 @@ class Events:
             live += change.size - alive.get(id(change.block), 0)
             alive[id(change.block)] = change.size
             if change.step == step and live > most:
-                most, at = live, change.block.operator
+                most = live
+                at = change.block.operator
         return most, at

@@ -11,7 +11,17 @@ from trainer.planner.traced_trainer import TracedTrainer
 def mesh_names(trainer: TracedTrainer) -> dict[tuple[int, ...], str]:
     """Return the name of the mesh of each set of ranks; of several the one that tells most of a message."""
     meshes = trainer.dims.meshes()
-    first = ("tp", "ep", "cp", "cp_ring", "cp_a2a", "pp", "dp_replicate", "dp_shard_cp", "efsdp")
+    first = (
+        "tp",
+        "ep",
+        "cp",
+        "cp_ring",
+        "cp_a2a",
+        "pp",
+        "dp_replicate",
+        "dp_shard_cp",
+        "efsdp",
+    )
     ordered = [*first, *(name for name in meshes if name not in first)]
     named = [(name, meshes[name]) for name in reversed(ordered) if name in meshes]
     return {tuple(dist.get_process_group_ranks(mesh.get_group())): name for name, mesh in named}
@@ -20,7 +30,11 @@ def mesh_names(trainer: TracedTrainer) -> dict[tuple[int, ...], str]:
 def group_of(args: tuple) -> ProcessGroup:
     """Return the group of a collective: an object, or of functional collectives the last name among the arguments."""
     leaves = tree_leaves(args)
-    objects = (x for x in leaves if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
+    objects = (
+        x
+        for x in leaves
+        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
+    )
     found = next(objects, None)
     if found is not None:
         return ProcessGroup.unbox(found)
@@ -29,7 +43,8 @@ def group_of(args: tuple) -> ProcessGroup:
 
 def bytes_sent(name: str, args: tuple, group: ProcessGroup) -> int:
     """Return the bytes that this rank sends to others in a collective."""
-    tensors, size = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)], group.size()
+    tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+    size = group.size()
     if name == "_allgather_base_":
         return tensors[1].nbytes * (size - 1)
     if name == "_reduce_scatter_base_":
@@ -39,7 +54,11 @@ def bytes_sent(name: str, args: tuple, group: ProcessGroup) -> int:
     if name == "reduce_scatter_tensor":
         return tensors[0].nbytes // size * (size - 1)
     if name.startswith(("alltoall", "all_to_all")):
-        sizes = (args[4] or [tensors[1].numel() // size] * size) if name.startswith("alltoall") else args[2]
+        sizes = (
+            (args[4] or [tensors[1].numel() // size] * size)
+            if name.startswith("alltoall")
+            else args[2]
+        )
         row = tensors[-1].nbytes // max(sum(sizes), 1)
         return (sum(sizes) - sizes[group.rank()]) * row
     return sum(x.nbytes for x in tensors) if name == "send" else tensors[0].nbytes

@@ -30,14 +30,19 @@ def kernel_name(execution: Execution) -> str:
     capabilities = run.kernel.capabilities
     if not capabilities.large:
         return run.kernel.name
-    calls = [call for launches in run.lowered.forward for launch in launches for call in launch.calls]
+    calls = [
+        call for launches in run.lowered.forward for launch in launches for call in launch.calls
+    ]
     large = sum(call.pairs for call in calls if is_large(call, capabilities))
     return "cudnn" if 2 * large > sum(call.pairs for call in calls) else "varlen"
 
 
 def has_stages(execution: Execution) -> bool:
     """Return whether ranks wait for each other between tiles, as in a ring."""
-    return any(stage.messages and not stage.collective for stage in getattr(execution, "inner", execution).plan.forward)
+    return any(
+        stage.messages and not stage.collective
+        for stage in getattr(execution, "inner", execution).plan.forward
+    )
 
 
 def parallel_rows(name: str, args: tuple, *, in_stages: bool) -> int:
@@ -48,7 +53,8 @@ def parallel_rows(name: str, args: tuple, *, in_stages: bool) -> int:
     is_backward = "backward" in name
     q, k = args[is_backward : is_backward + 2]
     heads = 1 if name.startswith("_scaled_dot_product") else -2
-    queries, keys = q.numel() // q.shape[-1], k.numel() // k.shape[-1] * q.shape[heads] // k.shape[heads]
+    queries = q.numel() // q.shape[-1]
+    keys = k.numel() // k.shape[-1] * q.shape[heads] // k.shape[heads]
     return max(min(queries, keys) if in_stages else (keys if is_backward else queries), 1)
 
 
@@ -69,7 +75,11 @@ def shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
         return tuple(x.shape for x in args[:2])
     dout, saved, kv_heads, *_ = args
     b, _, s, d = dout.shape
-    return tuple(x.shape for x in saved[:2]) if len(saved) > 2 else (dout.shape, torch.Size((b, kv_heads, s, d)))
+    return (
+        tuple(x.shape for x in saved[:2])
+        if len(saved) > 2
+        else (dout.shape, torch.Size((b, kv_heads, s, d)))
+    )
 
 
 def direction(name: str, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> str:

@@ -44,12 +44,23 @@ class Profile:
     def repeated(self, times: float) -> "Profile":
         """Return the profile of a step of so many times the micro-batches. Replicas are summed once a step."""
 
-        def scaled(part: str, amounts: dict[str, float], keys: tuple[str, ...]) -> dict[str, float]:
-            factor = times if part.split()[0] in ("forward", "backward") and "dp_replicate" not in part else 1.0
-            return {key: x * factor if not keys or key in keys else x for key, x in amounts.items()}
+        def scaled(
+            part: str, amounts: dict[str, float], keys: tuple[str, ...]
+        ) -> dict[str, float]:
+            factor = (
+                times
+                if part.split()[0] in ("forward", "backward") and "dp_replicate" not in part
+                else 1.0
+            )
+            return {
+                key: x * factor if not keys or key in keys else x for key, x in amounts.items()
+            }
 
         work = {part: scaled(part, amounts, ()) for part, amounts in self.work.items()}
-        messages = {part: scaled(part, amounts, ("calls", "bytes")) for part, amounts in self.messages.items()}
+        messages = {
+            part: scaled(part, amounts, ("calls", "bytes"))
+            for part, amounts in self.messages.items()
+        }
         return replace(self, work=work, messages=messages)
 
 
@@ -63,12 +74,21 @@ def deeper(one: Profile, other: Profile, layers: int) -> Profile:
     def lines(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
         return {key: line(a.get(key, 0.0), b.get(key, 0.0)) for key in {**a, **b}}
 
-    def amounts(a: Amounts, b: Amounts) -> Amounts:  # what one of them lacks is in both as it is in the other
-        return {key: lines(a.get(key, inner), b.get(key, inner)) for key, inner in {**a, **b}.items()}
+    # what one of them lacks is in both as it is in the other
+    def amounts(a: Amounts, b: Amounts) -> Amounts:
+        return {
+            key: lines(a.get(key, inner), b.get(key, inner))
+            for key, inner in {**a, **b}.items()
+        }
 
     live = amounts(one.live, other.live)
-    work, messages = amounts(one.work, other.work), amounts(one.messages, other.messages)
-    for of_kind, seen in ((kind, other.messages[name]) for name, kind in messages.items() if name in other.messages):
+    work = amounts(one.work, other.work)
+    messages = amounts(one.messages, other.messages)
+    for of_kind, seen in (
+        (kind, other.messages[name])
+        for name, kind in messages.items()
+        if name in other.messages
+    ):
         of_kind |= {key: seen[key] for key in ("ranks", "span")}
     totals = lines(one.totals, other.totals) | {"fragments": other.totals["fragments"]}
     return Profile(layers, live, work, messages, totals, {**one.at, **other.at}, other.curve)

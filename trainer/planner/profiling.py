@@ -9,7 +9,9 @@ from trainer.planner.events import AFTER, BEFORE, Block, Event, Events
 from trainer.planner.profile import Amounts, Profile
 from trainer.planner.stand_ins import ATTENTION
 
-_SMALL, _PAGE, _GRAIN = 1 << 20, 2 << 20, 512
+_SMALL = 1 << 20
+_PAGE = 2 << 20
+_GRAIN = 512
 """PyTorch's allocator on GPUs: below a mebibyte another pool, in pages of two; sizes are multiples of 512."""
 _POINTS = 400
 """Of the curve of memory."""
@@ -33,7 +35,11 @@ def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
                 if event.tails:
                     amounts[name.replace("attention", "tails")] += event.tails
             elif event.name not in ATTENTION:
-                amounts["optimizer" if event.phase in ("optimizer", "clip", "grad_norm") else "moved"] += event.moved
+                amounts[
+                    "optimizer"
+                    if event.phase in ("optimizer", "clip", "grad_norm")
+                    else "moved"
+                ] += event.moved
         elif event.kind == "operator" and event.flops:
             direction = "backward" if event.name.endswith("backward") else "forward"
             amounts[f"attention_{direction} {event.kernel}"] += event.flops
@@ -45,16 +51,22 @@ def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
             of_kind = messages[f"{event.phase} {mesh} {event.name}"]
             of_kind["calls"] += 1
             of_kind["bytes"] += event.bytes
-            of_kind["ranks"], of_kind["span"] = len(event.ranks), max(event.ranks) - min(event.ranks) + 1
+            of_kind["ranks"] = len(event.ranks)
+            of_kind["span"] = max(event.ranks) - min(event.ranks) + 1
     totals = {"fragments": 0.0, "host": float(events.host_bytes)}
-    plain = [{key: dict(inner) for key, inner in amounts.items()} for amounts in (live, work, messages)]
+    plain = [
+        {key: dict(inner) for key, inner in amounts.items()}
+        for amounts in (live, work, messages)
+    ]
     profile = Profile(len(numbers), *plain, totals, at, curve)
     return replace(profile, totals=totals | {"fragments": reserved - profile.peak})
 
 
 def _product(event: Event) -> str:
     if event.name in ATTENTION:
-        return f"attention_{'backward' if 'backward' in event.name else 'forward'} {event.kernel}"
+        return (
+            f"attention_{'backward' if 'backward' in event.name else 'forward'} {event.kernel}"
+        )
     return "float8" if event.name == "_scaled_mm" else "products"
 
 
@@ -62,8 +74,14 @@ def _place(phase: str, layer: int, numbers: list[int]) -> str:
     """Return the part of the step with the role of the layer, which a deeper model has too."""
     if layer in (BEFORE, AFTER) or layer not in numbers:
         return f"{phase}/{'embedding' if layer == BEFORE else 'output'}"
-    number, last = numbers.index(layer), len(numbers) - 1
-    roles = {0: "first layer", last: "last layer", 1: "second layer", last - 1: "last layer but one"}
+    number = numbers.index(layer)
+    last = len(numbers) - 1
+    roles = {
+        0: "first layer",
+        last: "last layer",
+        1: "second layer",
+        last - 1: "last layer but one",
+    }
     return f"{phase}/{roles.get(number, 'other layers')}"
 
 
@@ -75,9 +93,11 @@ def _memory(events: Events, step: int, numbers: list[int]) -> tuple[Amounts, dic
     most: dict[str, int] = {}
     at: dict[str, str] = {}
     curve: list[tuple[int, str, dict[str, int]]] = []
-    allocator, total = _Allocator(), 0
+    allocator = _Allocator()
+    total = 0
     for change in events.memory:
-        block, before = change.block, alive.get(id(change.block), (0, None))[0]
+        block = change.block
+        before = alive.get(id(change.block), (0, None))[0]
         total += change.size - before
         purposes[block.kind] += change.size - before
         alive[id(block)] = change.size, block
@@ -86,10 +106,14 @@ def _memory(events: Events, step: int, numbers: list[int]) -> tuple[Amounts, dic
             place = _place(change.phase, change.layer, numbers)
             curve.append((total, place, dict(purposes)))
             if total > most.get(place, 0):
-                most[place], at[place] = total, f"{block.operator} in {block.where}"
+                most[place] = total
+                at[place] = f"{block.operator} in {block.where}"
                 live[place] = dict(purposes)
     each = max(len(curve) // _POINTS, 1)
-    points = [max(curve[i : i + each], key=lambda point: point[0])[1:] for i in range(0, len(curve), each)]
+    points = [
+        max(curve[i : i + each], key=lambda point: point[0])[1:]
+        for i in range(0, len(curve), each)
+    ]
     return live, at, points, allocator.reserved
 
 
@@ -101,7 +125,8 @@ class _Allocator:
 
     def __init__(self) -> None:
         self._ends = {"small": 0, "large": 0}
-        self._free: dict[str, list[tuple[int, int]]] = {"small": [], "large": []}  # (begin, size), by begin
+        # (begin, size), by begin
+        self._free: dict[str, list[tuple[int, int]]] = {"small": [], "large": []}
         self._of: dict[int, tuple[str, int, int]] = {}
 
     @property
@@ -140,5 +165,7 @@ class _Allocator:
             size += free.pop(number)[1]
         if number and sum(free[number - 1]) == begin:
             before, length = free.pop(number - 1)
-            begin, size, number = before, size + length, number - 1
+            begin = before
+            size = size + length
+            number = number - 1
         free.insert(number, (begin, size))

@@ -31,16 +31,25 @@ def longest_sequence(
     for _ in range(12):
         fitting = max((n for n, found in tried.items() if found.fits), default=0)
         failing = min((n for n, found in tried.items() if not found.fits), default=most)
-        if failing - fitting <= max(unit, _NEAR * fitting) or fitting >= most or failing <= unit:
+        if (
+            failing - fitting <= max(unit, _NEAR * fitting)
+            or fitting >= most
+            or failing <= unit
+        ):
             break
         (n, one), (m, other) = (
             sorted(tried.items())[-2:]
             if not fitting or failing == most
-            else ((fitting, tried[fitting]), min((k, v) for k, v in tried.items() if k > fitting))
+            else (
+                (fitting, tried[fitting]),
+                min((k, v) for k, v in tried.items() if k > fitting),
+            )
         )
         slope = (other.total - one.total) / (m - n)
         wanted = n + (one.device.memory - one.total) / slope if slope > 0 else 2 * m
-        wanted = min(max(wanted, fitting + _NEAR / 2 * fitting), failing - _NEAR / 2 * fitting, 8 * m)
+        wanted = min(
+            max(wanted, fitting + _NEAR / 2 * fitting), failing - _NEAR / 2 * fitting, 8 * m
+        )
         guess = min(max(int(wanted) // unit, 1) * unit, most)
         if guess in tried:
             guess = (fitting + (min(failing, 2 * fitting) or failing)) // 2 // unit * unit

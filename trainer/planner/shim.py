@@ -33,7 +33,9 @@ def build(folder: Path | None = None) -> Path:
         subprocess.CalledProcessError: the compiler failed; its output is on stderr.
     """
     torch = Path(importlib.util.find_spec("torch").origin).parent
-    digest = hashlib.blake2b(_SOURCE.read_bytes() + (torch / "version.py").read_bytes(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(
+        _SOURCE.read_bytes() + (torch / "version.py").read_bytes(), digest_size=6
+    ).hexdigest()
     folder = folder or cache_folder()
     library = folder / f"libhooks-{digest}.so"
     if library.is_file():
@@ -42,7 +44,18 @@ def build(folder: Path | None = None) -> Path:
     includes = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     links = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
     made = library.with_suffix(f".{os.getpid()}")
-    command = [COMPILER, "-O0", "-fPIC", "-shared", "-std=c++20", *includes, str(_SOURCE), "-o", str(made), *links]
+    command = [
+        COMPILER,
+        "-O0",
+        "-fPIC",
+        "-shared",
+        "-std=c++20",
+        *includes,
+        str(_SOURCE),
+        "-o",
+        str(made),
+        *links,
+    ]
     subprocess.run(command, check=True)
     made.rename(library)  # whole, also if two processes build it
     return library
@@ -50,4 +63,8 @@ def build(folder: Path | None = None) -> Path:
 
 def environment(library: Path) -> Mapping[str, str]:
     """Return the environment of a process that has the shim."""
-    return os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | {
+        "LD_PRELOAD": str(library),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }

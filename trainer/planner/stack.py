@@ -26,7 +26,11 @@ def kind() -> str:
         code = frame.f_code
         found = _of_code.get(code)
         if found is None:
-            fits = (k for path, name, k in _KINDS if path in code.co_filename and name in ("", code.co_name))
+            fits = (
+                k
+                for path, name, k in _KINDS
+                if path in code.co_filename and name in ("", code.co_name)
+            )
             found = _of_code[code] = next(fits, "")
         if found:
             return found

@@ -24,7 +24,10 @@ ATTENTION = (
         for name in ("cudnn", "flash")
         for direction in ("", "_backward")
     }
-    | {f"_scaled_dot_product_flash_attention_for_cpu{direction}" for direction in ("", "_backward")}
+    | {
+        f"_scaled_dot_product_flash_attention_for_cpu{direction}"
+        for direction in ("", "_backward")
+    }
 )
 """Names of attention's kernels."""
 
@@ -55,9 +58,19 @@ def stand_ins() -> dict[str, Callable[..., Any]]:
     return found
 
 
-def _addmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None, **more: Any) -> Any:
+def _addmm(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    **more: Any,
+) -> Any:
     out = more.get("out")
-    return torch.empty(a.shape[0], b.shape[1], dtype=dtype or x.dtype, device=x.device) if out is None else out
+    return (
+        torch.empty(a.shape[0], b.shape[1], dtype=dtype or x.dtype, device=x.device)
+        if out is None
+        else out
+    )
 
 
 def _efficient_backward(_dout, q, k, v, _bias, *_: Any, **__: Any) -> tuple:
@@ -98,11 +111,17 @@ def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
         return real(x, shape, weight, eps)
     if not isinstance(x, DTensor):
         return _RmsNorm.apply(x, weight)
-    rows = _RmsNorm.apply(x.to_local(), weight.to_local(grad_placements=[Partial()] * x.device_mesh.ndim))
-    return DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    rows = _RmsNorm.apply(
+        x.to_local(), weight.to_local(grad_placements=[Partial()] * x.device_mesh.ndim)
+    )
+    return DTensor.from_local(
+        rows, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
 
 
-def merge(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def merge(
+    total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> None:
     """Stand in for the Triton kernel that merges partial results: its checks, and one launch."""
     assert total_out.shape == out.shape
     assert total_lse.shape == lse.shape == out.shape[:3]
@@ -123,22 +142,40 @@ class _Attention(torch.autograd.Function):
             q, k, v, *arguments, scale=scale
         )
         ctx.save_for_backward(q, k, v, out, lse, seed, offset)
-        ctx.sizes, ctx.scale = (n, m), scale
+        ctx.sizes = (n, m)
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse, seed, offset = ctx.saved_tensors
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse, seed, offset, None, None, None, *ctx.sizes, 0.0, True, scale=ctx.scale
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            *ctx.sizes,
+            0.0,
+            True,
+            scale=ctx.scale,
         )
         return *grads, None
 
 
-def attention_of_one_rank(q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options) -> torch.Tensor:
+def attention_of_one_rank(
+    q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options
+) -> torch.Tensor:
     """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel."""
     if attn_mask is not None or not options.get("is_causal", False):
         return real(q, k, v, attn_mask=attn_mask, **options)
-    scale, grouped = options.get("scale"), options.get("enable_gqa", False)
+    scale = options.get("scale")
+    grouped = options.get("enable_gqa", False)
     assert grouped == (q.shape[1] != k.shape[1])
     return _Attention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)

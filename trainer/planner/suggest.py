@@ -21,7 +21,11 @@ from trainer.planner.search import Estimator
 Settings = Mapping[str, str]
 """Key of the configuration -> its value, as on the command line."""
 _METHODS = sorted(
-    (name for name, method in METHODS.items() if method.divides_heads != method.overlaps and not method.two_level),
+    (
+        name
+        for name, method in METHODS.items()
+        if method.divides_heads != method.overlaps and not method.two_level
+    ),
     key=lambda name: METHODS[name].overlaps,
 )
 """Methods to try, those with fewer kernels first."""
@@ -29,8 +33,12 @@ _NEAR_SPEED = 0.05
 """Part of the speed that the model of time does not resolve."""
 _GAIN = 0.01
 """Part of the speed that a refinement must gain."""
-_MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-_IN_MEMORY = {"activation_checkpoint.offload": "none", "activation_checkpoint.mlp_chunk_tokens": "0"}
+_MODE = "activation_checkpoint.mode"
+_OPTION = "activation_checkpoint.selective_ac_option"
+_IN_MEMORY = {
+    "activation_checkpoint.offload": "none",
+    "activation_checkpoint.mlp_chunk_tokens": "0",
+}
 _NO_RECOMPUTATION = {_MODE: "none", **_IN_MEMORY}
 _BY_OPERATOR = {_MODE: "selective", _OPTION: "op", **_IN_MEMORY}
 _FULL = {_MODE: "full", **_IN_MEMORY}
@@ -64,8 +72,12 @@ class Choice:
     def words(self, given: JobConfig) -> list[str]:
         """Return the settings that differ from a given configuration, as words of the command line."""
         today = {key: attrgetter(key)(given) for key in self.settings}
-        as_text = {key: ",".join(x) if isinstance(x, tuple) else str(x) for key, x in today.items()}
-        return [f"--{key}={value}" for key, value in self.settings.items() if as_text[key] != value]
+        as_text = {
+            key: ",".join(x) if isinstance(x, tuple) else str(x) for key, x in today.items()
+        }
+        return [
+            f"--{key}={value}" for key, value in self.settings.items() if as_text[key] != value
+        ]
 
 
 def suggestions(
@@ -116,7 +128,9 @@ class _Search:
         host_memory: float,
         on_try: Callable[[int, float], None],
     ) -> None:
-        self._estimate, self._arguments, self._ranks = estimate, arguments, ranks
+        self._estimate = estimate
+        self._arguments = arguments
+        self._ranks = ranks
         self._host_memory, self._on_try = host_memory, on_try
         self._tried: dict[tuple[tuple[str, str], ...], Choice | None] = {}
 
@@ -133,15 +147,26 @@ class _Search:
                 break  # a sequence fits on one rank, and tensor parallelism only costs
             least = 1 if best is None else max(best.order[0] // tp, 1)
             found = self._degrees(tp, least)
-            best = max((choice for choice in (best, found) if choice is not None), key=_speed, default=None)
+            best = max(
+                (choice for choice in (best, found) if choice is not None),
+                key=_speed,
+                default=None,
+            )
 
     def _degrees(self, tp: int, least: int) -> Choice | None:
         """Try context-parallel degrees from `least` on, ascending, until two in a row are slower; return the best."""
         best: Choice | None = None
         slower = 0
-        for cp in (n for n in range(least, self._ranks // tp + 1) if self._ranks // tp % n == 0):
-            choices = [self._least_recomputation(cp, tp, method) for method in _METHODS[: 1 if cp == 1 else None]]
-            found = max((choice for choice in choices if choice is not None), key=_speed, default=None)
+        for cp in (
+            n for n in range(least, self._ranks // tp + 1) if self._ranks // tp % n == 0
+        ):
+            choices = [
+                self._least_recomputation(cp, tp, method)
+                for method in _METHODS[: 1 if cp == 1 else None]
+            ]
+            found = max(
+                (choice for choice in choices if choice is not None), key=_speed, default=None
+            )
             if found is None:
                 continue
             slower = 0 if best is None or found.speed > best.speed else slower + 1
@@ -161,7 +186,8 @@ class _Search:
             degrees["parallelism.context_parallel_method"] = method
         if choice := self._try(degrees | _BY_OPERATOR):
             return choice
-        offloaded = self._try(degrees | _OFFLOADED)  # if this one does not fit, full recomputation does not
+        # if this one does not fit, full recomputation does not
+        offloaded = self._try(degrees | _OFFLOADED)
         return offloaded and (self._try(degrees | _FULL) or offloaded)
 
     def refine(self, choice: Choice) -> None:
@@ -175,9 +201,16 @@ class _Search:
             lambda found: _BY_OPERATOR,
         ]
         while changes:
-            tried = [(self._try(dict(choice.settings) | change(choice.estimate)), change) for change in changes]
+            tried = [
+                (self._try(dict(choice.settings) | change(choice.estimate)), change)
+                for change in changes
+            ]
             least = choice.speed * (1 + _GAIN)
-            better = [(found, change) for found, change in tried if found is not None and found.speed > least]
+            better = [
+                (found, change)
+                for found, change in tried
+                if found is not None and found.speed > least
+            ]
             if not better:
                 return
             choice = max((found for found, _ in better), key=_speed)

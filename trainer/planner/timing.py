@@ -48,8 +48,15 @@ class Device:
         if kernel:
             share = self.efficiency.get(f"{kernel}_{direction.removeprefix('attention_')}")
             return self.rate(direction) if share is None else self.flops * share
-        peaks = {"memory": self.bandwidth, "link": self.link, "network": self.network, "host": self.host}
-        peak = peaks.get(quantity, self.flops_float8 or self.flops if quantity == "float8" else self.flops)
+        peaks = {
+            "memory": self.bandwidth,
+            "link": self.link,
+            "network": self.network,
+            "host": self.host,
+        }
+        peak = peaks.get(
+            quantity, self.flops_float8 or self.flops if quantity == "float8" else self.flops
+        )
         return peak * self.efficiency.get(quantity, 1.0)
 
 
@@ -71,11 +78,15 @@ def device(name: str) -> Device:
     given: dict[str, Any] = records[key]
     names = {f.name for f in fields(Device)}
     if wrong := sorted(given.keys() - names):
-        raise ConfigError(f"--gpu {name}: {wrong[0]!r} is no key of a record; its keys are {', '.join(sorted(names))}")
+        raise ConfigError(
+            f"--gpu {name}: {wrong[0]!r} is no key of a record; its keys are {', '.join(sorted(names))}"
+        )
     try:
         return Device(**given | {"capability": tuple(given.get("capability", (0, 0)))})
     except TypeError as error:
-        raise ConfigError(f"--gpu {name}: {error}; trainer/planner/gpus.toml shows a whole record") from None
+        raise ConfigError(
+            f"--gpu {name}: {error}; trainer/planner/gpus.toml shows a whole record"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,12 @@ class StepTime:
 
 
 def step_time(
-    profile: Profile, on: Device, bubble: float = 0.0, *, compiled: bool = False, early: bool = False
+    profile: Profile,
+    on: Device,
+    bubble: float = 0.0,
+    *,
+    compiled: bool = False,
+    early: bool = False,
 ) -> StepTime:
     """Return the time of a step. bubble: share of forward and backward by which a pipeline's stages wait.
 
@@ -107,18 +123,27 @@ def step_time(
     parts: dict[str, dict[str, float]] = {}
     fused = on.efficiency.get("fused", 1.0) if compiled else 1.0
     for part, amounts in profile.work.items():
-        times = {what: amounts.get(what, 0.0) / on.rate(what) for what in ("products", "float8")}
+        times = {
+            what: amounts.get(what, 0.0) / on.rate(what) for what in ("products", "float8")
+        }
         times |= _attention(amounts, on)
-        times["memory"] = (amounts.get("moved", 0.0) * fused + amounts.get("optimizer", 0.0)) / on.rate("memory")
-        kernels, launches = sum(times.values()), amounts.get("launches", 0.0) * fused * on.launch
+        times["memory"] = (
+            amounts.get("moved", 0.0) * fused + amounts.get("optimizer", 0.0)
+        ) / on.rate("memory")
+        kernels = sum(times.values())
+        launches = amounts.get("launches", 0.0) * fused * on.launch
         times["launches"] = launches if on.type == "cpu" else max(launches - kernels, 0.0)
         hidden, waited = _messages(profile, part, on)
         times["messages of FSDP and rings"] = max(hidden - max(kernels, launches), 0.0)
         copies = amounts.get("copied", 0.0) / on.rate("host")
         times["copies to and from the host"] = max(copies - max(kernels, launches), 0.0)
         times["exchanges"] = waited
-        beside = sum(parts.get("backward", {}).values()) if early and part == "optimizer" else 0.0
-        times["optimizer on the host"] = max(amounts.get("host", 0.0) / on.host_memory - beside, 0.0)
+        beside = (
+            sum(parts.get("backward", {}).values()) if early and part == "optimizer" else 0.0
+        )
+        times["optimizer on the host"] = max(
+            amounts.get("host", 0.0) / on.host_memory - beside, 0.0
+        )
         if part in ("forward", "backward"):
             times["pipeline bubble"] = bubble * sum(times.values())
         parts[part] = {what: seconds for what, seconds in times.items() if seconds}
@@ -155,7 +180,10 @@ def _messages(profile: Profile, part: str, on: Device) -> tuple[float, float]:
         if of_part != part:
             continue
         inside = message["span"] <= on.node
-        seconds = message["bytes"] / on.rate("link" if inside else "network") + message["calls"] * 10e-6
+        seconds = (
+            message["bytes"] / on.rate("link" if inside else "network")
+            + message["calls"] * 10e-6
+        )
         if mesh == "fsdp" or collective == "send":
             hidden += seconds
         else:

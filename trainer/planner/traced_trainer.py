@@ -42,7 +42,8 @@ class _Loader:
         self._task = task
 
     def __iter__(self) -> Iterator[Batch]:
-        training, planner = self._task.config.training, self._task.batch_planner
+        training = self._task.config.training
+        planner = self._task.batch_planner
         shape = training.local_batch_size, training.seq_len
         numbers = np.random.default_rng(0)
         while True:
@@ -68,7 +69,11 @@ class TracedTrainer(loop.Trainer):
     """The trainer of one rank, which reads no data and compares nothing with other ranks."""
 
     def build_task(self) -> Task:
-        return super().build_task() if self.job.task.name != "tokens" else _Task(self.job, self.dims)
+        return (
+            super().build_task()
+            if self.job.task.name != "tokens"
+            else _Task(self.job, self.dims)
+        )
 
 
 def patches(gpu: Gpu | None) -> Iterator[Any]:
@@ -83,7 +88,8 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
     yield patch(loop, "set_timeout", lambda *_a, **_k: None)
     yield patch(loop, "check_same", lambda *_: None)
     yield patch(loop, "check_same_batch", lambda *_: None)
-    yield patch(loop, "EarlyUpdates", lambda *_: None)  # a thread of its own would not be traced
+    # a thread of its own would not be traced
+    yield patch(loop, "EarlyUpdates", lambda *_: None)
     yield patch(loop, "check_groups", lambda *_: None)
     yield patch(norms, "of_all_ranks", lambda kinds, _over: [kinds])
     yield patch(ParallelDims, "_gloo_group", lambda _self, mesh, _timeout: mesh.get_group())
@@ -92,7 +98,8 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
     yield patch(StepTotals, "read", _read)
     yield patch(expert_parallel, "plan_dispatch", _even_dispatch)
     yield patch(experts, "count_pairs", _even_pairs)
-    for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):  # of an earlier job
+    # of an earlier job
+    for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):
         cache.cache_clear()
     if hasattr(schedules, "InferenceMode"):  # since torch 2.12 stages vote, and read the votes
         yield patch(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
@@ -101,7 +108,9 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
         yield patch(choose, "gpu_capability", lambda: gpu.capability)
         yield patch(choose, "newer_flash", lambda _head_dim: installed_flash(gpu))
         yield patch(merging, "fused_merge", lambda: stand_ins.merge)
-        yield patch(nn.functional, "scaled_dot_product_attention", stand_ins.attention_of_one_rank)
+        yield patch(
+            nn.functional, "scaled_dot_product_attention", stand_ins.attention_of_one_rank
+        )
         yield patch(nn.functional, "rms_norm", stand_ins.rms_norm)
 
 
@@ -109,7 +118,12 @@ def installed_flash(gpu: Gpu | None) -> FlashPackage | None:
     """Return the flash package that a run on such GPUs would use, judged by the packages installed here."""
     if gpu is None:
         return None
-    return next(iter(usable(gpu.capability, deterministic=torch.are_deterministic_algorithms_enabled())), None)
+    return next(
+        iter(
+            usable(gpu.capability, deterministic=torch.are_deterministic_algorithms_enabled())
+        ),
+        None,
+    )
 
 
 def _shapes_are_known(_schedule: object, stages: Sequence[Any], *_: Any) -> None:
@@ -128,11 +142,15 @@ def _even_pairs(owner: torch.Tensor, number: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def _even_dispatch(chosen: torch.Tensor, experts: int, group: Any) -> expert_parallel.DispatchPlan:
+def _even_dispatch(
+    chosen: torch.Tensor, experts: int, group: Any
+) -> expert_parallel.DispatchPlan:
     """Return the plan of a routing that is even: the host reads the routing of each forward."""
     tokens, k = chosen.shape
     ranks = group.size()
     each = max(tokens * min(k, ranks) // ranks, 1)
     places = torch.zeros(each * ranks, dtype=torch.int64, device=chosen.device)
     pairs = (tokens * k // experts,) * experts
-    return expert_parallel.DispatchPlan(tokens, places, places, (each,) * ranks, (each,) * ranks, pairs, group)
+    return expert_parallel.DispatchPlan(
+        tokens, places, places, (each,) * ranks, (each,) * ranks, pairs, group
+    )

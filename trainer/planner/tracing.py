@@ -71,8 +71,11 @@ def trace(
     recorder.package = installed_flash(gpu)
     mode = FakeDevice(device.type, recorder.observe, recorder.around)
     if gpu is not None:
-        mode.checks, mode.stand_ins = recorder.checks, stand_ins()
-    with entered(machine(rank, job.degrees.world_size, gpu), *patches(gpu), *recorder.patches(), mode):
+        mode.checks = recorder.checks
+        mode.stand_ins = stand_ins()
+    with entered(
+        machine(rank, job.degrees.world_size, gpu), *patches(gpu), *recorder.patches(), mode
+    ):
         trainer = TracedTrainer(job, device)
         ensure_state(trainer.optimizer)  # which PyTorch makes in the first step, after the peak
         recorder.mark(trainer)
@@ -104,7 +107,8 @@ class Recorder:
     """Collects the events of one job. checks: operator of PyTorch -> what its CUDA code refuses."""
 
     def __init__(self, device_type: str, checks: dict[str, Any] | None = None) -> None:
-        self._device_type, self.checks = device_type, checks or {}
+        self._device_type = device_type
+        self.checks = checks or {}
         self.step, self.layer = 0, BEFORE
         self.package: FlashPackage | None = None
         """Behind PyTorch's flash operators; None for FlashAttention-2."""
@@ -116,13 +120,16 @@ class Recorder:
         self._place = ""
         self._execution: Execution | None = None
         self._paused = False
-        self._tiles: list[int] = []  # of an operator of attention: `parallel_rows` of each kernel
+        # of an operator of attention: `parallel_rows` of each kernel
+        self._tiles: list[int] = []
         self._blocks: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._groups: dict[int, tuple[int, ...]] = {}
 
     def events(self, trainer: TracedTrainer) -> Events:
         """Return what was collected."""
-        return Events(tuple(self._events), tuple(self._memory), mesh_names(trainer), self.host_bytes)
+        return Events(
+            tuple(self._events), tuple(self._memory), mesh_names(trainer), self.host_bytes
+        )
 
     def inside(self, operator: str) -> list[Event]:
         """Return the events in runs of an operator."""
@@ -136,7 +143,9 @@ class Recorder:
             return region
         return "forward" if torch._C._current_graph_task_id() < 0 else "backward"
 
-    def observe(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def observe(
+        self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
         """Take one operation of PyTorch."""
         if self._paused:
             return
@@ -147,28 +156,40 @@ class Recorder:
         elif name in ("_to_copy", "copy_") and (way := direction(name, args, kwargs, result)):
             copied = args[1] if name == "copy_" else args[0]
             self._add("copy", way, copied.nbytes, where=stack.where() if "," in way else "")
-        elif not (func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))):
-            of_plan, more = self._place in _DIRECTIONS, {}
+        elif not (
+            func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))
+        ):
+            of_plan = self._place in _DIRECTIONS
+            more = {}
             work = 0 if of_plan else flops(func, name, args, result)
             if name in ATTENTION:
-                tile = parallel_rows(name, args, in_stages=of_plan and has_stages(self._execution))
+                tile = parallel_rows(
+                    name, args, in_stages=of_plan and has_stages(self._execution)
+                )
                 self._tiles.append(tile)
                 if not of_plan:
-                    more = {"kernel": kernel_of_one_rank(name, self.package), "tails": work / tile}
+                    more = {
+                        "kernel": kernel_of_one_rank(name, self.package),
+                        "tails": work / tile,
+                    }
             kind = "launch" if self._is_of_device(args, result) else "host"
             self._add(kind, name, 0, flops=work, moved=moved(args, result), **more)
 
     def _is_of_device(self, *values: Any) -> bool:
         tensors = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
-        return self._device_type == "cpu" or any(x.device.type == self._device_type for x in tensors)
+        return self._device_type == "cpu" or any(
+            x.device.type == self._device_type for x in tensors
+        )
 
     def around(self, name: str, args: tuple, run: Any) -> Any:
         """Run one operator of this project."""
         name = name.removeprefix("longshard::")
         number = len(self._events)
         self._add("operator", name, 0)
-        outer, self._place = self._place, name
-        counted, self._tiles = exchange.bytes_sent.copy(), []
+        outer = self._place
+        self._place = name
+        counted = exchange.bytes_sent.copy()
+        self._tiles = []
         try:
             result = run()
         finally:
@@ -178,7 +199,9 @@ class Recorder:
             self.compare(name, cost, exchange.bytes_sent - counted, self._events[number + 1 :])
             kernel = kernel_of(kernel_name(self._execution), self.package)
             tails = cost.flops * len(self._tiles) / max(sum(self._tiles), 1)
-            self._events[number] = replace(self._events[number], flops=cost.flops, kernel=kernel, tails=tails)
+            self._events[number] = replace(
+                self._events[number], flops=cost.flops, kernel=kernel, tails=tails
+            )
         return result
 
     def compare(self, name: str, cost: Cost, counted: Counter, events: Iterable[Event]) -> None:
@@ -189,13 +212,20 @@ class Recorder:
         plan = next(x for x in args if is_handle(x))
         live, _ = resolve_plan(plan)
         q, k = shapes(name, args)
-        sent, up, latent = 2 if live.options.gradient_dtype == "bfloat16" else 0, args[-1], None
-        if isinstance(up, torch.Tensor) and up.ndim == 3:  # the last argument of both directions, if it is given
+        sent = 2 if live.options.gradient_dtype == "bfloat16" else 0
+        up = args[-1]
+        latent = None
+        # the last argument of both directions, if it is given
+        if isinstance(up, torch.Tensor) and up.ndim == 3:
             rotated = k[3] - up.shape[2]
             latent = LatentShape(up.shape[2], rotated, up.shape[1] + rotated - q[3])
         shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent, latent)
-        options, plan = live.options, self._execution.plan
-        more = {"keep_exchanged": options.keep_exchanged, "query_heads": options.query_heads_per_pass}
+        options = live.options
+        plan = self._execution.plan
+        more = {
+            "keep_exchanged": options.keep_exchanged,
+            "query_heads": options.query_heads_per_pass,
+        }
         return attention_cost(plan, shape, _DIRECTIONS[name], options.heads_per_pass, **more)
 
     def _message(self, name: str, args: tuple) -> None:
@@ -210,14 +240,17 @@ class Recorder:
             ranks=ranks,
             is_sharding=stack.kind() in ("gathered", "reduced"),
         )
-        if self._device_type == "cpu" and name in _GLOO_COPIES:  # of all ranks' parts, while it runs
+        # of all ranks' parts, while it runs
+        if self._device_type == "cpu" and name in _GLOO_COPIES:
             tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
             block = Block(max(x.nbytes for x in tensors), "messages", stack.where(), name)
             self._changed(block, block.size)
             self._changed(block, 0)
 
     def _add(self, kind: str, name: str, size: int, **more: Any) -> None:
-        self._events.append(Event(self.step, self._place, kind, name, size, self.phase, self.layer, **more))
+        self._events.append(
+            Event(self.step, self._place, kind, name, size, self.phase, self.layer, **more)
+        )
 
     # ---- memory
 
@@ -301,14 +334,17 @@ class Recorder:
 
         of_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def shapes_alone(*args: Any) -> Any:  # of a DTensor's results, which PyTorch finds on a fake device itself
+        # of a DTensor's results, which PyTorch finds on a fake device itself
+        def shapes_alone(*args: Any) -> Any:
             self._paused = True
             try:
                 return of_shapes(*args)
             finally:
                 self._paused = False
 
-        yield mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_alone)
+        yield mock.patch.object(
+            ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_alone
+        )
         yield mock.patch("trainer.trainer.region", self._region)
         yield mock.patch.object(CopyStream, "host_like", lambda _stream, x: self._host_like(x))
 
@@ -331,7 +367,16 @@ class Recorder:
 
 _FOLLOWED = (FakeTensor, DTensor)
 _NO_KERNEL = frozenset(
-    {"detach", "alias", "lift_fresh", "lift_fresh_copy", "_unsafe_view", "_reshape_alias", "set_", "resize_"}
+    {
+        "detach",
+        "alias",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "_unsafe_view",
+        "_reshape_alias",
+        "set_",
+        "resize_",
+    }
     | {"is_pinned", "record_stream"}
 )
 _NO_MESSAGE = frozenset({"wait_tensor", "recv_", "barrier", "_wrap_tensor_autograd"})

@@ -77,7 +77,8 @@ def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
     Raises:
         RuntimeError: a copy was killed, mostly for lack of memory.
     """
-    context, started = multiprocessing.get_context("fork"), []
+    context = multiprocessing.get_context("fork")
+    started = []
     for each in arguments:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_send_profile, args=(sender, *each))
@@ -91,7 +92,11 @@ def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
             process.join()
         except EOFError:
             process.join()
-            found.append(RuntimeError(f"the tracing process ended with code {process.exitcode}, -9 for lack of memory"))
+            found.append(
+                RuntimeError(
+                    f"the tracing process ended with code {process.exitcode}, -9 for lack of memory"
+                )
+            )
     for error in (x for x in found if isinstance(x, Exception)):
         raise error
     return found
@@ -108,7 +113,10 @@ def _send_profile(sender: Connection, job: ResolvedJob, gpu: Any, pp_rank: int) 
     except Exception as error:
         traceback.print_exc()
         said = f"{type(error).__name__}: {error}"
-        if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        if type(error).__name__ in (
+            "DataDependentOutputException",
+            "DynamicOutputShapeException",
+        ):
             said = f"what ranks send depends on values, which a trace does not have ({error}); ask for one rank"
         sender.send(RuntimeError(said))
 
@@ -122,17 +130,23 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     """
     if job.config.task != "tokens":
         return None
-    settings, model = job.config.activation_checkpoint, job.model
+    settings = job.config.activation_checkpoint
+    model = job.model
     special, turn = min(map(partial(_turn, model), range(SHALLOW + 1)), key=sum)
     period = math.lcm(turn, settings.whole_layers or 1, settings.group)
     if settings.offload != "none":
-        period = math.lcm(period, Fraction(settings.offload_fraction).limit_denominator(8).denominator)
+        period = math.lcm(
+            period, Fraction(settings.offload_fraction).limit_denominator(8).denominator
+        )
     owners = job.degrees.world_size // job.degrees.pp
-    if job.config.optimizer.name == "Muon" and owners <= _OWNERS:  # each is dealt as many matrices of every shape
+    # each is dealt as many matrices of every shape
+    if job.config.optimizer.name == "Muon" and owners <= _OWNERS:
         period = math.lcm(period, owners)
     stages = 1 if job.pipeline is None else len(job.pipeline.stages)
     parallelism = job.config.parallelism
-    given = parallelism.pipeline_parallel_split_points or parallelism.pipeline_parallel_module_fqns
+    given = (
+        parallelism.pipeline_parallel_split_points or parallelism.pipeline_parallel_module_fqns
+    )
     if stages > 1 and (period > 1 or special or job.pipeline.csv or given):
         return None
     layers = model.n_layers // stages
@@ -153,7 +167,9 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = parse_command_line(question["arguments"]).config
         device_type = "cpu" if question["gpu"] is None else "cuda"
-        whole = resolve(config, question["ranks"], device_type, node=question["node"], missing=[])
+        whole = resolve(
+            config, question["ranks"], device_type, node=question["node"], missing=[]
+        )
         gpu = None
         if question["gpu"] is not None:
             from trainer.planner.device import Gpu
@@ -163,7 +179,11 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
             job = _traceable(whole, folder)
             found = profiles(job, gpu, whole=question["whole"])
         more = whole.sequences_per_step / job.sequences_per_step
-        return {"profiles": {rank: asdict(profile.repeated(more)) for rank, profile in found.items()}}
+        return {
+            "profiles": {
+                rank: asdict(profile.repeated(more)) for rank, profile in found.items()
+            }
+        }
     except ConfigError as error:
         return {"error": str(error), "wrong": True}
     except Exception as error:
@@ -175,7 +195,9 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
 
     Of a pipeline no more are alive than twice its ranks, but for schedules that run all forwards first.
     """
-    config, batch, plan = job.config, job.config.training.local_batch_size, job.pipeline
+    config = job.config
+    batch = job.config.training.local_batch_size
+    plan = job.pipeline
     parallelism = config.parallelism
     if plan is not None and plan.schedule not in ("GPipe", "LoopedBFS") and not plan.csv:
         passes = min(plan.micro_batches, job.degrees.pp * (1 if plan.schedule == "1F1B" else 2))
@@ -200,7 +222,10 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
     if compilation.any:
         # Whatever activation checkpointing decides is kept of eager code, too. Else the compiler decides, which shows
         # with a backend that needs no device; but for tensor-parallel blocks.
-        decides = config.activation_checkpoint.mode in ("none", "memory_budget") and job.degrees.tp == 1
+        decides = (
+            config.activation_checkpoint.mode in ("none", "memory_budget")
+            and job.degrees.tp == 1
+        )
         model = compilation.model and decides
         compilation = replace(
             compilation,
@@ -250,15 +275,27 @@ class Worker:
         Raises:
             ConfigError: a wrong setting, or a job that cannot be traced; one sentence.
         """
-        question = {"arguments": list(arguments), "ranks": ranks, "gpu": gpu, "whole": whole, "node": node}
+        question = {
+            "arguments": list(arguments),
+            "ranks": ranks,
+            "gpu": gpu,
+            "whole": whole,
+            "node": node,
+        }
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise ConfigError(f"the process that traces the job ended with code {self._process.wait()}{self._why()}")
+            raise ConfigError(
+                f"the process that traces the job ended with code {self._process.wait()}{self._why()}"
+            )
         found = json.loads(line)
         if "error" in found:
-            raise ConfigError(found["error"] if found["wrong"] else f"the job cannot be traced: {found['error']}")
+            raise ConfigError(
+                found["error"]
+                if found["wrong"]
+                else f"the job cannot be traced: {found['error']}"
+            )
         return found
 
     def _why(self) -> str:
@@ -282,7 +319,9 @@ class Worker:
 
 def main() -> None:
     """Answer until standard input ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what the trainer prints is not an answer
+    # what the trainer prints is not an answer
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     importlib.import_module("trainer.planner.tracing")  # once, for all copies of this process
     shim.install()
     for line in sys.stdin:

@@ -27,7 +27,11 @@ def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> 
     """
     found = of_all_ranks(values, over)
     if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
-        names = sorted(name for name in {*found[0], *found[other]} if found[0].get(name) != found[other].get(name))
+        names = sorted(
+            name
+            for name in {*found[0], *found[other]}
+            if found[0].get(name) != found[other].get(name)
+        )
         raise SharedConfigError(
             f"rank {other} has other {what} than rank 0 ({', '.join(names)}); every machine must have the same "
             "configuration, the same tokenizer and the same files"
@@ -54,7 +58,8 @@ def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
 
     It raises as `raise_on_all_ranks`.
     """
-    local_rank, rank = int(os.environ.get("LOCAL_RANK", "0")), dist.get_rank()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = dist.get_rank()
     text = raise_on_all_ranks(find if local_rank == 0 else str, over)
     return of_all_ranks(text, over)[rank - local_rank]
 
@@ -99,5 +104,7 @@ def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:
     length = all_reduce(torch.tensor(len(content), device=over.device_type), over, "max")
     if not length:
         return b""
-    copy = torch.frombuffer(bytearray(content.ljust(int(length))), dtype=torch.uint8).to(over.device_type)
+    copy = torch.frombuffer(bytearray(content.ljust(int(length))), dtype=torch.uint8).to(
+        over.device_type
+    )
     return broadcast(copy, over).cpu().numpy().tobytes()

@@ -62,15 +62,23 @@ class _Terminal(_Lines):
         self.live, self.color = "", color
 
     def emit(self, record: logging.LogRecord) -> None:
-        message, width = self.prefix + record.getMessage(), shutil.get_terminal_size().columns
+        message = self.prefix + record.getMessage()
+        width = shutil.get_terminal_size().columns
         if getattr(record, "live", False):
             self.live = message.splitlines()[0][: width - 1]
             self.put(_ERASE + self.live)
             return
         self.erase()  # the next step shows it again
         # Break lines between words, and indent what follows. A path is never broken.
-        how = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
-        lines = (wrap(line, width, **how) if len(line) > width else [line] for line in message.splitlines())
+        how = {
+            "subsequent_indent": "    ",
+            "break_long_words": False,
+            "break_on_hyphens": False,
+        }
+        lines = (
+            wrap(line, width, **how) if len(line) > width else [line]
+            for line in message.splitlines()
+        )
         text = "".join(f"{part}\n" for parts in lines for part in parts)
         self.put(_colored(text, record.levelno) if self.color else text)
 
@@ -88,8 +96,11 @@ def line_width(most: int = 100) -> int:
 
 def paragraphs(topics: Iterable[tuple[str, str]], width: int) -> str:
     """Return topics and texts in two columns, in lines of `width` characters; a topic that comes again stands once."""
-    wrapped = TextWrapper(max(width, 2 * TOPIC) - TOPIC, break_on_hyphens=False, break_long_words=False).wrap
-    lines, before = [], ""
+    wrapped = TextWrapper(
+        max(width, 2 * TOPIC) - TOPIC, break_on_hyphens=False, break_long_words=False
+    ).wrap
+    lines = []
+    before = ""
     for topic, text in topics:
         for line in wrapped(text):
             lines.append(f"{topic if topic != before else '':{TOPIC}}{line}")

@@ -49,7 +49,11 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
         if wanted > present:
             where = f"only {present} GPU{'s' * (present > 1)}" if present else "no GPU"
             note = f"{_VISIBLE} = {named!r} names {wanted}, and this machine has {where}"
-            note += "" if present else ": training runs on the CPU (job.device = 'cuda' refuses that)"
+            note += (
+                ""
+                if present
+                else ": training runs on the CPU (job.device = 'cuda' refuses that)"
+            )
     return Machine(gpus, min(memories) if memories else None, _host_memory(), note)
 
 
@@ -72,7 +76,10 @@ def _gpu_files() -> int:
 def _host_memory() -> int | None:
     """Return the memory that processes may use here in bytes: of the machine, or of the container."""
     limits = []
-    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+    for path in (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ):
         with suppress(OSError, ValueError):
             limits.append(int(path.read_text()))
     with suppress(OSError, ValueError):

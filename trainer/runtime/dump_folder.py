@@ -34,7 +34,8 @@ ESTIMATE = "estimate.json"
 
 def folders_of(config: JobConfig) -> dict[str, Path]:
     """Return the folders that a job writes to, by the keys that name them; a remote store has no lock."""
-    found, settings = {"job.dump_folder": Path(config.job.dump_folder)}, config.checkpoint
+    found = {"job.dump_folder": Path(config.job.dump_folder)}
+    settings = config.checkpoint
     if settings.enable and not settings.load_only and not is_address(settings.folder):
         checkpoints = Path(config.job.dump_folder, settings.folder)
         if checkpoints.resolve() != found["job.dump_folder"].resolve():
@@ -56,7 +57,9 @@ def save_configuration(config: JobConfig) -> None:
     text = configuration_text(config)
     if text is None:
         file = folder / RUN_FILE
-        logger.warning(f"{file} is not written, so `lct generate` cannot read this run: install tomli-w")
+        logger.warning(
+            f"{file} is not written, so `lct generate` cannot read this run: install tomli-w"
+        )
         return
     with writing_to(folder):
         (folder / RUN_FILE).write_bytes(text)
@@ -89,7 +92,9 @@ def check_creatable(folder: Path, key: str) -> None:
 def _refused(folder: Path, key: str, error: OSError) -> ConfigError:
     given = f"{key} = {str(folder)!r} cannot be written"
     if full := full_disk(error, nearest_existing(folder)):
-        return ConfigError(f"{given}: {full}; make room there, or name another folder, and run the same command again")
+        return ConfigError(
+            f"{given}: {full}; make room there, or name another folder, and run the same command again"
+        )
     where = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return ConfigError(f"{given} ({where}); name a folder that can{writable_folder(folder)}")
 
@@ -106,21 +111,30 @@ def folder_held(
         ConfigError: another job holds the lock, or the folder cannot be written to.
     """
     with writing_to(folder, key):
-        file = (folder / LOCK_FILE).open("ab+", buffering=0)  # a buffer would be written again when the file is closed
+        # a buffer would be written again when the file is closed
+        file = (folder / LOCK_FILE).open("ab+", buffering=0)
     with file:
         with writing_to(folder, key):
             locked = wait_for_lock(file, patience_seconds)
             if locked is False:
                 raise _taken(folder, key, file)
             if locked is None:
-                logger.warning(f"the file system of {folder} has no locks: let no other job use this folder as {key}")
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+                logger.warning(
+                    f"the file system of {folder} has no locks: let no other job use this folder as {key}"
+                )
+            holder = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "start": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+            }
             file.truncate(0)
             file.write(f"{json.dumps(holder)}\n".encode())
         yield
 
 
-def holder_of(folders: Mapping[str, Path], *, patience_seconds: float = _PATIENCE_SECONDS) -> ConfigError | None:
+def holder_of(
+    folders: Mapping[str, Path], *, patience_seconds: float = _PATIENCE_SECONDS
+) -> ConfigError | None:
     """Return the error that names the job which holds one of the folders now; None if they are free or missing.
 
     folders: key -> the folder that it names, see `folders_of`.

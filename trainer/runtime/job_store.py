@@ -55,7 +55,13 @@ def serve(listener: socket.socket, address: str) -> "TCPStore":
     from torch.distributed import TCPStore
 
     port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def open_store(nodes: Nodes, ranks: int, timeout_seconds: float) -> "TCPStore":
@@ -96,18 +102,24 @@ def meet(store: "TCPStore", nodes: Nodes, event: str, timeout_seconds: float) ->
 
     try:
         store.set(f"{event}/{nodes.rank}", "")
-        store.wait([f"{event}/{rank}" for rank in range(nodes.count)], timedelta(seconds=timeout_seconds))
+        store.wait(
+            [f"{event}/{rank}" for rank in range(nodes.count)],
+            timedelta(seconds=timeout_seconds),
+        )
     except DistError as error:
         raise StoreError(str(error).partition("\n")[0]) from None
 
 
 def _listener(nodes: Nodes) -> socket.socket:
     """Return a socket that listens on MASTER_PORT of all networks."""
-    deadline = time.monotonic() + ANSWER_SECONDS  # a launcher that is just ending may hold the port
+    # a launcher that is just ending may hold the port
+    deadline = time.monotonic() + ANSWER_SECONDS
     while True:
         try:
             if socket.has_dualstack_ipv6():
-                return socket.create_server(("", nodes.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+                return socket.create_server(
+                    ("", nodes.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+                )
             return socket.create_server(("", nodes.port), backlog=1024)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
@@ -129,7 +141,9 @@ def _gather(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Wait
         while unchecked:
             for rank in unchecked - {*waiting.missing(store)}:
                 node = json.loads(store.get(f"node/{rank}"))
-                if other := next((name for name in ("NNODES", "NGPU") if node[name] != me[name]), None):
+                if other := next(
+                    (name for name in ("NNODES", "NGPU") if node[name] != me[name]), None
+                ):
                     raise ConfigError(
                         f"{other} on {node['name']} is {node[other]}, but {other} on {me['name']} is {me[other]}; give "
                         f"{other} the same value on all nodes of a job"
@@ -164,7 +178,13 @@ def _reach(nodes: Nodes, waiting: "_Waiting") -> "TCPStore":
         def connect(found: "list[TCPStore]" = found) -> None:
             answer = timedelta(seconds=ANSWER_SECONDS)
             with suppress(DistError):
-                store = TCPStore(nodes.address, nodes.port, is_master=False, wait_for_workers=False, timeout=answer)
+                store = TCPStore(
+                    nodes.address,
+                    nodes.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=answer,
+                )
                 store.wait(["job"], answer)
                 found.append(store)
 
@@ -189,7 +209,8 @@ def _join(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waitin
             f"the job {job!r} at {nodes.place} has all of its nodes; start the command once on each node, or give each "
             "job a MASTER_PORT of its own"
         )
-    key, text = f"node/{nodes.rank}", json.dumps(me)
+    key = f"node/{nodes.rank}"
+    text = json.dumps(me)
     if (other := json.loads(store.compare_set(key, "", text)))["name"] != me["name"]:
         raise ConfigError(
             f"NODE_RANK = {nodes.rank} is that of {other['name']}, too, and this is {me['name']}; give each node a "
@@ -208,7 +229,8 @@ class _Waiting:
 
     def __init__(self, nodes: Nodes, timeout_seconds: float) -> None:
         self.nodes, self.timeout = nodes, timeout_seconds
-        self.started, self.lines = time.monotonic(), 0
+        self.started = time.monotonic()
+        self.lines = 0
 
     def missing(self, store: "TCPStore") -> list[int]:
         """Return the ranks of the nodes that have not come."""
@@ -221,8 +243,11 @@ class _Waiting:
             NodesMissing: the time is over; on other nodes than the first a little later, because its words count.
         """
         time.sleep(_PAUSE_SECONDS)
-        nodes, passed = self.nodes, time.monotonic() - self.started
-        is_over = passed >= self.timeout + (0 if store is None or nodes.rank == 0 else ANSWER_SECONDS)
+        nodes = self.nodes
+        passed = time.monotonic() - self.started
+        is_over = passed >= self.timeout + (
+            0 if store is None or nodes.rank == 0 else ANSWER_SECONDS
+        )
         if not is_over and passed < (self.lines + 1) * LINE_SECONDS:
             return
         if store is None:
@@ -240,7 +265,8 @@ class _Waiting:
             )
         self.lines = int(passed / LINE_SECONDS)
         line = f"waiting for {who}, {passed:.0f} s of {self.timeout:g} s; start the same command there with "
-        sys.stderr.write(f"{line}{nodes.command}\n")  # in one piece: other launchers may write there too
+        # in one piece: other launchers may write there too
+        sys.stderr.write(f"{line}{nodes.command}\n")
         sys.stderr.flush()
 
 

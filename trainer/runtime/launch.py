@@ -27,7 +27,14 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import STOP_SIGNALS
 from trainer.runtime.console import report
 from trainer.runtime.garbage import imports_uncollected
-from trainer.runtime.job_store import NodesMissing, StoreError, listener_of_one_node, meet, open_store, serve
+from trainer.runtime.job_store import (
+    NodesMissing,
+    StoreError,
+    listener_of_one_node,
+    meet,
+    open_store,
+    serve,
+)
 from trainer.runtime.nodes import Nodes, whole_number
 from trainer.runtime.output import outlasting_readers
 from trainer.runtime.rank_processes import (
@@ -82,7 +89,9 @@ class Launch:
             "TORCHELASTIC_RUN_ID": self.nodes.job,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher serves the store, not rank 0
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
+            ),
         }
         first = self.nodes.rank * self.ranks
         return {
@@ -102,8 +111,12 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--nproc-per-node", required=True, help="ranks on this node")
-    parser.add_argument("--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)")
-    parser.add_argument("--program", default=_PROGRAM, help="module that each rank runs (default: the training)")
+    parser.add_argument(
+        "--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)"
+    )
+    parser.add_argument(
+        "--program", default=_PROGRAM, help="module that each rank runs (default: the training)"
+    )
     text = "module to import before ranks are forked, where that is possible; without it each rank is a fresh process"
     parser.add_argument("--preload", help=text)
     text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is reported as crashed"
@@ -114,14 +127,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--end-timeout", type=float, default=math.inf, help=text)
     options, arguments = parser.parse_known_args(argv)
     try:
-        ranks = whole_number("--nproc-per-node", options.nproc_per_node, such_as="--nproc-per-node 2")
-        timeout = whole_number("--start-timeout", options.start_timeout, such_as="--start-timeout 300")
+        ranks = whole_number(
+            "--nproc-per-node", options.nproc_per_node, such_as="--nproc-per-node 2"
+        )
+        timeout = whole_number(
+            "--start-timeout", options.start_timeout, such_as="--start-timeout 300"
+        )
         nodes = Nodes.from_environment(os.environ)
     except ConfigError as error:
         report(f"error: {error}")
         return 2
     launch = Launch(
-        nodes, ranks, timeout, RankProgram(options.program, arguments), options.preload, options.end_timeout
+        nodes,
+        ranks,
+        timeout,
+        RankProgram(options.program, arguments),
+        options.preload,
+        options.end_timeout,
     )
     stop_signals = [signal.Signals[name] for name in options.stop_signals.split(",") if name]
     return _run(launch, Watchdog(options.flight_records), stop_signals)
@@ -138,7 +160,9 @@ def _run(launch: Launch, watchdog: "Watchdog", stop_signals: Sequence[signal.Sig
             report(f"error: {error}")
             return 2 if isinstance(error, ConfigError) else 1
         except StoreError as error:
-            report(f"error: a node ended, or was cut off, before the ranks had started ({error})")
+            report(
+                f"error: a node ended, or was cut off, before the ranks had started ({error})"
+            )
             return 1
         except Stopped as stopped:
             processes.end_by(stopped.number, _SIGNALLED_SECONDS)
@@ -165,7 +189,9 @@ def _start(launch: Launch, processes: RankProcesses) -> "TCPStore":
     if nodes.count > 1:
         store = open_store(nodes, launch.ranks, launch.timeout)
         meet(store, nodes, "starts", launch.timeout)
-        processes.start(launch.program, launch.variables(nodes.address, nodes.port), forked=False)
+        processes.start(
+            launch.program, launch.variables(nodes.address, nodes.port), forked=False
+        )
         return store
     _keep_gloo_on_this_machine()
     listener = listener_of_one_node()
@@ -198,13 +224,19 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self.folder, self._started = folder, time.time() - 2  # clocks of file systems are coarse
+        # clocks of file systems are coarse
+        self.folder = folder
+        self._started = time.time() - 2
 
     def ended(self, rank: int | None, code: int) -> bool:
         """Return whether a watchdog ended this rank, or some rank, whose process has this code."""
         if self.folder is None or code != -signal.SIGABRT:
             return False
-        paths = self.folder.glob(flight_record("*")) if rank is None else [self.folder / flight_record(rank)]
+        paths = (
+            self.folder.glob(flight_record("*"))
+            if rank is None
+            else [self.folder / flight_record(rank)]
+        )
         return any(path.exists() and path.stat().st_mtime >= self._started for path in paths)
 
     def grace_of(self, first: RankEnd) -> tuple[float, bool]:
@@ -217,7 +249,9 @@ class Watchdog:
 
 def _failed(ends: Sequence[RankEnd], received: Sequence[int], watchdog: Watchdog) -> int:
     """Name the rank that failed, or the signal that ended the ranks, in one line, and return the exit code."""
-    (rank, code), hung = _cause(ends, lambda end: end.code == LOST_PEERS or watchdog.ended(*end))
+    (rank, code), hung = _cause(
+        ends, lambda end: end.code == LOST_PEERS or watchdog.ended(*end)
+    )
     ended_by = -code if code < 0 else code - 128
     if ended_by in received:
         report(f"error: stopped by {signal.Signals(ended_by).name} at once")
@@ -226,7 +260,9 @@ def _failed(ends: Sequence[RankEnd], received: Sequence[int], watchdog: Watchdog
         report(f"error: rank {rank} hung, and was killed when its peers had given it up")
         return 1
     if code == LOST_PEERS and ends[0].code == 0:
-        report(f"error: rank {ends[0].rank} ended before the others, with exit code 0, and they lost it")
+        report(
+            f"error: rank {ends[0].rank} ended before the others, with exit code 0, and they lost it"
+        )
         return 1
     if code == LOST_PEERS:
         report("error: the ranks of this node lost their peers; the cause is on another node")
@@ -245,7 +281,9 @@ def _failed(ends: Sequence[RankEnd], received: Sequence[int], watchdog: Watchdog
     return code if code > 0 else 128 - code
 
 
-def _cause(ends: Sequence[RankEnd], lost_peers: Callable[[RankEnd], bool]) -> tuple[RankEnd, bool]:
+def _cause(
+    ends: Sequence[RankEnd], lost_peers: Callable[[RankEnd], bool]
+) -> tuple[RankEnd, bool]:
     """Return the end that is the cause of the failure, and whether that rank hung, so that this launcher ended it.
 
     Args:
@@ -256,7 +294,8 @@ def _cause(ends: Sequence[RankEnd], lost_peers: Callable[[RankEnd], bool]) -> tu
     first = failures[0]
     if not lost_peers(first):
         return first, False
-    ended_by_us = {-signal.SIGKILL: 1, -signal.SIGTERM: 2}  # a rank that SIGTERM could end did not hang
+    # a rank that SIGTERM could end did not hang
+    ended_by_us = {-signal.SIGKILL: 1, -signal.SIGTERM: 2}
     others = [end for end in failures if not lost_peers(end)]
     if not others:
         return first, False
@@ -265,7 +304,9 @@ def _cause(ends: Sequence[RankEnd], lost_peers: Callable[[RankEnd], bool]) -> tu
 
 
 @contextmanager
-def _passing_signals_on(processes: RankProcesses, stop_signals: Sequence[signal.Signals]) -> Iterator[list[int]]:
+def _passing_signals_on(
+    processes: RankProcesses, stop_signals: Sequence[signal.Signals]
+) -> Iterator[list[int]]:
     """Pass SIGTERM, SIGINT and these signals on to the ranks inside, and give the list of those passed on.
 
     SIGUSR1 is passed on as another one of them, because a rank shows its stacks at it. Without ranks a signal ends the

@@ -18,7 +18,9 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _POLL_SECONDS = 0.5
 
 
-def launcher_of(arguments: list[str], variables: Mapping[str, str]) -> tuple[int | None, list[str]]:
+def launcher_of(
+    arguments: list[str], variables: Mapping[str, str]
+) -> tuple[int | None, list[str]]:
     """Return the process id of the launcher that started this rank, and the other arguments.
 
     Our launcher passes `--launched-by PID` first; torchrun is the parent. None: this process has no launcher, and may
@@ -35,12 +37,15 @@ def end_with(launcher: int) -> None:
     """Kill this process as soon as the process `launcher` has ended, or at once if it has ended already."""
     if sys.platform == "linux" and os.getppid() == launcher:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(launcher,), name="launcher_watch", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(launcher,), name="launcher_watch", daemon=True
+    ).start()
 
 
 def _watch(launcher: int) -> None:
     _wait_for_end(launcher)
-    os.kill(os.getpid(), signal.SIGKILL)  # not in good order, because peers or the store may be gone too
+    # not in good order, because peers or the store may be gone too
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait_for_end(pid: int) -> None:
@@ -50,7 +55,8 @@ def _wait_for_end(pid: int) -> None:
         ended.register(os.pidfd_open(pid), select.POLLIN)
     except ProcessLookupError:
         return
-    except (AttributeError, OSError):  # not Linux, Linux before 5.3, or a container that forbids it
+    except (AttributeError, OSError):
+        # not Linux, Linux before 5.3, or a container that forbids it
         is_child = os.getppid() == pid
         while _exists(pid) and (not is_child or os.getppid() == pid):
             time.sleep(_POLL_SECONDS)

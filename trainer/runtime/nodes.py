@@ -41,9 +41,13 @@ class Nodes:
         """
         given = {name: value.strip() for name, value in variables.items() if value.strip()}
         count = whole_number("NNODES", given.get("NNODES", "1"), such_as="NNODES=2")
-        port = whole_number("MASTER_PORT", given.get("MASTER_PORT", "29500"), such_as="MASTER_PORT=29500")
+        port = whole_number(
+            "MASTER_PORT", given.get("MASTER_PORT", "29500"), such_as="MASTER_PORT=29500"
+        )
         if port > _HIGHEST_PORT:
-            raise ConfigError(f"MASTER_PORT = {port} must be at most {_HIGHEST_PORT}, such as MASTER_PORT=29500")
+            raise ConfigError(
+                f"MASTER_PORT = {port} must be at most {_HIGHEST_PORT}, such as MASTER_PORT=29500"
+            )
         if count > 1 and "MASTER_ADDR" not in given:
             raise ConfigError(
                 f"NNODES = {count} needs MASTER_ADDR, the host name or IP address of the first node, the same on every "
@@ -54,20 +58,27 @@ class Nodes:
             raise ConfigError(
                 f"MASTER_ADDR = {address!r} must be one host name or IP address, such as MASTER_ADDR=node-a"
             )
-        names = tuple(name.strip() for name in given.get("NODE_NAMES", "").split(",") if name.strip())
+        names = tuple(
+            name.strip() for name in given.get("NODE_NAMES", "").split(",") if name.strip()
+        )
         if names and len(names) != count:
             raise ConfigError(
                 f"NODE_NAMES = {given['NODE_NAMES']!r} has {len(names)} names, but NNODES = {count}; name each "
                 "node once"
             )
         rank = _rank(given, count) if count > 1 else 0
-        here = given.get("SLURMD_NODENAME", socket.gethostname())  # Slurm's own name of this node, if Slurm starts it
+        # Slurm's own name of this node, if Slurm starts it
+        here = given.get("SLURMD_NODENAME", socket.gethostname())
         return cls(count, rank, address, port, given.get("RDZV_ID", _DEFAULT_JOB), names, here)
 
     @property
     def place(self) -> str:
         """The address and port of the first node, `[...]:port` for IPv6."""
-        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+        return (
+            f"[{self.address}]:{self.port}"
+            if ":" in self.address
+            else f"{self.address}:{self.port}"
+        )
 
     @property
     def command(self) -> str:
@@ -88,7 +99,9 @@ class Nodes:
                 f"MASTER_ADDR = {self.address!r} is not known on {self.here} ({error.strerror}); give the "
                 "host name or IP address of the first node, the same on every node"
             ) from None
-        if self.rank == 0 and not any(_is_ours(family, address[0]) for family, _, _, _, address in found):
+        if self.rank == 0 and not any(
+            _is_ours(family, address[0]) for family, _, _, _, address in found
+        ):
             raise ConfigError(
                 f"MASTER_ADDR = {self.address!r} is no address of {self.here}, which has NODE_RANK = 0; "
                 "NODE_RANK=0 belongs on the node of MASTER_ADDR"
@@ -103,7 +116,9 @@ def _rank(given: Mapping[str, str], count: int) -> int:
             f"MASTER_ADDR, up to NODE_RANK={count - 1}"
         )
     if not re.fullmatch(r"[0-9]{1,9}", given[name]) or int(given[name]) >= count:
-        raise ConfigError(f"{name} = {given[name]!r} must be a number from 0 to {count - 1}, because NNODES = {count}")
+        raise ConfigError(
+            f"{name} = {given[name]!r} must be a number from 0 to {count - 1}, because NNODES = {count}"
+        )
     return int(given[name])
 
 
@@ -128,5 +143,7 @@ def ranks_of_each_node(variables: Mapping[str, str], world_size: int) -> int | N
 def whole_number(name: str, text: str, *, such_as: str) -> int:
     """Return the number from 1 up that `text` spells; ConfigError if it spells none."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise ConfigError(f"{name} = {text!r} must be a whole number from 1 up, such as {such_as}")
+        raise ConfigError(
+            f"{name} = {text!r} must be a whole number from 1 up, such as {such_as}"
+        )
     return int(text)

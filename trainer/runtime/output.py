@@ -22,7 +22,9 @@ class LastingOutput(io.RawIOBase):
 
     def __init__(self, descriptor: int, *, is_log: bool) -> None:
         super().__init__()
-        self._descriptor, self._is_log, self._told = descriptor, is_log, False
+        self._descriptor = descriptor
+        self._is_log = is_log
+        self._told = False
 
     def fileno(self) -> int:
         return self._descriptor
@@ -85,7 +87,9 @@ def outlasting_readers(*, is_log: bool) -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _lasting(stream: io.TextIOBase | None, descriptor: int, *, buffered: bool, is_log: bool) -> io.TextIOBase:
+def _lasting(
+    stream: io.TextIOBase | None, descriptor: int, *, buffered: bool, is_log: bool
+) -> io.TextIOBase:
     encoding, errors = "utf-8", "backslashreplace"
     if stream is None:  # Python has started with this descriptor closed
         _to_null_device(descriptor)
@@ -95,11 +99,16 @@ def _lasting(stream: io.TextIOBase | None, descriptor: int, *, buffered: bool, i
         except (OSError, ValueError, AttributeError):
             return stream
         stream.flush()
-        encoding, errors = stream.encoding, stream.errors
+        encoding = stream.encoding
+        errors = stream.errors
     raw = LastingOutput(descriptor, is_log=is_log)
     binary = io.BufferedWriter(raw) if buffered else raw
     return io.TextIOWrapper(
-        binary, encoding=encoding, errors=errors, line_buffering=buffered, write_through=not buffered
+        binary,
+        encoding=encoding,
+        errors=errors,
+        line_buffering=buffered,
+        write_through=not buffered,
     )
 
 

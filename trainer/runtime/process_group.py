@@ -34,7 +34,10 @@ class Process:
     @classmethod
     def from_environment(cls, wanted_device: str = "auto") -> "Process":
         defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
-        return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()), wanted_device)
+        return cls(
+            *(int(os.environ.get(name, default)) for name, default in defaults.items()),
+            wanted_device,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -43,7 +46,11 @@ class Process:
             return torch.device("cpu")
         if not torch.cuda.is_available():
             if self.wanted_device == "cuda":
-                build = "sees no GPU" if torch.version.cuda or torch.version.hip else "is a build without GPUs"
+                build = (
+                    "sees no GPU"
+                    if torch.version.cuda or torch.version.hip
+                    else "is a build without GPUs"
+                )
                 raise ConfigError(
                     f"job.device = 'cuda' needs a GPU, and this PyTorch {torch.__version__} {build}; install one for "
                     "your GPUs and look at CUDA_VISIBLE_DEVICES, or use job.device = 'auto'"
@@ -66,7 +73,11 @@ def backend_settings(device: torch.device, *, cpu_tensors: bool) -> dict[str, ob
     """
     if device.type != "cuda":
         return {"backend": "gloo"}
-    return {"backend": "cpu:gloo,cuda:nccl"} if cpu_tensors else {"backend": "nccl", "device_id": device}
+    return (
+        {"backend": "cpu:gloo,cuda:nccl"}
+        if cpu_tensors
+        else {"backend": "nccl", "device_id": device}
+    )
 
 
 @contextmanager
@@ -119,7 +130,9 @@ def _time_out_inherited(device: torch.device) -> Iterator[None]:
     comes before its time-out can be set.
     """
     before = distributed_c10d._get_default_timeout
-    distributed_c10d._get_default_timeout = lambda _backend: group_timeout(dist.group.WORLD, device)
+    distributed_c10d._get_default_timeout = lambda _backend: group_timeout(
+        dist.group.WORLD, device
+    )
     try:
         yield
     finally:
@@ -128,9 +141,9 @@ def _time_out_inherited(device: torch.device) -> Iterator[None]:
 
 def is_peer_failure(error: Exception) -> bool:
     """Return whether a collective failed because another rank is gone or late: the cause is elsewhere."""
-    return isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError) or (
-        isinstance(error, RuntimeError) and "gloo/" in str(error)
-    )
+    return isinstance(
+        error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError
+    ) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 def set_timeout(seconds: float, *, but_for: dist.ProcessGroup | None = None) -> None:
@@ -145,7 +158,8 @@ def set_timeout(seconds: float, *, but_for: dist.ProcessGroup | None = None) -> 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the time-out of one process group."""
-    set_timeout_of = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public since torch 2.14
+    # public since torch 2.14
+    set_timeout_of = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout_of(timeout, group)
 
 
@@ -172,4 +186,6 @@ def _dump_flight_record(rank: int, folder: Path | None, device: torch.device) ->
     last = entries[-1]["profiling_name"] if entries else "none"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(record)
-    return f"rank {rank}: its last collective was {last}; the last {len(entries):,} are in {path}"
+    return (
+        f"rank {rank}: its last collective was {last}; the last {len(entries):,} are in {path}"
+    )

@@ -95,7 +95,9 @@ class RankProcesses:
         """The first end with another code than 0; None if no rank has failed."""
         return next((end for end in self.ends if end.code != 0), None)
 
-    def start(self, program: RankProgram, variables: Mapping[int, Mapping[str, str]], *, forked: bool) -> None:
+    def start(
+        self, program: RankProgram, variables: Mapping[int, Mapping[str, str]], *, forked: bool
+    ) -> None:
         """Start a process for each rank.
 
         Args:
@@ -120,7 +122,9 @@ class RankProcesses:
             with suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, number)
 
-    def wait(self, grace_of: Callable[[RankEnd], tuple[float, bool]], end_seconds: float = math.inf) -> None:
+    def wait(
+        self, grace_of: Callable[[RankEnd], tuple[float, bool]], end_seconds: float = math.inf
+    ) -> None:
         """Wait for the end of all ranks. When one has failed, ask the others to end, and kill who still runs later.
 
         Args:
@@ -139,7 +143,11 @@ class RankProcesses:
                 self.send(signal.SIGTERM)
             if first_end is None and self.ends:
                 first_end = time.monotonic()
-            if deadline is None and first_end is not None and time.monotonic() > first_end + end_seconds:
+            if (
+                deadline is None
+                and first_end is not None
+                and time.monotonic() > first_end + end_seconds
+            ):
                 self.overdue = self.running
                 self.kill(show_stacks=True)
             if deadline is not None and time.monotonic() > deadline:

@@ -35,7 +35,9 @@ class Reports:
         self.store: dist.Store = dist.HashStore()  # alone: no port is taken
         if process.world_size > 1:
             timeout = timedelta(seconds=comm.init_timeout_seconds)
-            self.store, *_ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+            self.store, *_ = next(
+                dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout)
+            )
         self._reports = dist.PrefixStore("reports", self.store)
 
     def failed(self, error: BaseException) -> None:
@@ -49,7 +51,8 @@ class Reports:
         None: a lower rank lost its peers, too, and prints the line.
         """
         reports = self._exchange(_LOST, _PATIENCE_SECONDS)
-        mine, place = self.process.rank, _place(error)
+        mine = self.process.rank
+        place = _place(error)
         if not reports:
             reason = str(error).partition("\n")[0]
             return f"rank {mine} lost its peers {place}, and the store of the job too: {reason}"
@@ -71,8 +74,12 @@ class Reports:
         seconds = int(found[1]) / 1000
         # If several have this value, the likeliest is named: most of a run is training.
         order = ("checkpoint", "init", "train")
-        names = [name for name in order if getattr(self.comm, f"{name}_timeout_seconds") == seconds]
-        origin = f"comm.{names[-1]}_timeout_seconds" if names else f"{STEPS_OF_A_LIMIT} times a step"
+        names = [
+            name for name in order if getattr(self.comm, f"{name}_timeout_seconds") == seconds
+        ]
+        origin = (
+            f"comm.{names[-1]}_timeout_seconds" if names else f"{STEPS_OF_A_LIMIT} times a step"
+        )
         return f"{seconds:,g} s ({origin})"
 
     def _exchange(self, how: str, patience_seconds: float) -> dict[int, str]:
@@ -86,13 +93,16 @@ class Reports:
                 deadline = time.monotonic() + patience_seconds
                 while count < self.process.world_size and not self._reports.add("over", 0):
                     if time.monotonic() >= deadline:
-                        self._reports.add("over", 1)  # the first rank to give up ends the wait of all
+                        # the first rank to give up ends the wait of all
+                        self._reports.add("over", 1)
                     time.sleep(0.1)
                     count = self._reports.add("count", 0)
                 lines = self._reports.get("lines").decode().splitlines()
             except RuntimeError:  # the launcher, and the store with it, has ended
                 return
-            reports.update((int(rank), text) for rank, _, text in (line.partition(" ") for line in lines))
+            reports.update(
+                (int(rank), text) for rank, _, text in (line.partition(" ") for line in lines)
+            )
 
         # The store has no time-out of its own for a machine that no longer answers.
         talker = threading.Thread(target=talk, daemon=True)
@@ -106,10 +116,12 @@ def _place(error: Exception) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(_PACKAGE) and Path(frame.filename).name not in _AROUND
+        if Path(frame.filename).is_relative_to(_PACKAGE)
+        and Path(frame.filename).name not in _AROUND
     ]
     if not frames:
         return "at the start of the process group"
     file = Path(frames[-1].filename).relative_to(_PACKAGE.parent)
-    names = [frame.name for frame in frames if not frame.name.startswith("<")]  # such as <listcomp>
+    # such as <listcomp>
+    names = [frame.name for frame in frames if not frame.name.startswith("<")]
     return f"in {' > '.join(names)} ({file}:{frames[-1].lineno}: {frames[-1].line})"

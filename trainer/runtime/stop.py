@@ -37,7 +37,11 @@ def ends_by(number: int, _: FrameType | None) -> None:
 @contextmanager
 def handled_by(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     """Set handlers of signals inside. A signal that is ignored, as SIGHUP is under nohup, stays ignored."""
-    handled = {number: how for number, how in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
+    handled = {
+        number: how
+        for number, how in handlers.items()
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     before = {number: signal.signal(number, how) for number, how in handled.items()}
     try:
         yield
@@ -48,7 +52,11 @@ def handled_by(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 
 def rank_signals(names: Sequence[str]) -> tuple[signal.Signals, ...]:
     """Return the signals of `job.stop_signals` at which a rank stops: SIGUSR1 shows its stacks."""
-    return tuple(number for name in dict.fromkeys(names) if (number := signal.Signals[name]) != _SHOWS_STACKS)
+    return tuple(
+        number
+        for name in dict.fromkeys(names)
+        if (number := signal.Signals[name]) != _SHOWS_STACKS
+    )
 
 
 class Stop:
@@ -71,14 +79,19 @@ class Stop:
         prints: bool = False,
     ) -> None:
         self.signals = rank_signals(signals)
-        self.timeout, self.max_minutes, self.prints = timeout_seconds, max_minutes, prints
+        self.timeout = timeout_seconds
+        self.max_minutes = max_minutes
+        self.prints = prints
         self.started = time.monotonic()
         self.signal = 0
         self._entered = False
 
     def votes(self) -> list[float]:
         """Return this rank's vote for each reason to stop, 0 or 1; their sums over all ranks decide in `reason`."""
-        over = self.max_minutes is not None and time.monotonic() - self.started > 60 * self.max_minutes
+        over = (
+            self.max_minutes is not None
+            and time.monotonic() - self.started > 60 * self.max_minutes
+        )
         return [float(over), *(float(self.signal == number) for number in self.signals)]
 
     def reason(self, votes: Sequence[float]) -> str | None:
@@ -95,16 +108,31 @@ class Stop:
             # from this pipe as soon as they arrive.
             self._read_end, self._write_end = os.pipe()
             os.set_blocking(self._write_end, False)
-            self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+            self._wakeup_before = signal.set_wakeup_fd(
+                self._write_end, warn_on_full_buffer=False
+            )
             ignores_hang_up = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            handled = [number for number in self.signals if not (number == signal.SIGHUP and ignores_hang_up)]
-            self._handlers_before = {number: signal.signal(number, lambda *_: None) for number in handled}
-            self._watcher = threading.Thread(target=self._watch, name="stop signals", daemon=True)
+            handled = [
+                number
+                for number in self.signals
+                if not (number == signal.SIGHUP and ignores_hang_up)
+            ]
+            self._handlers_before = {
+                number: signal.signal(number, lambda *_: None) for number in handled
+            }
+            self._watcher = threading.Thread(
+                target=self._watch, name="stop signals", daemon=True
+            )
             self._watcher.start()
             self._entered = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
         if self._entered:
             self._entered = False
             for number, handler in self._handlers_before.items():
@@ -130,7 +158,8 @@ class Stop:
                 return
             for number in filter(self.signals.__contains__, numbers):
                 if not self.signal:
-                    self.signal, first = number, time.monotonic()
+                    self.signal = number
+                    first = time.monotonic()
                     if self.prints:
                         name = signal.Signals(number).name
                         line = f"{name}: stopping after this step; a second signal ends the run at once"

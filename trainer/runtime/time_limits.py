@@ -32,7 +32,9 @@ class TimeLimits:
         apply: Sets the time-out in seconds of all process groups of training.
     """
 
-    def __init__(self, comm: Comm, highest: Callable[[float], float], apply: Callable[[float], None]) -> None:
+    def __init__(
+        self, comm: Comm, highest: Callable[[float], float], apply: Callable[[float], None]
+    ) -> None:
         self._comm, self._highest, self._apply = comm, highest, apply
         self.seconds: float = comm.init_timeout_seconds
         """The time-out that is in force."""
@@ -65,7 +67,8 @@ class TimeLimits:
     def step_was_read(self, asked: bool) -> None:
         """Note that the totals of a step have arrived. asked: whether a rank has voted for a higher limit."""
         now = time.monotonic()
-        seconds, self._started = now - self._started, now
+        seconds = now - self._started
+        self._started = now
         self._steps_read += 1
         starting = self._steps_read <= _COMPILING_STEPS
         self._longest = seconds if starting else max(self._longest, seconds)
@@ -91,15 +94,21 @@ class TimeLimits:
             return
         self._apply(seconds)
         if seconds > self.seconds:
-            logger.info(f"collectives may take {seconds:,.0f} s, {STEPS_OF_A_LIMIT} times {what}")
+            logger.info(
+                f"collectives may take {seconds:,.0f} s, {STEPS_OF_A_LIMIT} times {what}"
+            )
         self.seconds = seconds
 
 
 def limits_raised(comm: Comm, step_seconds: float) -> str:
     """Return a sentence if configured time-outs are too short for a predicted step, else an empty text."""
     needed = STEPS_OF_A_LIMIT * step_seconds
-    settings = {name: getattr(comm, name) for name in ("init_timeout_seconds", "train_timeout_seconds")}
-    short = " and ".join(f"comm.{name} = {seconds:g}" for name, seconds in settings.items() if seconds < needed)
+    settings = {
+        name: getattr(comm, name) for name in ("init_timeout_seconds", "train_timeout_seconds")
+    }
+    short = " and ".join(
+        f"comm.{name} = {seconds:g}" for name, seconds in settings.items() if seconds < needed
+    )
     if not short:
         return ""
     return (

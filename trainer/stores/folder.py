@@ -28,7 +28,15 @@ from trainer.families.args import ModelArgs
 from trainer.families.registry import hf_config, is_folder
 from trainer.hugging_face.files import CONFIG_FILE, read_config, read_folder
 from trainer.runtime.console import logger
-from trainer.stores.store import STATE_FILE, Place, Store, named_step, reason_of, saved_step, store_of
+from trainer.stores.store import (
+    STATE_FILE,
+    Place,
+    Store,
+    named_step,
+    reason_of,
+    saved_step,
+    store_of,
+)
 
 BEST_FILE = "best.json"
 FORMAT = 1
@@ -69,19 +77,29 @@ def check_sum(content: Mapping[str, Any]) -> int:
 def checkpoint_folder(config: JobConfig) -> Store:
     """Return the folder of all checkpoints of a run; ConfigError if its store cannot be opened."""
     folder = config.checkpoint.folder
-    return store_of("checkpoint.folder", folder if is_address(folder) else str(Path(config.job.dump_folder) / folder))
+    return store_of(
+        "checkpoint.folder",
+        folder if is_address(folder) else str(Path(config.job.dump_folder) / folder),
+    )
 
 
 def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
     """Return what saved tensors depend on: the family, its arguments, the data type in storage, and adapters."""
-    fixed = {name: value for name, value in asdict(model).items() if name not in model.free_to_change}
     fixed = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in fixed.items()
+        name: value for name, value in asdict(model).items() if name not in model.free_to_change
+    }
+    fixed = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in fixed.items()
     }  # as JSON has it
     lora = config.lora
     adapters: dict[str, Any] = {"lora.rank": lora.rank}
     if lora.rank:
-        adapters |= {"lora.alpha": lora.alpha, "lora.rslora": lora.rslora, "lora.modules": sorted(lora.modules)}
+        adapters |= {
+            "lora.alpha": lora.alpha,
+            "lora.rslora": lora.rslora,
+            "lora.modules": sorted(lora.modules),
+        }
         adapters["lora.whole"] = sorted(lora.whole)
     return {"name": config.model.name, **fixed, "dtype": config.training.dtype, **adapters}
 
@@ -93,7 +111,8 @@ def step_to_load(config: JobConfig) -> int | None:
         ConfigError: the folder cannot be read, or `checkpoint.load_step` is not there.
         MissingFile: the folder is in a store that does not answer from here.
     """
-    folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
+    folder = checkpoint_folder(config)
+    wanted = config.checkpoint.load_step
     try:
         steps = folder.steps()
     except OSError as error:
@@ -105,8 +124,16 @@ def step_to_load(config: JobConfig) -> int | None:
         return steps[-1] if steps else None
     if wanted in steps:
         return wanted
-    shown = ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:3]))} ... {steps[-1]}"
-    remedy = f"use one of the saved steps: {shown}" if steps else "nothing is saved there, leave it out"
+    shown = (
+        ", ".join(map(str, steps))
+        if len(steps) <= 8
+        else f"{', '.join(map(str, steps[:3]))} ... {steps[-1]}"
+    )
+    remedy = (
+        f"use one of the saved steps: {shown}"
+        if steps
+        else "nothing is saved there, leave it out"
+    )
     raise ConfigError(f"checkpoint.load_step = {wanted} is not in {folder}; {remedy}")
 
 
@@ -160,7 +187,9 @@ def parse_state(text: bytes, step: int) -> RunState:
     if content.pop("format") != FORMAT:
         raise ValueError("another version of this program wrote it")
     content["streams"] = {
-        int(stream): {key: value if key == "iterable" else int(value) for key, value in entry.items()}
+        int(stream): {
+            key: value if key == "iterable" else int(value) for key, value in entry.items()
+        }
         for stream, entry in content["streams"].items()
     }
     state = RunState(**content)
@@ -171,7 +200,8 @@ def parse_state(text: bytes, step: int) -> RunState:
 
 def state_text(state: RunState) -> bytes:
     """Return the content of `state.json`."""
-    content = json.loads(json.dumps({"format": FORMAT, **asdict(state)}))  # as it is when it is read
+    # as it is when it is read
+    content = json.loads(json.dumps({"format": FORMAT, **asdict(state)}))
     return json.dumps(content | {"check_sum": check_sum(content)}).encode()
 
 
@@ -179,7 +209,9 @@ def unreadable(folder: Store, step: int, error: BaseException | str) -> ConfigEr
     """Return the error for a checkpoint that cannot be loaded."""
     reason = str(error).strip().split("\n")[0].removesuffix(".")
     if isinstance(error, OSError):
-        reason = f"{Path(error.filename).name}: " * isinstance(error.filename, str) + reason_of(error)
+        reason = f"{Path(error.filename).name}: " * isinstance(error.filename, str) + reason_of(
+            error
+        )
     elif isinstance(error, KeyError):
         reason = f"{reason} is missing"
     damaged = f"the checkpoint {folder.step(step)} cannot be read ({reason})"
@@ -195,7 +227,13 @@ def unreadable(folder: Store, step: int, error: BaseException | str) -> ConfigEr
 
 
 def check_same_model(
-    state: RunState, config: JobConfig, model: ModelArgs, path: Place | str, *, remedy: str, dtype: bool = True
+    state: RunState,
+    config: JobConfig,
+    model: ModelArgs,
+    path: Place | str,
+    *,
+    remedy: str,
+    dtype: bool = True,
 ) -> None:
     """Check that the tensors of `state`, which is in `path`, are those of this model; dtype: of its data type too.
 
@@ -205,14 +243,19 @@ def check_same_model(
     defaults = {argument.name: argument.default for argument in fields(model)}
     defaults |= {"lora.rank": 0, "lora.rslora": False, "lora.whole": []}
     for key, now in model_description(config, model).items():
-        saved = state.model.get(key, defaults.get(key))  # an older checkpoint has the default of a newer field
+        # an older checkpoint has the default of a newer field
+        saved = state.model.get(key, defaults.get(key))
         if isinstance(saved, dict) and is_dataclass(part := getattr(model, key, None)):
-            saved = {each.name: each.default for each in fields(part) if each.default is not MISSING} | saved
+            saved = {
+                each.name: each.default for each in fields(part) if each.default is not MISSING
+            } | saved
         if saved != now and (dtype or key != "dtype"):
             what = f"model.flavor = {config.model.flavor!r}, whose {key}"
             if key == "dtype" or key.startswith("lora."):
                 what = key.replace("dtype", "training.dtype")
-            raise ConfigError(f"{what} = {now!r} is not the {saved!r} of the checkpoint {path}; {remedy}")
+            raise ConfigError(
+                f"{what} = {now!r} is not the {saved!r} of the checkpoint {path}; {remedy}"
+            )
 
 
 def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
@@ -224,14 +267,19 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     path = checkpoint_folder(config).step(state.step)
     elsewhere = "or start from step 0 in another checkpoint.folder"
     check_same_model(state, config, model, path, remedy=f"resume with that, {elsewhere}")
-    excluded, left = config.checkpoint.exclude_from_loading, config.training.steps - state.step
+    excluded = config.checkpoint.exclude_from_loading
+    left = config.training.steps - state.step
     if state.model_only and left > 0 and "optimizer" not in excluded:
         raise ConfigError(
             f"training.steps = {config.training.steps} is beyond the checkpoint {path}, which holds the weights "
             "alone (checkpoint.last_save_model_only); resume from an earlier step with checkpoint.load_step, or use a "
             f"new optimizer: --checkpoint.load_step {state.step} --checkpoint.exclude_from_loading optimizer"
         )
-    if not state.model_only and "optimizer" not in excluded and state.optimizer not in ("", states_of(config)):
+    if (
+        not state.model_only
+        and "optimizer" not in excluded
+        and state.optimizer not in ("", states_of(config))
+    ):
         raise ConfigError(
             f"optimizer.name = {config.optimizer.name!r} is not the {state.optimizer} of the checkpoint {path}, whose "
             f"states would be others; resume with {state.optimizer}, or start them again: --checkpoint.load_step "
@@ -240,9 +288,13 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     if "dataloader" in excluded:
         return
     first = next(iter(state.streams.values()), {})
-    for key, now in (("seed", config.training.seed), ("data_streams", config.training.data_streams)):
+    for key, now in (
+        ("seed", config.training.seed),
+        ("data_streams", config.training.data_streams),
+    ):
         saved = first.get(key)
-        if now is not None and saved != now:  # None: the number of streams is that of the checkpoint
+        # None: the number of streams is that of the checkpoint
+        if now is not None and saved != now:
             raise ConfigError(
                 f"training.{key} = {now} is not the {saved} of the checkpoint {path}, whose positions would mean other "
                 f"data; resume with {saved}, {elsewhere}"
@@ -253,7 +305,8 @@ def best_saved(folder: Store) -> tuple[int, float] | None:
     """Return step and validation loss of the best checkpoint, None if none is; OSError if it cannot be read."""
     try:
         best = json.loads(folder.read(folder.path / BEST_FILE).decode())
-        step, loss = int(best["step"]), float(best["validation_loss"])
+        step = int(best["step"])
+        loss = float(best["validation_loss"])
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     return (step, loss) if step in folder.steps() else None
@@ -265,7 +318,10 @@ def mark_best(folder: Store, step: int, loss: float | None) -> None:
     A checkpoint of that step of another history, which it has replaced, is no longer the best one.
     """
     if loss is not None:
-        folder.write(folder.path / BEST_FILE, json.dumps({"step": step, "validation_loss": loss}).encode())
+        folder.write(
+            folder.path / BEST_FILE,
+            json.dumps({"step": step, "validation_loss": loss}).encode(),
+        )
     elif (best := best_saved(folder)) is not None and best[0] == step:
         folder.remove_file(folder.path / BEST_FILE)
 
@@ -285,7 +341,9 @@ def keep_latest(folder: Store, k: int, written: int, *, every: int = 0) -> None:
         try:
             folder.remove(step)
         except OSError as error:
-            logger.warning(f"the old checkpoint {folder.step(step)} could not be removed ({reason_of(error)})")
+            logger.warning(
+                f"the old checkpoint {folder.step(step)} could not be removed ({reason_of(error)})"
+            )
 
 
 _KEY = "checkpoint.initial_load_path"
@@ -293,8 +351,13 @@ _KEY = "checkpoint.initial_load_path"
 
 def hf_folder(config: JobConfig) -> Path | None:
     """Return the Hugging Face folder of which a run has its weights or sizes, and so its tokenizer; None: no such."""
-    named = [config.checkpoint.initial_load_path, config.model.flavor if is_folder(config.model.flavor) else None]
-    return next((Path(path) for path in named if path and (Path(path) / CONFIG_FILE).is_file()), None)
+    named = [
+        config.checkpoint.initial_load_path,
+        config.model.flavor if is_folder(config.model.flavor) else None,
+    ]
+    return next(
+        (Path(path) for path in named if path and (Path(path) / CONFIG_FILE).is_file()), None
+    )
 
 
 def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
@@ -309,7 +372,8 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         return
     if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
         return  # a run with checkpoints resumes from them; those of adapters hold nothing else
-    path, step = Path(given), saved_step(_KEY, given)
+    path = Path(given)
+    step = saved_step(_KEY, given)
     if step is None and not path.is_dir():
         raise MissingFile(
             f"{_KEY} = {given!r} is no folder here, and no checkpoint in a store; name a folder with weights (for a "
@@ -324,7 +388,14 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
                 f"{_KEY} = {given!r} holds adapters only; merge them into a Hugging Face folder with lct convert "
                 "to-hf, and name that"
             )
-        check_same_model(state, replace(config, lora=LoRA()), model, given, remedy="take that model", dtype=False)
+        check_same_model(
+            state,
+            replace(config, lora=LoRA()),
+            model,
+            given,
+            remedy="take that model",
+            dtype=False,
+        )
     elif (path / CONFIG_FILE).is_file():
         _check_hf(config, model, path)
         read_folder(path)  # all files are there, and whole
@@ -353,15 +424,22 @@ def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
     family = hf_config(config.model.name)
     family.check_start(model)
     args = family.read(read_config(path))
-    theirs = args.configured(config.model, vocab_size=args.vocab_size, max_seq_len=model.max_seq_len)
+    theirs = args.configured(
+        config.model, vocab_size=args.vocab_size, max_seq_len=model.max_seq_len
+    )
     balance = {"router_aux_loss_coef"}  # of training, not of the weights
     different = [
         f"{field.name} = {getattr(model, field.name)} (there {getattr(theirs, field.name)})"
         for field in fields(model)
-        if field.name not in balance and getattr(model, field.name) != getattr(theirs, field.name)
+        if field.name not in balance
+        and getattr(model, field.name) != getattr(theirs, field.name)
     ]
     if different:
-        name = "the folder" if is_folder(config.model.flavor) else f"model.flavor = {config.model.flavor!r}"
+        name = (
+            "the folder"
+            if is_folder(config.model.flavor)
+            else f"model.flavor = {config.model.flavor!r}"
+        )
         raise ConfigError(
             f"{name} is not the model in {_KEY} = {str(path)!r}: {', '.join(different)}; set "
             f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(path.absolute())!r}"

@@ -123,7 +123,9 @@ class LocalStore(Store):
 
     def steps(self) -> list[int]:
         if self.path.is_dir():
-            return steps_of(path.name for path in self.path.iterdir() if (path / STATE_FILE).is_file())
+            return steps_of(
+                path.name for path in self.path.iterdir() if (path / STATE_FILE).is_file()
+            )
         if os.path.lexists(self.path):
             raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(self.path))
         return []
@@ -164,7 +166,8 @@ class LocalStore(Store):
         return "__"
 
     def publish(self, step: int, state: bytes, claim: str) -> None:
-        unfinished, final = self.unfinished(step), self.step(step)
+        unfinished = self.unfinished(step)
+        final = self.step(step)
         self.write(unfinished / STATE_FILE, state)
         sync(unfinished)
         _make_way(final)
@@ -198,8 +201,14 @@ def _make_way(path: Path) -> None:
         (path / STATE_FILE).unlink()  # a checkpoint that is half removed must not look like one
         shutil.rmtree(path)
     elif os.path.lexists(path):
-        aside = next(p for p in (path.with_name(f"{path.name}.other{i}") for i in count(1)) if not os.path.lexists(p))
-        logger.warning(f"{path} is no checkpoint, and a checkpoint needs its name: it was renamed to {aside.name}")
+        aside = next(
+            p
+            for p in (path.with_name(f"{path.name}.other{i}") for i in count(1))
+            if not os.path.lexists(p)
+        )
+        logger.warning(
+            f"{path} is no checkpoint, and a checkpoint needs its name: it was renamed to {aside.name}"
+        )
         path.rename(aside)
 
 
@@ -207,7 +216,10 @@ class _Part(io.RawIOBase):
     """A part of an open file. It is not kept in memory, where it would be a third copy of a tensor."""
 
     def __init__(self, stream: IO[bytes], start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
+        self._stream = stream
+        self._start = start
+        self._length = length
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -216,7 +228,9 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        )
         return self._at
 
     def readinto(self, into: memoryview) -> int:
@@ -248,7 +262,8 @@ def _as_os_errors() -> Iterator[None]:
 class RemoteStore(Store):
     """Names in a remote store, through fsspec: an object appears when its last byte is there, or never."""
 
-    remedy, unreachable = "check address, credentials and network", MissingFile
+    remedy = "check address, credentials and network"
+    unreachable = MissingFile
 
     @_as_os_errors()
     def objects(self, below: Place | None = None) -> dict[str, int]:
@@ -285,7 +300,8 @@ class RemoteStore(Store):
     @_as_os_errors()
     def part(self, stream: IO[bytes], start: int, length: int) -> IO[bytes]:
         stream.seek(start)
-        return io.BytesIO(stream.read(length))  # each piece that is read later would be a request
+        # each piece that is read later would be a request
+        return io.BytesIO(stream.read(length))
 
     @_as_os_errors()
     def remove_file(self, file: "UPath", *, missing_ok: bool = False) -> None:
@@ -295,7 +311,9 @@ class RemoteStore(Store):
         self.write(self.path / ".writable", b"")
         self.remove_file(self.path / ".writable")
         self.remove_unfinished()
-        others = {name.split("/")[0] for name in self.objects()} - {f"step-{step}" for step in self.steps()}
+        others = {name.split("/")[0] for name in self.objects()} - {
+            f"step-{step}" for step in self.steps()
+        }
         if strange := sorted(name for name in others if _STEP.fullmatch(name)):
             raise ConfigError(
                 f"checkpoint.folder = {str(self)!r}: {strange[0]} in it is no checkpoint of this program, and one may "
@@ -313,14 +331,18 @@ class RemoteStore(Store):
 
     def publish(self, step: int, state: bytes, claim: str) -> None:
         path = self.step(step)
-        if SAVING_FILE not in self.sizes(step) or self.read(path / SAVING_FILE).decode() != claim:
+        if (
+            SAVING_FILE not in self.sizes(step)
+            or self.read(path / SAVING_FILE).decode() != claim
+        ):
             raise OSError(errno.EBUSY, "another job saves there, too")
         self.write(path / STATE_FILE, state)
         self.remove_file(path / SAVING_FILE)
 
     def remove(self, step: int) -> None:
         """Remove this program's objects under the name of a step: `state.json` first, `saving` last."""
-        path, names = self.step(step), self.sizes(step)
+        path = self.step(step)
+        names = self.sizes(step)
         if STATE_FILE in names:
             self.write(path / SAVING_FILE, b"")
             self.remove_file(path / STATE_FILE)
@@ -355,7 +377,9 @@ def store_of(key: str, address: str) -> Store:
             f"{key} = {address!r} ends with the process; name a folder, or an address such as s3://bucket/run"
         )
     if not name.strip("/") or (name.startswith("/") and kind not in ("file", "local")):
-        raise ConfigError(f"{key} = {address!r} names no bucket; name one, such as {kind}://bucket/run")
+        raise ConfigError(
+            f"{key} = {address!r} names no bucket; name one, such as {kind}://bucket/run"
+        )
     try:
         from upath import UPath
 
@@ -369,7 +393,9 @@ def store_of(key: str, address: str) -> Store:
             "its store: s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{key} = {address!r} is no address ({error}); name one such as s3://bucket/run") from None
+        raise ConfigError(
+            f"{key} = {address!r} is no address ({error}); name one such as s3://bucket/run"
+        ) from None
 
 
 def named_step(key: str, address: str) -> tuple[Store, int | None]:
@@ -390,4 +416,6 @@ def saved_step(key: str, address: str) -> int | None:
     try:
         return step if step is not None and STATE_FILE in store.sizes(step) else None
     except OSError as error:
-        raise MissingFile(f"{store.step(step)} cannot be read ({reason_of(error)}); {store.remedy}") from None
+        raise MissingFile(
+            f"{store.step(step)} cannot be read ({reason_of(error)}); {store.remedy}"
+        ) from None

@@ -30,15 +30,20 @@ from trainer.runtime.console import logger
 _TILE = 128  # rows of a kernel's tile, which it computes whole
 
 
-def document_costs(flops_per_token: Callable[[int], tuple[float, float]], longest: int) -> Callable[..., np.ndarray]:
+def document_costs(
+    flops_per_token: Callable[[int], tuple[float, float]], longest: int
+) -> Callable[..., np.ndarray]:
     """Return a function from lengths of documents, (n,), to FLOPs of their forward and backward, (n,) float64.
 
     flops_per_token: of a model's arguments, (with full attention, with its own mask), for a sequence length. Attention
     is billed in whole tiles.
     """
-    linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]  # the first one grows by a constant
+    # the first one grows by a constant
+    linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]
     ends = np.arange(_TILE, longest + _TILE, _TILE)
-    attention = np.array([0.0, *(int(end) * (flops_per_token(int(end))[1] - linear) for end in ends)])
+    attention = np.array(
+        [0.0, *(int(end) * (flops_per_token(int(end))[1] - linear) for end in ends)]
+    )
 
     def costs(lengths: np.ndarray) -> np.ndarray:
         return lengths * linear + attention[-(-lengths // _TILE)]
@@ -61,22 +66,38 @@ class Assignment:
 
 
 def assign(
-    lengths: np.ndarray, costs: np.ndarray, read: np.ndarray, *, micro_batches: int, ranks: int, most: int
+    lengths: np.ndarray,
+    costs: np.ndarray,
+    read: np.ndarray,
+    *,
+    micro_batches: int,
+    ranks: int,
+    most: int,
 ) -> Assignment:
     """Assign the documents of a step.
 
     lengths, costs, read: (n,) of each document its tokens, its cost, and the bin in which it was read; of two documents
     the longer one costs more. most: tokens of a bin. The result is never worse than `read`, and the same on all ranks.
     """
-    shape, order = (micro_batches, ranks), np.argsort(-lengths, kind="stable")
-    mean, targets = costs.sum() / (micro_batches * ranks), _targets(costs[order], *shape)
+    shape = (micro_batches, ranks)
+    order = np.argsort(-lengths, kind="stable")
+    mean = costs.sum() / (micro_batches * ranks)
+    targets = _targets(costs[order], *shape)
     if not mean:
         return Assignment(read, 1.0, 1.0, 1.0)
-    before, assigned = _time(read, costs, shape), np.empty(len(lengths), dtype=np.int64)
-    bins = _assigned(lengths[order].tolist(), costs[order].tolist(), np.repeat(targets, ranks).tolist(), most)
+    before = _time(read, costs, shape)
+    assigned = np.empty(len(lengths), dtype=np.int64)
+    bins = _assigned(
+        lengths[order].tolist(), costs[order].tolist(), np.repeat(targets, ranks).tolist(), most
+    )
     assigned[order] = read[order] if bins is None else bins
     after = _time(assigned, costs, shape)
-    return Assignment(assigned if after < before else read, before, min(before, after), float(targets.mean() / mean))
+    return Assignment(
+        assigned if after < before else read,
+        before,
+        min(before, after),
+        float(targets.mean() / mean),
+    )
 
 
 def _time(bins: np.ndarray, costs: np.ndarray, shape: tuple[int, int]) -> float:
@@ -85,15 +106,19 @@ def _time(bins: np.ndarray, costs: np.ndarray, shape: tuple[int, int]) -> float:
     return float(work.max(axis=1).mean() / work.mean())
 
 
-def _assigned(lengths: list[int], costs: list[float], targets: list[float], most: int) -> list[int] | None:
+def _assigned(
+    lengths: list[int], costs: list[float], targets: list[float], most: int
+) -> list[int] | None:
     """Give each document, the longest first, to the bin with room that lacks most of its target; None: there is none.
 
     lengths, costs: descending.
     """
     lacking = [(-target, i) for i, target in enumerate(targets)]  # a heap
     heapq.heapify(lacking)
-    without_room: list[tuple[int, float, int]] = []  # a heap of (-room, -lack, bin): shorter documents may fit
-    room, bins = [most] * len(targets), []
+    # a heap of (-room, -lack, bin): shorter documents may fit
+    without_room: list[tuple[int, float, int]] = []
+    room = [most] * len(targets)
+    bins = []
     for length, cost in zip(lengths, costs, strict=True):
         while without_room and -without_room[0][0] >= length:
             heapq.heappush(lacking, heapq.heappop(without_room)[1:])
@@ -118,11 +143,13 @@ def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarr
     firsts = np.zeros(micro_batches)
     heads = descending[: micro_batches * ranks : ranks]
     firsts[: len(heads)] = heads
-    left, number = descending.sum() / ranks, micro_batches
+    left = descending.sum() / ranks
+    number = micro_batches
     for first in firsts:  # descending
         if first * number <= left:
             break
-        left, number = left - first, number - 1
+        left = left - first
+        number = number - 1
     return np.maximum(firsts, left / number if number else 0.0)
 
 
@@ -168,7 +195,9 @@ class BalancedBatches:
 
     def __call__(self, batches: Iterator[TextBatch]) -> Iterator[dict[str, Any]]:
         while True:
-            read = raise_on_all_ranks(lambda: [next(batches) for _ in range(self._step.micro_batches)], self._group)
+            read = raise_on_all_ranks(
+                lambda: [next(batches) for _ in range(self._step.micro_batches)], self._group
+            )
             for documents in self._exchanged([documents_of_batch(batch) for batch in read]):
                 arrays = row(documents, self._step)
                 batch = tensors_of(arrays)
@@ -177,33 +206,55 @@ class BalancedBatches:
 
     def _exchanged(self, read: Sequence[list[np.ndarray]]) -> Iterator[list[np.ndarray]]:
         """Yield the documents of each micro-batch of this rank. read: those that it has read, for each."""
-        rank, ranks, step = self._group.rank(), self._group.size(), self._step
+        rank = self._group.rank()
+        ranks = self._group.size()
+        step = self._step
         own = [document for documents in read for document in documents]
         places = [i * ranks + rank for i, documents in enumerate(read) for _ in documents]
         lengths, places, owners = self._of_all(own, places)
-        assigned = assign(lengths, step.costs(lengths), places, micro_batches=len(read), ranks=ranks, most=step.most)
+        assigned = assign(
+            lengths,
+            step.costs(lengths),
+            places,
+            micro_batches=len(read),
+            ranks=ranks,
+            most=step.most,
+        )
         self._report(assigned)
         to = assigned.bins % ranks
         mine = to[owners == rank]
         sent = [own[i] for i in np.argsort(mine, kind="stable")]
         width = 3 if step.has_sources else 2
-        flat = torch.from_numpy(np.concatenate([np.empty((0, width), np.int32), *sent]).reshape(-1))
+        flat = torch.from_numpy(
+            np.concatenate([np.empty((0, width), np.int32), *sent]).reshape(-1)
+        )
         numbers = width * lengths
         send_sizes = np.bincount(mine, numbers[owners == rank], ranks).astype(int).tolist()
-        receive_sizes = np.bincount(owners[to == rank], numbers[to == rank], ranks).astype(int).tolist()
-        received, pending = all_to_all(flat, send_sizes, receive_sizes, self._group, kind="documents")
+        receive_sizes = (
+            np.bincount(owners[to == rank], numbers[to == rank], ranks).astype(int).tolist()
+        )
+        received, pending = all_to_all(
+            flat, send_sizes, receive_sizes, self._group, kind="documents"
+        )
         pending.wait()
-        ends = np.cumsum(lengths[to == rank])  # the ranks' documents one after another, each rank's in its order
-        documents = np.split(received.numpy().reshape(-1, width), ends[:-1]) if len(ends) else []
+        # the ranks' documents one after another, each rank's in its order
+        ends = np.cumsum(lengths[to == rank])
+        documents = (
+            np.split(received.numpy().reshape(-1, width), ends[:-1]) if len(ends) else []
+        )
         micro_batches = (assigned.bins // ranks)[to == rank]
         for i in range(len(read)):
             yield [documents[j] for j in np.flatnonzero(micro_batches == i)]
 
-    def _of_all(self, own: list[np.ndarray], places: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _of_all(
+        self, own: list[np.ndarray], places: list[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (n,) lengths, places and owners of the documents of all ranks, rank by rank."""
         number = all_reduce(torch.tensor(len(own)), self._group, "max").item()
         table = torch.zeros(number, 2, dtype=torch.int64)  # a length of 0: no document
-        table[: len(own)] = torch.tensor([(len(x), place) for x, place in zip(own, places, strict=True)]).view(-1, 2)
+        table[: len(own)] = torch.tensor(
+            [(len(x), place) for x, place in zip(own, places, strict=True)]
+        ).view(-1, 2)
         gathered = all_gather(table, self._group).numpy()
         owners, _ = np.nonzero(gathered[..., 0])
         lengths, places_of_all = gathered[gathered[..., 0] > 0].T
@@ -213,7 +264,11 @@ class BalancedBatches:
         if self._reported:
             return
         self._reported = True
-        bound = f" (its longest documents alone take {assigned.least:.2f})" if assigned.least > 1.05 else ""
+        bound = (
+            f" (its longest documents alone take {assigned.least:.2f})"
+            if assigned.least > 1.05
+            else ""
+        )
         logger.info(
             f"training.balance: the first step takes {assigned.after:.2f} times as long as with equal work on all ranks"
             f"{bound}, and {assigned.before:.2f} as it was read"
@@ -225,12 +280,15 @@ def documents_of_batch(batch: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
 
     Padding is no document. A document without a label is one: routers and QK-clip look at its tokens.
     """
-    found, columns = [], [batch["tokens"], batch["labels"]]
+    found = []
+    columns = [batch["tokens"], batch["labels"]]
     if "sources" in batch:
         columns.append(batch["sources"][:, None].expand_as(batch["tokens"]))
     sequences = torch.stack(columns, -1).to(torch.int32).numpy()
     is_token = batch["positions"].numpy() != NO_POSITION
-    for numbers, sequence, real in zip(batch["document_ids"].numpy(), sequences, is_token, strict=True):
+    for numbers, sequence, real in zip(
+        batch["document_ids"].numpy(), sequences, is_token, strict=True
+    ):
         starts = np.flatnonzero(np.diff(numbers)) + 1
         documents = zip(np.split(sequence, starts), np.split(real, starts), strict=True)
         found += [document for document, in_document in documents if in_document.any()]
@@ -242,7 +300,9 @@ def row(documents: Sequence[np.ndarray], step: Step) -> dict[str, np.ndarray]:
     lengths = [len(document) for document in documents]
     padding = step.padded(sum(lengths)) - sum(lengths)
     names = ("tokens", "labels", "sources")[: 3 if step.has_sources else 2]
-    filler = np.tile(np.array([(0, IGNORE_INDEX, 0)[: len(names)]], dtype=np.int64), (padding, 1))
+    filler = np.tile(
+        np.array([(0, IGNORE_INDEX, 0)[: len(names)]], dtype=np.int64), (padding, 1)
+    )
     columns = np.concatenate([*documents, filler]).astype(np.int64)
     lengths.append(padding)
     arrays = {

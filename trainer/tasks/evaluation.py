@@ -48,7 +48,10 @@ def own_batches(
     rows: sequences of a forward; the arrays have so many: tokens, labels, positions, document ids, (rows, S). Rows that
     fill up the last forward have no label and no number.
     """
-    rank, degree, done, sequences = dims.rank("dp"), dims.size("dp"), 0, iter(sequences)
+    rank = dims.rank("dp")
+    degree = dims.size("dp")
+    done = 0
+    sequences = iter(sequences)
     for first in sequences:
         together = [first, *islice(sequences, rows * degree - 1)]
         mine = together[rank::degree]
@@ -69,7 +72,8 @@ def forward_only(
 ) -> None:
     """Run the forwards of batches, and call `measure` after each, on ranks that have its hidden states."""
     for part in model_parts:
-        precompute_scales(part, task.config.float8)  # those of the step are of the weights before its update
+        # those of the step are of the weights before its update
+        precompute_scales(part, task.config.float8)
     for batch in batches:
         with task.batch_context(batch, model_parts) as share:
             for part in share.parts:
@@ -94,8 +98,10 @@ class Validation:
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims, task: LanguageTask) -> None:
         self.dims, self.task = dims, task
-        settings, training = job.config.validation, job.config.training
-        self.settings, self.seq_len = settings, settings.seq_len or training.seq_len
+        settings = job.config.validation
+        training = job.config.training
+        self.settings = settings
+        self.seq_len = settings.seq_len or training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
         data = validation_data(job.config)
         catalog = once_a_node(lambda: catalog_of(data), dims["world"])
@@ -117,7 +123,9 @@ class Validation:
 
     def sequences(self) -> Iterator[PackedSequence]:
         """Yield whole packed sequences of one pass over the documents, at most `validation.sequences` of them."""
-        stream = self._data.stream(range(self._data.items), stream=0, seq_len=self.seq_len, seed=0)
+        stream = self._data.stream(
+            range(self._data.items), stream=0, seq_len=self.seq_len, seed=0
+        )
         wanted = self.settings.sequences
         while not wanted or stream.samples < wanted:
             sequence = stream.next_sample()
@@ -129,12 +137,20 @@ class Validation:
         """Yield this rank's batches, as many as every other rank has; rows that fill up the last one have no label."""
         for _, arrays in own_batches(self.sequences(), self._rows, self.dims):
             plan = self.task.batch_planner
-            yield tensors_of(arrays) if plan is None else tensors_of(arrays) | {"plan": plan(arrays)}
+            yield (
+                tensors_of(arrays)
+                if plan is None
+                else tensors_of(arrays) | {"plan": plan(arrays)}
+            )
 
-    def run(self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None) -> ValidationResult:
+    def run(
+        self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None
+    ) -> ValidationResult:
         """Return the loss of the whole validation set. A collective over all ranks."""
         started = time.monotonic()
-        losses, counts = torch.zeros(2, 1, dtype=torch.float64, device=self.dims["world"].device_type)
+        losses, counts = torch.zeros(
+            2, 1, dtype=torch.float64, device=self.dims["world"].device_type
+        )
 
         def counted() -> Iterator[TextBatch]:
             for batch in self.batches():
@@ -164,11 +180,18 @@ class Retrieved:
 class Evaluation:
     """Measurements with the model of a job. rows: sequences of a forward on each data-parallel rank."""
 
-    def __init__(self, task: LanguageTask, dims: ParallelDims, model: nn.Module, *, rows: int) -> None:
-        self.task, self.dims, self.model, self.rows = task, dims, model, rows
+    def __init__(
+        self, task: LanguageTask, dims: ParallelDims, model: nn.Module, *, rows: int
+    ) -> None:
+        self.task = task
+        self.dims = dims
+        self.model = model
+        self.rows = rows
         self.device = torch.device(dims["world"].device_type)
 
-    def by_position(self, sequences: Iterable[PackedSequence], edges: Sequence[int]) -> list[dict[str, Any]]:
+    def by_position(
+        self, sequences: Iterable[PackedSequence], edges: Sequence[int]
+    ) -> list[dict[str, Any]]:
         """Return a row for the tokens between each two edges, at the positions `first` to `last` - 1. A collective.
 
         loss: their mean cross entropy; perplexity: None where it is too large for a float. sequences: the same on every
@@ -181,18 +204,30 @@ class Evaluation:
             losses = self.task.losses(part, hidden, share.targets).double()
             positions = share.arguments["positions"]  # of the tokens of this rank
             for number, (first, last) in enumerate(places):
-                counted = (positions >= first) & (positions < last) & (share.targets != IGNORE_INDEX)
+                counted = (
+                    (positions >= first) & (positions < last) & (share.targets != IGNORE_INDEX)
+                )
                 sums[number, 0] += losses.where(counted, 0).sum()
                 sums[number, 1] += counted.sum()
 
-        batches = (self._batch(arrays) for _, arrays in own_batches(sequences, self.rows, self.dims))
+        batches = (
+            self._batch(arrays) for _, arrays in own_batches(sequences, self.rows, self.dims)
+        )
         forward_only(self.task, [self.model], None, batches, measure)
         totals = self._total(sums).tolist()
         rows = []
         for (first, last), (total, n) in zip(places, totals, strict=True):
             loss = total / max(n, 1)
             finite = perplexity(loss) if math.isfinite(perplexity(loss)) else None
-            rows.append({"first": first, "last": last, "tokens": round(n), "loss": loss, "perplexity": finite})
+            rows.append(
+                {
+                    "first": first,
+                    "last": last,
+                    "tokens": round(n),
+                    "loss": loss,
+                    "perplexity": finite,
+                }
+            )
         return rows
 
     def needles(self, prompts: Sequence[NeedlePrompt]) -> list[Retrieved]:
@@ -205,7 +240,9 @@ class Evaluation:
         rows: list[torch.Tensor] = []
 
         def batches() -> Iterator[TextBatch]:
-            for mine, arrays in own_batches((prompt.sequence for prompt in prompts), self.rows, self.dims):
+            for mine, arrays in own_batches(
+                (prompt.sequence for prompt in prompts), self.rows, self.dims
+            ):
                 numbers.append(mine)
                 yield self._batch(arrays)
 
@@ -215,7 +252,8 @@ class Evaluation:
         forward_only(self.task, [self.model], None, batches(), measure)
         sums = torch.zeros(len(prompts), 2, dtype=torch.float64, device=self.device)
         for mine, found in zip(numbers, rows, strict=True):
-            for number, row in zip(mine, found, strict=False):  # rows that fill up a forward have no number
+            # rows that fill up a forward have no number
+            for number, row in zip(mine, found, strict=False):
                 sums[number] = row
         return [
             Retrieved(round(hits) == prompt.answer_tokens, -loss / prompt.answer_tokens)
@@ -224,21 +262,26 @@ class Evaluation:
 
     def _batch(self, arrays: dict) -> TextBatch:
         rotated_until(self.model, arrays["tokens"].shape[1])
-        return tensors_of(arrays) | {"uses_positions": True}  # they are then cut, and a share has its own
+        # they are then cut, and a share has its own
+        return tensors_of(arrays) | {"uses_positions": True}
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sums of all ranks; those of one tensor-parallel group have the same."""
         return all_reduce(sums / self.dims.size("tp"), self.dims["world"])
 
 
-def answered(part: Decoder, hidden: torch.Tensor, targets: torch.Tensor, most: int, dims: ParallelDims) -> torch.Tensor:
+def answered(
+    part: Decoder, hidden: torch.Tensor, targets: torch.Tensor, most: int, dims: ParallelDims
+) -> torch.Tensor:
     """Return for each sequence (targets of this rank that have the largest logit, sum of their losses): (B, 2) float64.
 
     hidden: of this rank; targets: (B, S of this context-parallel rank), at most `most` of which are labels.
     """
     hidden = whole_sequence(hidden, dims["tp"])
     # Labelled tokens first. Each rank takes as many, so that the output has one shape on all of a group.
-    taken = (targets != IGNORE_INDEX).int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    taken = (
+        (targets != IGNORE_INDEX).int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    )
     labels = targets.gather(1, taken)
     wanted = hidden.gather(1, taken[..., None].expand(-1, -1, hidden.shape[-1]))
     logits = whole_logits(part, wanted, dims["tp"])

@@ -61,7 +61,9 @@ class _Totals(Observer):
 
     def __init__(self, columns: int, dims: ParallelDims) -> None:
         self._dims = dims
-        self._totals = torch.zeros(2, columns, dtype=torch.float64, device=dims["world"].device_type)
+        self._totals = torch.zeros(
+            2, columns, dtype=torch.float64, device=dims["world"].device_type
+        )
         self._of_step = torch.zeros_like(self._totals)
 
     def end_step(self, left_out: torch.Tensor) -> None:
@@ -80,14 +82,20 @@ class FurtherTokens(_Totals):
 
     def add_targets(self, batch: TextBatch) -> None:
         """Add `next_tokens` and `next_labels`, (B, S, layers), to a batch of whole sequences."""
-        tokens, labels, documents = batch["tokens"], batch["labels"], batch["document_ids"].to(batch["tokens"].device)
-        next_tokens, next_labels = [], []
+        tokens = batch["tokens"]
+        labels = batch["labels"]
+        documents = batch["document_ids"].to(batch["tokens"].device)
+        next_tokens = []
+        next_labels = []
         for distance in range(1, self._layers + 1):
             is_inside = _shifted(documents, distance, -1) == documents
             # Beyond the end of a document no token of another one, so that nothing depends on which one follows.
             next_tokens.append(_shifted(tokens, distance, 0).masked_fill(~is_inside, 0))
-            next_labels.append(_shifted(labels, distance, IGNORE_INDEX).masked_fill(~is_inside, IGNORE_INDEX))
-        batch["next_tokens"], batch["next_labels"] = torch.stack(next_tokens, -1), torch.stack(next_labels, -1)
+            next_labels.append(
+                _shifted(labels, distance, IGNORE_INDEX).masked_fill(~is_inside, IGNORE_INDEX)
+            )
+        batch["next_tokens"] = torch.stack(next_tokens, -1)
+        batch["next_labels"] = torch.stack(next_labels, -1)
 
     def count(self, losses: torch.Tensor, labels: torch.Tensor) -> None:
         """Add up the losses of further tokens, and what they are of: (1 + K, B, S), those of the model first."""
@@ -96,12 +104,15 @@ class FurtherTokens(_Totals):
 
     def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
         """Return the mean loss of each layer since the last call, as `mtp_loss_1`. A collective over all ranks."""
-        dims, totals = self._dims, self._totals.clone()
+        dims = self._dims
+        totals = self._totals.clone()
         for name in ("pp", "cp", "dp"):
             totals = all_reduce(totals, dims[name])
         self._totals.zero_()
         found = enumerate(totals.T.tolist(), 1)
-        return {f"mtp_loss_{number}": loss / labels for number, (loss, labels) in found if labels}
+        return {
+            f"mtp_loss_{number}": loss / labels for number, (loss, labels) in found if labels
+        }
 
 
 def _shifted(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:
@@ -135,7 +146,10 @@ class LanguageTask:
     """What of a batch is cut as tokens are, beside labels and positions, if it is there."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
-        self.job, self.config, self.dims, self._device = job, job.config, dims, torch.device(job.device_type)
+        self.job = job
+        self.config = job.config
+        self.dims = dims
+        self._device = torch.device(job.device_type)
         self.spec = model_spec(job.config.model.name)
         self.methods_reported: set[str] = set()
         rows = compiled_loss(row_losses, job.compilation)
@@ -144,27 +158,41 @@ class LanguageTask:
         self.token_losses = partial(token_losses, rows=rows)
         self.further: FurtherTokens | None = None
         if job.config.model.mtp_layers:
-            self.further = FurtherTokens(job.config.model.mtp_layers, job.config.training.mtp_loss_weight, dims)
+            self.further = FurtherTokens(
+                job.config.model.mtp_layers, job.config.training.mtp_loss_weight, dims
+            )
         self.keep_rows: Callable[[torch.Tensor], KeptTensor] = OnDevice
         """Lets keys and values of a sequence in chunks wait."""
         self.see_scores: Callable[[int, torch.Tensor], None] | None = None
         """Takes the log-sum-exp of attention's scores, see `LivePlan.see`."""
         if job.config.training.sequence_chunks_offload:
-            inputs = HostInputs(CopyStream(job.device_type, "training.sequence_chunks_offload = true"))
+            inputs = HostInputs(
+                CopyStream(job.device_type, "training.sequence_chunks_offload = true")
+            )
             self.keep_rows = partial(inputs.keep, is_first=True, to_host=True)
 
     def build_loader(self) -> Loader:
         how: dict[str, Callable | None] = {"plan": self.batch_planner}
         if self.job.balances:
-            group = self.dims.host_group("dp", timedelta(seconds=self.config.comm.init_timeout_seconds))
-            how = {"exchange": BalancedBatches(self._balanced_step(), group, self.batch_planner)}
+            group = self.dims.host_group(
+                "dp", timedelta(seconds=self.config.comm.init_timeout_seconds)
+            )
+            how = {
+                "exchange": BalancedBatches(self._balanced_step(), group, self.batch_planner)
+            }
         return raise_on_all_ranks(lambda: self.open_loader(**how), self.dims["world"])
 
     def open_loader(self, **how: Callable | None) -> Loader:
         """Return the batches that this rank reads. how: `plan` and `exchange` of `BatchLoader`."""
-        training, dims = self.config.training, self.dims
-        catalogs = [once_a_node(partial(catalog_of, one), dims["world"]) for one in training_data(self.config)]
-        data = raise_on_all_ranks(lambda: open_training_data(self.config, catalogs), dims["world"])
+        training = self.config.training
+        dims = self.dims
+        catalogs = [
+            once_a_node(partial(catalog_of, one), dims["world"])
+            for one in training_data(self.config)
+        ]
+        data = raise_on_all_ranks(
+            lambda: open_training_data(self.config, catalogs), dims["world"]
+        )
         documents = data.items if isinstance(data.items, int) else sum(data.items)
         if dims.rank("world") == 0 and documents <= QUICK and (found := contents_of(data)):
             logger.info(summary(found, training.seq_len))
@@ -182,8 +210,11 @@ class LanguageTask:
         )
 
     def _balanced_step(self) -> Step:
-        training, cp, tp = self.config.training, self.dims.size("cp"), self.dims.size("tp")
-        multiple_of = gcd(training.seq_len, 16 * cp * tp)  # as even as the sequences are, up to what float8 asks for
+        training = self.config.training
+        cp = self.dims.size("cp")
+        tp = self.dims.size("tp")
+        # as even as the sequences are, up to what float8 asks for
+        multiple_of = gcd(training.seq_len, 16 * cp * tp)
         most = int(training.local_batch_size * training.seq_len * BALANCE_GROWTH)
         return Step(
             micro_batches=self.job.micro_batches,
@@ -203,8 +234,13 @@ class LanguageTask:
         return partial(BatchPlan.of, degree=self.dims.size("cp"), **settings)
 
     def observers(self) -> list[Observer]:
-        training, names = self.config.training, self.config.mixture.names
-        pads = self.job.balances or training.dataset in CONVERSATIONS or training.packing not in (None, "concatenate")
+        training = self.config.training
+        names = self.config.mixture.names
+        pads = (
+            self.job.balances
+            or training.dataset in CONVERSATIONS
+            or training.packing not in (None, "concatenate")
+        )
         padding = [Padding(self.job, self.dims)] if pads else []
         sources = [SourceLosses(names, training.seq_len, self.dims)] if names else []
         return [*padding, *sources, *([self.further] if self.further else [])]
@@ -218,16 +254,21 @@ class LanguageTask:
     def size(self, batch: TextBatch) -> int:
         return batch["tokens"].numel() - batch.get("padding", 0)
 
-    def losses(self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def losses(
+        self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
         if targets.ndim == 3:  # with further tokens
             return self._losses_of_further(part, hidden, targets.movedim(-1, 0))
         if self.job.loss_chunk_tokens:
             return part.output(hidden, labels=targets)
         return self.token_losses(part.output(hidden), targets)
 
-    def _losses_of_further(self, part: Decoder, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _losses_of_further(
+        self, part: Decoder, hidden: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         """Return the losses of tokens, with the gradients of those of further ones; labels: (1 + K, B, S)."""
-        factors, in_chunks = self.further.factors, bool(self.job.loss_chunk_tokens)
+        factors = self.further.factors
+        in_chunks = bool(self.job.loss_chunk_tokens)
         if in_chunks:
             losses = part.output(hidden, labels=labels.flatten(0, 1), factors=factors)
         else:
@@ -237,19 +278,29 @@ class LanguageTask:
         return FirstLosses.apply(losses, (1.0,) * len(factors) if in_chunks else factors)
 
     @contextmanager
-    def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:
+    def batch_context(
+        self, batch: TextBatch, model_parts: Sequence[Decoder]
+    ) -> Iterator[RankInputs]:
         if self.config.lora.dropout and "numbers" in batch:
             length = batch["tokens"].shape[1]
-            batch["token_numbers"] = torch.tensor(batch["numbers"])[:, None] * length + torch.arange(length)
+            batch["token_numbers"] = torch.tensor(batch["numbers"])[
+                :, None
+            ] * length + torch.arange(length)
         if self.further and torch.is_grad_enabled():
             self.further.add_targets(batch)
-        with loss_context(self.dims["tp"], disabled=self.config.parallelism.disable_loss_parallel):
+        with loss_context(
+            self.dims["tp"], disabled=self.config.parallelism.disable_loss_parallel
+        ):
             if self.job.chunks > 1:
                 with self._on_device(batch), self._chunks(batch) as chunks:
                     yield RankInputs(batch["tokens"], {}, batch["labels"], chunks)
                 return
             with self.sequence_context(batch, model_parts) as plan, self._on_device(batch):
-                arguments = {"positions": self._positions(batch), "attention_plan": plan, **of_tokens(batch)}
+                arguments = {
+                    "positions": self._positions(batch),
+                    "attention_plan": plan,
+                    **of_tokens(batch),
+                }
                 yield RankInputs(batch["tokens"], arguments, targets_of(batch))
 
     @contextmanager
@@ -267,23 +318,35 @@ class LanguageTask:
     @contextmanager
     def _chunks(self, batch: TextBatch) -> Iterator[tuple[RankInputs, ...]]:
         """Yield the chunks of the sequences, each with its plan. A validation may have fewer tokens than chunks."""
-        (rows, seq_len), tp, positions = batch["tokens"].shape, self.dims.size("tp"), self._positions(batch)
+        (rows, seq_len) = batch["tokens"].shape
+        tp = self.dims.size("tp")
+        positions = self._positions(batch)
         if positions is None:
             positions = torch.arange(seq_len, device=batch["tokens"].device).expand(rows, -1)
         layout = contiguous(seq_len, min(self.job.chunks, seq_len // tp), multiple_of=tp)
-        mask, how = batch["plan"].mask if "plan" in batch else None, {"sequences": rows, "keep": self.keep_rows}
+        mask = batch["plan"].mask if "plan" in batch else None
+        how = {"sequences": rows, "keep": self.keep_rows}
         how |= {"see": self.see_scores, "padding": self._padding(batch)}
         with sequence_chunks(self.dims["cp"], layout, mask, self.job.attention, **how) as plans:
             sizes = [stop - start for ((start, stop),) in layout.ranges]
             per_token = {"positions": positions, **of_tokens(batch)}
-            columns = (x.split(sizes, 1) for x in (batch["tokens"], targets_of(batch), *per_token.values()))
+            columns = (
+                x.split(sizes, 1)
+                for x in (batch["tokens"], targets_of(batch), *per_token.values())
+            )
             yield tuple(
-                RankInputs(tokens, dict(zip(per_token, rows, strict=True)) | {"attention_plan": plan}, labels)
+                RankInputs(
+                    tokens,
+                    dict(zip(per_token, rows, strict=True)) | {"attention_plan": plan},
+                    labels,
+                )
                 for plan, tokens, labels, *rows in zip(plans, *columns, strict=True)
             )
 
     @contextmanager
-    def sequence_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[torch.Tensor | None]:
+    def sequence_context(
+        self, batch: TextBatch, model_parts: Sequence[Decoder]
+    ) -> Iterator[torch.Tensor | None]:
         """Cut the sequences over context-parallel ranks, in place, inside; yield the plan for the model's attention."""
         if self.job.attention is None:
             yield None
@@ -295,7 +358,9 @@ class LanguageTask:
         per_token = [*per_token, *((batch[name], 1) for name in self.cut if name in batch)]
         if self.job.balances and "sources" in batch:
             per_token = [*per_token, (batch["sources"], 1)]
-        tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
+        tensors, seq_dims = zip(
+            (batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True
+        )
         padding = self._padding(batch)
         plan: BatchPlan | None = batch.get("plan")
         if plan and plan.reason and plan.options.method not in self.methods_reported:
@@ -310,7 +375,8 @@ class LanguageTask:
             options=plan.options if plan else self.job.attention,
             sequences=batch["tokens"].shape[0],
             check_consistency=self.config.comm.check_consistency,
-            local_attention=True,  # the modules of our models know the plan, and a stage may have none
+            # the modules of our models know the plan, and a stage may have none
+            local_attention=True,
         ) as cp:
             cp.live.see = self.see_scores
             cp.live.padding = padding
@@ -337,25 +403,33 @@ def of_tokens(batch: TextBatch) -> dict[str, torch.Tensor]:
 def targets_of(batch: TextBatch) -> torch.Tensor:
     """Return labels, (B, S), or with those of further tokens behind them (B, S, 1 + K)."""
     labels = batch["labels"]
-    return torch.cat([labels[..., None], batch["next_labels"]], -1) if "next_labels" in batch else labels
+    return (
+        torch.cat([labels[..., None], batch["next_labels"]], -1)
+        if "next_labels" in batch
+        else labels
+    )
 
 
 class Padding(Observer):
     """Counts the tokens that are of no document."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
-        self._dims, self._tokens = dims, job.sequences_per_step * job.positions
+        self._dims = dims
+        self._tokens = job.sequences_per_step * job.positions
         self._padding = self._of_step = 0
 
     def batch(self, batch: TextBatch) -> None:
         self._of_step += batch.get("padding", 0)
 
     def end_step(self, left_out: torch.Tensor) -> None:
-        self._padding, self._of_step = self._of_step, 0
+        self._padding = self._of_step
+        self._of_step = 0
 
     def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
         """Return the share of the step's tokens. A collective over data-parallel ranks."""
-        padding = torch.tensor(self._padding, dtype=torch.float64, device=self._dims["world"].device_type)
+        padding = torch.tensor(
+            self._padding, dtype=torch.float64, device=self._dims["world"].device_type
+        )
         return {"padding_fraction": all_reduce(padding, self._dims["dp"]).item() / self._tokens}
 
 
@@ -368,7 +442,8 @@ class SourceLosses(_Totals):
 
     def losses(self, batch: TextBatch, losses: torch.Tensor) -> None:
         """Add a micro-batch, whose `sources` are numbers of sequences (B,), or of this rank's tokens (B, S)."""
-        sources, labels = batch["sources"], batch["labels"] != IGNORE_INDEX
+        sources = batch["sources"]
+        labels = batch["labels"] != IGNORE_INDEX
         sums = torch.stack([losses.double(), labels.double()])
         sums = sums.sum(-1) if sources.ndim == 1 else sums.flatten(1)
         self._of_step.index_add_(1, sources.flatten(), sums)
@@ -378,9 +453,12 @@ class SourceLosses(_Totals):
 
         "loss/name": mean over labels, absent if there were none; "tokens/name", "epoch/name": of the whole job so far.
         """
-        dims, n = self._dims, next(iter(positions.values()))["data_streams"]
+        dims = self._dims
+        n = next(iter(positions.values()))["data_streams"]
         totals = all_reduce(all_reduce(self._totals.clone(), dims["pp"]), dims["cp"])
-        read = torch.tensor(positions_of(positions, self._names), dtype=torch.float64, device=totals.device)
+        read = torch.tensor(
+            positions_of(positions, self._names), dtype=torch.float64, device=totals.device
+        )
         found = all_reduce(torch.cat([totals.T, read], 1), dims["dp"]).tolist()
         self._totals.zero_()
         ranks = dims.size("dp") // gcd(n, dims.size("dp"))  # that read each stream
@@ -388,5 +466,8 @@ class SourceLosses(_Totals):
         for name, (loss, number, samples, passes) in zip(self._names, found, strict=True):
             if number:
                 record[f"loss/{name}"] = loss / number
-            record |= {f"tokens/{name}": round(samples / ranks) * self._seq_len, f"epoch/{name}": passes / ranks / n}
+            record |= {
+                f"tokens/{name}": round(samples / ranks) * self._seq_len,
+                f"epoch/{name}": passes / ranks / n,
+            }
         return record

@@ -49,7 +49,8 @@ class PreferenceTask(LanguageTask):
 
     def use_model(self, loop: Any) -> None:
         """Find the reference: the model of a `Trainer`, or another one with the first weights, which stays as it is."""
-        self._reference, self._reference_pipeline = loop.model_parts, loop.pipeline
+        self._reference = loop.model_parts
+        self._reference_pipeline = loop.pipeline
         if reference_of(self.config) == "adapters":
             return
         self._reference = loop.build_model_parts()
@@ -58,7 +59,9 @@ class PreferenceTask(LanguageTask):
         loop.checkpoint.load_initial(self._reference)
         if self.job.pipeline is not None:
             self._reference_pipeline = loop.build_pipeline(self.job.pipeline, self._reference)
-        logger.info(f"the reference is a frozen copy of the weights in {self.config.checkpoint.initial_load_path}")
+        logger.info(
+            f"the reference is a frozen copy of the weights in {self.config.checkpoint.initial_load_path}"
+        )
 
     def observers(self) -> list[Observer]:
         return [*super().observers(), self._rewards]
@@ -68,12 +71,16 @@ class PreferenceTask(LanguageTask):
         return to_device(pairs_of(batch), self._device)
 
     @contextmanager
-    def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:
+    def batch_context(
+        self, batch: TextBatch, model_parts: Sequence[Decoder]
+    ) -> Iterator[RankInputs]:
         """As of `LanguageTask`, with targets (B, S / cp, 3) float64: labels, documents, losses of the reference."""
         self._pairs = int(pairs_of(batch).max())
         with super().batch_context(batch, model_parts) as share:
             columns = share.targets, batch["document_ids"], self._reference_losses(share)
-            yield share._replace(targets=torch.stack([column.double() for column in columns], dim=-1))
+            yield share._replace(
+                targets=torch.stack([column.double() for column in columns], dim=-1)
+            )
 
     @torch.no_grad()
     def _reference_losses(self, share: RankInputs) -> torch.Tensor:
@@ -81,21 +88,27 @@ class PreferenceTask(LanguageTask):
         copied = reference_of(self.config) == "copy"
         with nullcontext() if copied else without_adapters(self._reference):
             forward = self._reference_pipeline or self._reference[0]
-            hidden, losses = forward(share.inputs, **share.arguments), torch.zeros_like(share.targets)
+            hidden = forward(share.inputs, **share.arguments)
+            losses = torch.zeros_like(share.targets)
             if hidden is not None:
                 losses = super().losses(self._reference[-1], hidden, share.targets)
         reshard(self._reference)
         return losses
 
-    def losses(self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def losses(
+        self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
         """Return this rank's share of the loss of each sequence: (B, 1) float64."""
         labels, documents, reference = targets.unbind(-1)
-        labels, documents = labels.long(), documents.long()
+        labels = labels.long()
+        documents = documents.long()
         changes = reference - super().losses(part, hidden, labels).double()
         per_token = torch.stack([changes, (labels != IGNORE_INDEX).double()], dim=-1)
         of_documents = sums_of_documents(per_token, documents, 2 * self._pairs)
         of_documents = added_up(of_documents, self.dims["cp"])
-        losses, rewards, exists = pair_losses(of_documents.unflatten(1, (-1, 2)), self.config.dpo)
+        losses, rewards, exists = pair_losses(
+            of_documents.unflatten(1, (-1, 2)), self.config.dpo
+        )
         share = 1 / self.dims.size("cp")
         if torch.is_grad_enabled():
             self._rewards.add(share * rewards, share * exists)
@@ -107,18 +120,28 @@ def pairs_of(batch: TextBatch) -> torch.Tensor:
     return (batch["document_ids"].max(1).values + 1) // 2
 
 
-def sums_of_documents(per_token: torch.Tensor, documents: torch.Tensor, number: int) -> torch.Tensor:
+def sums_of_documents(
+    per_token: torch.Tensor, documents: torch.Tensor, number: int
+) -> torch.Tensor:
     """Return the sums over the tokens of each document: (B, S, C) -> (B, number, C).
 
     documents: (B, S), the number of each token's document; that of padding may be `number`, and counts as the last one.
     """
-    rows, columns = len(documents), per_token.shape[-1]
-    places = documents.clamp(max=number - 1) + number * torch.arange(rows, device=documents.device)[:, None]
-    sums = per_token.new_zeros(rows * number, columns).index_add(0, places.flatten(), per_token.flatten(0, 1))
+    rows = len(documents)
+    columns = per_token.shape[-1]
+    places = (
+        documents.clamp(max=number - 1)
+        + number * torch.arange(rows, device=documents.device)[:, None]
+    )
+    sums = per_token.new_zeros(rows * number, columns).index_add(
+        0, places.flatten(), per_token.flatten(0, 1)
+    )
     return sums.view(rows, number, columns)
 
 
-def pair_losses(sums: torch.Tensor, dpo: DPO) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pair_losses(
+    sums: torch.Tensor, dpo: DPO
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the loss of each pair, (B, pairs), its rewards, (B, pairs, 2) without gradient, and whether it exists.
 
     sums: (B, pairs, 2, 2), for the chosen and the rejected side its change and its number of tokens.
@@ -131,7 +154,9 @@ def pair_losses(sums: torch.Tensor, dpo: DPO) -> tuple[torch.Tensor, torch.Tenso
         losses = (chosen - rejected - 1 / (2 * dpo.beta)) ** 2
     else:
         margin = rewards[..., 0] - rewards[..., 1]
-        losses = -(1 - dpo.label_smoothing) * F.logsigmoid(margin) - dpo.label_smoothing * F.logsigmoid(-margin)
+        losses = -(1 - dpo.label_smoothing) * F.logsigmoid(
+            margin
+        ) - dpo.label_smoothing * F.logsigmoid(-margin)
     return losses, rewards.detach(), exists
 
 
@@ -140,13 +165,20 @@ class Rewards(Observer):
 
     def __init__(self, dims: ParallelDims) -> None:
         self._dims = dims
-        self._of_step = self._sums = torch.zeros(4, dtype=torch.float64, device=dims["world"].device_type)
+        self._of_step = self._sums = torch.zeros(
+            4, dtype=torch.float64, device=dims["world"].device_type
+        )
 
     def add(self, rewards: torch.Tensor, exists: torch.Tensor) -> None:
         """Add the pairs of a forward, both times the share that this rank counts. rewards: (B, pairs, 2)."""
         chosen, rejected = rewards.unbind(-1)
         right = (chosen > rejected) * exists
-        sums = [(chosen * (exists > 0)).sum(), (rejected * (exists > 0)).sum(), right.sum(), exists.sum()]
+        sums = [
+            (chosen * (exists > 0)).sum(),
+            (rejected * (exists > 0)).sum(),
+            right.sum(),
+            exists.sum(),
+        ]
         self._of_step = self._of_step + torch.stack(sums)
 
     def end_step(self, left_out: torch.Tensor) -> None:

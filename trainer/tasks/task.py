@@ -56,7 +56,9 @@ class Task(Protocol):
     def size(self, batch: Batch) -> int:
         """Return the number of positions of the batch, without padding."""
 
-    def batch_context(self, batch: Batch, model_parts: Sequence[Model]) -> AbstractContextManager[RankInputs]:
+    def batch_context(
+        self, batch: Batch, model_parts: Sequence[Model]
+    ) -> AbstractContextManager[RankInputs]:
         """Enter the context of forward AND backward, in which this rank has its share of the batch."""
 
     def losses(self, part: Model, hidden: Any, targets: Any) -> torch.Tensor:
@@ -73,7 +75,9 @@ def check_same_batch(task: Task, batch: Batch, dims: ParallelDims) -> None:
         TrainingError: the batches differ.
     """
     ranks = dims["pp_cp_tp"]
-    own_hash = torch.tensor([task.batch_hash(batch)], dtype=torch.int64, device=ranks.device_type)
+    own_hash = torch.tensor(
+        [task.batch_hash(batch)], dtype=torch.int64, device=ranks.device_type
+    )
     hashes = all_gather(own_hash, ranks).flatten().tolist()
     if len(set(hashes)) > 1:
         raise TrainingError(

@@ -26,7 +26,11 @@ from trainer.config.schema import ActivationCheckpoint
 
 CONTEXT_PARALLEL_ATTENTION = "longshard::context_parallel_attention"
 EXCHANGES = frozenset(
-    {CONTEXT_PARALLEL_ATTENTION, "longshard::context_parallel_convolution", "longshard::linear_attention"}
+    {
+        CONTEXT_PARALLEL_ATTENTION,
+        "longshard::context_parallel_convolution",
+        "longshard::linear_attention",
+    }
 )
 
 # By name, because some operators exist on some builds only, and context parallelism registers its own at its first use.
@@ -51,7 +55,9 @@ MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
 
 
 def apply_activation_checkpoint(
-    layers: Mapping[str, nn.Module], config: ActivationCheckpoint, apart: Collection[nn.Module] = ()
+    layers: Mapping[str, nn.Module],
+    config: ActivationCheckpoint,
+    apart: Collection[nn.Module] = (),
 ) -> None:
     """Checkpoint all layers or every n-th layer, whole or by operator, as `config` says; in place.
 
@@ -86,17 +92,22 @@ def _checkpointed(part: str = "forward", **options: Any) -> Callable[..., Any]:
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(getattr(type(self), part), self, *args, **_OPTIONS, **options, **kwargs)
+        return checkpoint(
+            getattr(type(self), part), self, *args, **_OPTIONS, **options, **kwargs
+        )
 
     return forward
 
 
 def _forward_with_attention_on_host(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     keep_attention = getattr(self, "keep_attention", None)
-    if keep_attention is None:  # a layer whose input stays on the device, such as one for a further token
+    # a layer whose input stays on the device, such as one for a further token
+    if keep_attention is None:
         return _forward_keeping_operators(self, *args, **kwargs)
     contexts = partial(_contexts_with_attention_on_host, keep_attention)
-    return checkpoint(type(self).forward, self, *args, **_OPTIONS, context_fn=contexts, **kwargs)
+    return checkpoint(
+        type(self).forward, self, *args, **_OPTIONS, context_fn=contexts, **kwargs
+    )
 
 
 def _contexts_keeping_exchanges() -> tuple[Any, Any]:
@@ -107,7 +118,9 @@ def _contexts_keeping_exchanges() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(_keep_exchanges)
 
 
-def _keep_exchanges(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_exchanges(
+    ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     kept = op.name().split(".")[0] in EXCHANGES
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_SAVE
 
@@ -119,11 +132,15 @@ def _contexts_keeping_operators() -> tuple[Any, Any]:
 _forward_keeping_inputs = _checkpointed()
 _forward_within_budget = _checkpointed(context_fn=_contexts_keeping_exchanges)
 _forward_keeping_operators = _checkpointed(context_fn=_contexts_keeping_operators)
-_attention_keeping_operators = _checkpointed("with_attention", context_fn=_contexts_keeping_operators)
+_attention_keeping_operators = _checkpointed(
+    "with_attention", context_fn=_contexts_keeping_operators
+)
 _experts_keeping_inputs = _checkpointed("with_experts")
 
 
-def _contexts_with_attention_on_host(keep: Callable[[int, torch.Tensor], Any]) -> tuple[Any, Any]:
+def _contexts_with_attention_on_host(
+    keep: Callable[[int, torch.Tensor], Any],
+) -> tuple[Any, Any]:
     """Keep the same, but the results of attention by `keep`: (number of the result, tensor) -> what `take` returns."""
     results: list[list[Callable[[], Any]]] = []
     modes = _AttentionOnHost(results, keep), _AttentionOnHost(results, None)
@@ -141,11 +158,17 @@ def _both(one: AbstractContextManager, other: AbstractContextManager) -> Iterato
 class _AttentionOnHost(TorchDispatchMode):
     """Keeps what attention returns in the forward; takes it in the backward, for which `keep` is None."""
 
-    def __init__(self, results: list[list[Callable[[], Any]]], keep: Callable[[int, torch.Tensor], Any] | None) -> None:
+    def __init__(
+        self,
+        results: list[list[Callable[[], Any]]],
+        keep: Callable[[int, torch.Tensor], Any] | None,
+    ) -> None:
         super().__init__()
         self._results, self._keep = results, keep
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         is_attention = func.name().split(".")[0] in _ATTENTION
         if is_attention and self._keep is None:
             return tuple(take() for take in self._results.pop(0))
@@ -177,9 +200,12 @@ class _KeepOperators:
 
     def __init__(self, left_out: frozenset[str] = frozenset()) -> None:
         self.kept = KEPT_OPERATORS - left_out
-        self.products: Counter[bool] = Counter()  # by whether it recomputes; torch 2.11 asks then too
+        # by whether it recomputes; torch 2.11 asks then too
+        self.products: Counter[bool] = Counter()
 
-    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(
+        self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
         name = op.name().split(".")[0]  # without the overload
         keep = name in self.kept
         if name in MATRIX_PRODUCTS:

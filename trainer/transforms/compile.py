@@ -50,7 +50,10 @@ def apply_compile(
                 setattr(module, method, _compiled(getattr(module, method), options))
             continue
         forward = block.forward
-        if recomputed := options.recomputes_every and (int(number) + 1) % options.recomputes_every == 0:
+        if (
+            recomputed := options.recomputes_every
+            and (int(number) + 1) % options.recomputes_every == 0
+        ):
             forward = types.MethodType(_forward_without_budget, block)
         forward = _compiled(forward, options)
         replace_forward(block, "compile", _keeping_inputs(forward) if recomputed else forward)
@@ -142,9 +145,7 @@ def keep_caches_apart(dims: ParallelDims) -> None:
     a second run would find another rank's code, and be wrong without an error (pytorch issue 188390).
     """
     settings = torch.compiler.config
-    settings.cache_key_tag = (
-        f"{settings.cache_key_tag.partition(_TAG)[0]}{_TAG}{dims.rank('world')} {dims.group_names()}"
-    )
+    settings.cache_key_tag = f"{settings.cache_key_tag.partition(_TAG)[0]}{_TAG}{dims.rank('world')} {dims.group_names()}"
 
 
 def _check_async_version() -> None:
@@ -158,11 +159,15 @@ def _check_async_version() -> None:
 def _check_symmetric_memory(device: torch.device) -> None:
     key = "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory"
     if device.type != "cuda":
-        raise ConfigError(f"{key}, and this runs on the {device.type.upper()}; leave it out here")
+        raise ConfigError(
+            f"{key}, and this runs on the {device.type.upper()}; leave it out here"
+        )
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     unreachable = [i for i in others if not torch.cuda.can_device_access_peer(device.index, i)]
     if unreachable:
-        raise ConfigError(f"{key}, and GPU {device.index} cannot reach {unreachable}; leave it out on this machine")
+        raise ConfigError(
+            f"{key}, and GPU {device.index} cannot reach {unreachable}; leave it out on this machine"
+        )
 
 
 def share_memory(mesh: DeviceMesh) -> None:
@@ -191,10 +196,13 @@ class Recompilations:
         """Warn if the step compiled a graph; call it after each step."""
         if not self._enabled:
             return
-        before, self._graphs = self._graphs, compiled_graphs()
+        before = self._graphs
+        self._graphs = compiled_graphs()
         if self._graphs > before and step > self._expected_until:
             new = self._graphs - before
-            logger.warning(f"step {step}: {new} graph(s) were compiled again; TORCH_LOGS=recompiles says why")
+            logger.warning(
+                f"step {step}: {new} graph(s) were compiled again; TORCH_LOGS=recompiles says why"
+            )
 
 
 def compiled_graphs() -> int:
@@ -204,7 +212,9 @@ def compiled_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def _wait_inside_autograd(_module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
+def _wait_inside_autograd(
+    _module: nn.Module, _args: object, output: torch.Tensor
+) -> torch.Tensor:
     """Turn an asynchronous result into a plain tensor, by an operator that autograd records.
 
     A compiled block would unwrap it without autograd: under FSDP the gradient of a tensor-parallel embedding is then

@@ -37,7 +37,9 @@ def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> N
     )
 
     def chosen(module: nn.Module, name: str) -> bool:
-        return type(module) is nn.Linear and not any(part in name for part in config.filter_fqns)
+        return type(module) is nn.Linear and not any(
+            part in name for part in config.filter_fqns
+        )
 
     torchao.convert_to_float8_training(model, config=recipe, module_filter_fn=chosen)
 
@@ -58,12 +60,18 @@ def without_float8_cast(tensor: torch.Tensor) -> torch.Tensor:
     local = tensor.to_local()
     if not hasattr(local, "fsdp_pre_all_gather"):
         return tensor
-    mesh, placements = tensor.device_mesh, tensor.placements
-    shape, stride = tensor.shape, tensor.stride()
-    return DTensor.from_local(local._tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+    mesh = tensor.device_mesh
+    placements = tensor.placements
+    shape = tensor.shape
+    stride = tensor.stride()
+    return DTensor.from_local(
+        local._tensor, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
-def check_float8_machine(settings: Float8, device: torch.device, *, norms_have_parameters: bool = True) -> None:
+def check_float8_machine(
+    settings: Float8, device: torch.device, *, norms_have_parameters: bool = True
+) -> None:
     """Check that this machine can train in float8, before anything is built.
 
     Raises:
@@ -79,7 +87,9 @@ def check_float8_machine(settings: Float8, device: torch.device, *, norms_have_p
             f"this program or with pip install torchao, or leave float8.enable out"
         ) from None
     needed = ".".join(map(str, _CAPABILITY))
-    if not settings.emulate and (device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY):
+    if not settings.emulate and (
+        device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY
+    ):
         found = "CPU"
         if device.type == "cuda":
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -89,7 +99,9 @@ def check_float8_machine(settings: Float8, device: torch.device, *, norms_have_p
             f"float8.emulate = true for its rounding alone, which is slow, or leave float8.enable out"
         )
     # Float8 weights alone in their FSDP unit are sent as float8, which gloo does not support; with others, as bytes.
-    alone = not norms_have_parameters or not any(part in "output" for part in settings.filter_fqns)
+    alone = not norms_have_parameters or not any(
+        part in "output" for part in settings.filter_fqns
+    )
     if settings.enable_fsdp_float8_all_gather and device.type == "cpu" and alone:
         raise ConfigError(
             "float8.enable_fsdp_float8_all_gather = true on a CPU needs something beside the float8 weights in each "
@@ -98,7 +110,8 @@ def check_float8_machine(settings: Float8, device: torch.device, *, norms_have_p
 
 
 def _torchao() -> ModuleType:
-    for name in ("torchao", "torch.utils._pytree"):  # its import warns of kernels for other machines, and of itself
+    # its import warns of kernels for other machines, and of itself
+    for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     import torchao.float8
 

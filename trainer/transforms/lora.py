@@ -38,12 +38,17 @@ class Dropout:
     key: int
     share: float
 
-    def factors(self, token_numbers: torch.Tensor, features: range, dtype: torch.dtype) -> torch.Tensor:
+    def factors(
+        self, token_numbers: torch.Tensor, features: range, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return the factor of each feature of each token: (B, S) int64, tokens of the run -> (B, S, features)."""
         dropped = round(self.share * 2**16)
-        groups = torch.arange(features.start // 4, -(-features.stop // 4), device=token_numbers.device)
+        groups = torch.arange(
+            features.start // 4, -(-features.stop // 4), device=token_numbers.device
+        )
         of_tokens = random_bits(token_numbers.clone(), self.key).unsqueeze(-1)
-        bits = random_bits(groups.expand(*token_numbers.shape, -1).clone(), of_tokens)  # 16 for each of four features
+        # 16 for each of four features
+        bits = random_bits(groups.expand(*token_numbers.shape, -1).clone(), of_tokens)
         first = features.start % 4
         kept = bits.view(torch.int16)[..., first : first + len(features)] >= dropped - 2**15
         return kept.to(dtype) * (2**16 / (2**16 - dropped))
@@ -76,7 +81,12 @@ def apply_lora(model: nn.Module, settings: LoRA, seed: int = 0) -> None:
 @contextmanager
 def without_adapters(model_parts: Iterable[nn.Module]) -> Iterator[None]:
     """Let forwards inside be those of the frozen weights alone."""
-    adapted = [module for part in model_parts for module in part.modules() if hasattr(module, "adapters_on")]
+    adapted = [
+        module
+        for part in model_parts
+        for module in part.modules()
+        if hasattr(module, "adapters_on")
+    ]
     for module in adapted:
         module.adapters_on = False
     try:
@@ -86,7 +96,9 @@ def without_adapters(model_parts: Iterable[nn.Module]) -> Iterator[None]:
             module.adapters_on = True
 
 
-def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, settings: LoRA) -> torch.Tensor:
+def merged(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, settings: LoRA
+) -> torch.Tensor:
     """Return W + scale B A of whole tensors, or of each expert's, in at least float32."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(wide) + settings.scale * (b.to(wide) @ a.to(wide))
@@ -107,7 +119,8 @@ def init_adapter(name: str, parameter: torch.Tensor, generator: torch.Generator)
 
 
 def _adapt(module: nn.Linear, settings: LoRA, dropout: Dropout) -> None:
-    weight, rank = module.weight, settings.rank
+    weight = module.weight
+    rank = settings.rank
     sizes = {A: (rank, module.in_features), B: (module.out_features, rank)}
     for name, size in sizes.items():
         parameter = torch.empty(size, dtype=weight.dtype, device=weight.device)
@@ -115,7 +128,10 @@ def _adapt(module: nn.Linear, settings: LoRA, dropout: Dropout) -> None:
             (placement,) = weight.placements
             cut = {A: Shard(1), B: Shard(0)}[name]
             parameter = distribute_tensor(
-                parameter, weight.device_mesh, [cut if cut == placement else Replicate()], src_data_rank=None
+                parameter,
+                weight.device_mesh,
+                [cut if cut == placement else Replicate()],
+                src_data_rank=None,
             )
         module.register_parameter(name, nn.Parameter(parameter))
     module.adapters_on = True
@@ -135,7 +151,9 @@ def _adapt_stacked(module: nn.Module, name: str, rank: int) -> None:
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _without_adapter(linear: Linear, x: torch.Tensor, token_numbers: torch.Tensor | None = None) -> torch.Tensor:
+def _without_adapter(
+    linear: Linear, x: torch.Tensor, token_numbers: torch.Tensor | None = None
+) -> torch.Tensor:
     return linear(x)
 
 

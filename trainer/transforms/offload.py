@@ -38,8 +38,11 @@ from trainer.config.schema import ActivationCheckpoint
 class CopyStream:
     """The stream of the copies between host and device. On CPUs a copy is done when it is posted."""
 
-    def __init__(self, device_type: str, key: str = "activation_checkpoint.offload = 'inputs'") -> None:
-        self._device, self._key = torch.device(device_type), key
+    def __init__(
+        self, device_type: str, key: str = "activation_checkpoint.offload = 'inputs'"
+    ) -> None:
+        self._device = torch.device(device_type)
+        self._key = key
         self._stream = None if device_type == "cpu" else torch.Stream(self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
@@ -67,7 +70,9 @@ class CopyStream:
         """
         if self._device.type != "cuda":
             return _system_memory_like(tensor)
-        return page_locked_like(tensor, self._key, "offload less (activation_checkpoint.offload_fraction)")
+        return page_locked_like(
+            tensor, self._key, "offload less (activation_checkpoint.offload_fraction)"
+        )
 
     def device_like(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return memory on the device for what a buffer holds."""
@@ -89,7 +94,8 @@ def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tenso
     buffer = _system_memory_like(tensor)
     size = tensor.numel() * tensor.element_size()
     if size:
-        runtime, place = torch.cuda.cudart(), buffer.data_ptr()
+        runtime = torch.cuda.cudart()
+        place = buffer.data_ptr()
         if error := int(runtime.cudaHostRegister(place, size, 0)):
             raise MemoryError(
                 f"{key} cannot lock {size:,} more bytes of host memory (CUDA error {error}); raise the limit of the "
@@ -111,10 +117,18 @@ class KeptInput:
     """A block's input between forward and backward: on the device, on the host, on its way, or to be computed again."""
 
     def __init__(
-        self, inputs: "HostInputs", kind: Hashable, tensor: Any, buffer: Any, copied: Any, before: "KeptInput | None"
+        self,
+        inputs: "HostInputs",
+        kind: Hashable,
+        tensor: Any,
+        buffer: Any,
+        copied: Any,
+        before: "KeptInput | None",
     ) -> None:
         self._inputs, self._kind, self._buffer = inputs, kind, buffer
-        self._tensor, self._copied = tensor, copied  # on the device, None while it is on the host alone; the last copy
+        # on the device, None while it is on the host alone; the last copy
+        self._tensor = tensor
+        self._copied = copied
         self._before = None if before is None else weakref.ref(before)
 
     def fetch(self) -> Any:
@@ -133,7 +147,8 @@ class KeptInput:
     def take(self) -> Any:
         """Return it on the device, and fetch the input of the block before. A backward in parts takes it repeatedly."""
         tensor = self.on_device()
-        before, self._before = self._before and self._before(), None
+        before = self._before and self._before()
+        self._before = None
         if before is not None:
             before.fetch()
         return tensor
@@ -153,7 +168,9 @@ class KeptInput:
 class RecomputedInput:
     """A block's input that the block before it computes again, from its own input."""
 
-    def __init__(self, before: "KeptInput | RecomputedInput", run: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, before: "KeptInput | RecomputedInput", run: Callable[[Any], Any]
+    ) -> None:
         self._before, self._run = before, run
         self._tensor: Any = None
 
@@ -170,7 +187,8 @@ class RecomputedInput:
 
     def take(self) -> Any:
         """Return it, and fetch the input of the block before if that is the group's first."""
-        tensor, self._tensor = self.on_device(), None
+        tensor = self.on_device()
+        self._tensor = None
         self._before.fetch()
         return tensor
 
@@ -199,12 +217,15 @@ class HostInputs:
         """Keep a block's input until its backward takes it. is_first: of the blocks of a forward."""
         self._leave()
         before = None if is_first or self._last is None else self._last()
-        kind, buffer, copied = (tensor.shape, tensor.stride(), tensor.dtype), None, None
+        kind = (tensor.shape, tensor.stride(), tensor.dtype)
+        buffer = None
+        copied = None
         if to_host:
             buffer = self.free[kind].pop() if self.free[kind] else self.copies.host_like(tensor)
             copied = self.copies.copy(buffer, tensor)
         kept = KeptInput(self, kind, tensor, buffer, copied, before)
-        self._last, self._leaving = weakref.ref(kept), kept if to_host else None
+        self._last = weakref.ref(kept)
+        self._leaving = kept if to_host else None
         return kept
 
     def _leave(self) -> None:
@@ -214,19 +235,23 @@ class HostInputs:
             self._leaving = None
 
 
-def apply_offload(layers: Mapping[str, nn.Module], settings: ActivationCheckpoint, device_type: str) -> None:
+def apply_offload(
+    layers: Mapping[str, nn.Module], settings: ActivationCheckpoint, device_type: str
+) -> None:
     """Let the inputs of the checkpointed layers wait on the host, or be computed again, as `settings` say; in place.
 
     layers: of a model or of a pipeline's stage, in their order. Call it after activation checkpointing and
     `torch.compile`, and before `fully_shard`.
     """
     checkpointed, kept, offloaded = (
-        choose(map(int, layers)) for choose in (settings.checkpointed, settings.kept, settings.offloaded)
+        choose(map(int, layers))
+        for choose in (settings.checkpointed, settings.kept, settings.offloaded)
     )
     if not offloaded and settings.group == 1:
         return
     copies = CopyStream(device_type)
-    inputs, results = HostInputs(copies), defaultdict(lambda: HostInputs(copies))
+    inputs = HostInputs(copies)
+    results = defaultdict(lambda: HostInputs(copies))
     for number, following in zip(checkpointed, [*checkpointed[1:], kept[0]], strict=True):
         how = {"is_first": number == kept[0], "to_host": number in offloaded}
         keep: Callable[[torch.Tensor], KeptInput | RecomputedInput] = (
@@ -235,11 +260,17 @@ def apply_offload(layers: Mapping[str, nn.Module], settings: ActivationCheckpoin
         block = layers[str(number)]
         if settings.offload == "inputs+attention":
             block.keep_attention = lambda i, x, how=how: results[i].keep(x, **how)
-        replace_forward(block, "offload", _offloading(block, inputs, keep, runs_again=following not in kept))
+        replace_forward(
+            block, "offload", _offloading(block, inputs, keep, runs_again=following not in kept)
+        )
 
 
 def _offloading(
-    block: nn.Module, inputs: HostInputs, keep: Callable[[torch.Tensor], Any], *, runs_again: bool
+    block: nn.Module,
+    inputs: HostInputs,
+    keep: Callable[[torch.Tensor], Any],
+    *,
+    runs_again: bool,
 ) -> Callable[..., Any]:
     forward = block.forward
 
@@ -247,7 +278,9 @@ def _offloading(
     def offloading(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(x, *args, **kwargs)
-        given, found = [x], []  # emptied after the forward: autograd holds `pack` until the backward
+        # emptied after the forward: autograd holds `pack` until the backward
+        given = [x]
+        found = []
 
         def pack(tensor: torch.Tensor) -> Any:
             if not _is_same(tensor, given[0]):
@@ -265,7 +298,9 @@ def _offloading(
             )
         given.clear()
         found.clear()
-        inputs.run = torch.no_grad()(lambda x: block(x, *args, **kwargs)) if runs_again else None
+        inputs.run = (
+            torch.no_grad()(lambda x: block(x, *args, **kwargs)) if runs_again else None
+        )
         return result
 
     return offloading
@@ -277,5 +312,8 @@ def _take(kept: Any) -> torch.Tensor:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are the same elements of the same memory."""
-    place = [(StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride()) for x in (one, other)]
+    place = [
+        (StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride())
+        for x in (one, other)
+    ]
     return place[0] == place[1]

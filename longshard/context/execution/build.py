@@ -23,7 +23,9 @@ from longshard.sharding.exchange import group_timeout
 Execution = StagedExecution | HeadExchange
 
 # Communicators, by what they are for. They outlive the contexts that use them; an entry is deleted with its group.
-_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
 
 
 def build_execution(
@@ -42,21 +44,29 @@ def build_execution(
     """
     device_type = q.device.type
     calls = max(len(stage.tiles) for stage in plan.forward)
-    no_window = [tile for stage in plan.forward for tile in stage.tiles if not tile.relation.lower]
+    no_window = [
+        tile for stage in plan.forward for tile in stage.tiles if not tile.relation.lower
+    ]
     tiles = {"calls": calls, "largest": max(map(shortest_side, no_window), default=0)}
     kernel = choose_kernel(device_type, q.dtype, q.shape[3], options.kernel, **tiles, **needs)
     if waiting is not None:
-        return ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, waiting=waiting)
+        return ChunkExecution(
+            lower(plan, kernel.capabilities), kernel, *groups, waiting=waiting
+        )
     staged = plan if plan.inner is None else plan.inner
     stage_group, head_group = (own_group(group, "kv", device_type) for group in groups)
     gradients = own_group(groups[0], "dkv", device_type) if staged.degree > 1 else stage_group
     passes = options.heads_per_pass if plan.inner is None else 0
     sent = torch.bfloat16 if options.gradient_dtype == "bfloat16" else None
-    run = StagedExecution(lower(staged, kernel.capabilities), kernel, stage_group, gradients, passes, sent)
+    run = StagedExecution(
+        lower(staged, kernel.capabilities), kernel, stage_group, gradients, passes, sent
+    )
     return (
         run
         if plan.inner is None
-        else HeadExchange(plan, head_group, run, options.heads_per_pass, options.query_heads_per_pass)
+        else HeadExchange(
+            plan, head_group, run, options.heads_per_pass, options.query_heads_per_pass
+        )
     )
 
 
@@ -79,10 +89,16 @@ def own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.
 def same_ranks(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
     """Return a new communicator of high priority for the ranks of a group, with the time-out of that group."""
     timeout = group_timeout(group, "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
-    settings = {"group_desc": description, "pg_options": _high_priority(timeout), "timeout": timeout}
+    settings = {
+        "group_desc": description,
+        "pg_options": _high_priority(timeout),
+        "timeout": timeout,
+    }
     if _can_split(group):
         return dist.split_group(group, [list(range(group.size()))], **settings)
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, **settings)
+    return dist.new_group(
+        dist.get_process_group_ranks(group), use_local_synchronization=True, **settings
+    )
 
 
 def _high_priority(timeout: timedelta | None) -> object:

@@ -56,11 +56,16 @@ class ChunkRows:
 
     def add(self, key: tuple[int, int], ranges: Ranges, gradient: torch.Tensor) -> None:
         """Add the gradients of `ranges`, some of the rows of a chunk; `gradient` is then no longer the caller's."""
-        offsets, waiting = self.rows[key][0], self.gradients.pop(key, None)
+        offsets = self.rows[key][0]
+        waiting = self.gradients.pop(key, None)
         if waiting is None and ranges == offsets.ranges:
             total = gradient
         else:
-            total = waiting.take() if waiting else gradient.new_zeros(size(offsets.ranges), *gradient.shape[1:])
+            total = (
+                waiting.take()
+                if waiting
+                else gradient.new_zeros(size(offsets.ranges), *gradient.shape[1:])
+            )
             put_rows(total, offsets.places(ranges), gradient, add=True)
         self.gradients[key] = self.keep(total)
 
@@ -74,9 +79,12 @@ class ChunkExecution(StagedExecution):
 
     def forward(self, *qkv: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the rows of this chunk that later ones see, unless an earlier pass has, and attend."""
-        key, ranges = (self.layer, self.plan.rank), union(r for m in self.plan.forward[0].messages for r in m.ranges)
+        key = (self.layer, self.plan.rank)
+        ranges = union(r for m in self.plan.forward[0].messages for r in m.ranges)
         if ranges and key not in self.waiting.rows:
-            rows = pack(*(fold_batch(x, self.plan) for x in qkv[1:]), self.plan.own.places(ranges))
+            rows = pack(
+                *(fold_batch(x, self.plan) for x in qkv[1:]), self.plan.own.places(ranges)
+            )
             self.waiting.rows[key] = Offsets(ranges), self.waiting.keep(rows)
         return super().forward(*qkv, terms=terms)
 
@@ -84,13 +92,17 @@ class ChunkExecution(StagedExecution):
         """Begin to fetch the rows of the next stage."""
         if following is None:
             return held, Pending()
-        stage, owner = following.stage, following.stage.messages[0].source
+        stage = following.stage
+        owner = following.stage.messages[0].source
         offsets, waiting = self.waiting.rows[self.layer, owner]
         for chunk in (owner, self.plan.rank) if stage.home else ():
             if (sums := self.waiting.gradients.get((self.layer, chunk))) is not None:
                 sums.fetch()
-        source, (first, *others) = waiting.fetch(), offsets.places(stage.held)
-        rows = source.new_empty(stage.rows, *source.shape[1:]) if others else source[slice(*first)]
+        source = waiting.fetch()
+        (first, *others) = offsets.places(stage.held)
+        rows = (
+            source.new_empty(stage.rows, *source.shape[1:]) if others else source[slice(*first)]
+        )
 
         def arrived() -> None:
             whole = waiting.take()

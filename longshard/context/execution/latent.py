@@ -22,7 +22,9 @@ def value_dim(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> int:
     return up.shape[1] + latent.shape[3] - up.shape[2] - q.shape[3]
 
 
-def expanded(latent: torch.Tensor, up: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def expanded(
+    latent: torch.Tensor, up: torch.Tensor, key_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys (B, H, T, N + P) and values (B, H, T, V). latent: (B, 1, T, W); up: (H, N + V, R); key_dim: N + P."""
     compressed, rotated = latent.split([up.shape[2], latent.shape[3] - up.shape[2]], -1)
     found = compressed @ up.mT
@@ -31,7 +33,9 @@ def expanded(latent: torch.Tensor, up: torch.Tensor, key_dim: int) -> tuple[torc
     return torch.cat((k, rotated.expand(-1, k.shape[1], -1, -1)), -1), v
 
 
-def absorbed(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def absorbed(
+    q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries of latents, (B, H, S, R + P), and what makes values of summed latents, (H, R, V).
 
     Scores and sums are those of expanded keys and values, which are not made: few queries over many latents cost less
@@ -49,7 +53,9 @@ class Expansion:
     key_dim: N + P; sum_dtype: in which gradients are added up; None: of a forward, which has none.
     """
 
-    def __init__(self, up: torch.Tensor, key_dim: int, sum_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, up: torch.Tensor, key_dim: int, sum_dtype: torch.dtype | None = None
+    ) -> None:
         self._up, self._key_dim = up, key_dim
         self.gradient = None if sum_dtype is None else torch.zeros_like(up, dtype=sum_dtype)
 
@@ -70,16 +76,23 @@ class Expansion:
         return F.pad(x, (0, self._key_dim - x.shape[3]))
 
     def add(
-        self, dk: torch.Tensor, dv: torch.Tensor, latent: torch.Tensor, heads: slice, dlatent: torch.Tensor
+        self,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        latent: torch.Tensor,
+        heads: slice,
+        dlatent: torch.Tensor,
     ) -> None:
         """Add the gradients of keys and values of some heads to those of the latent, (B, 1, T, W), and of `up`.
 
         Products are in the type of `up`, as those of a linear module are.
         """
         up = self._up[heads]
-        rank, rotated = up.shape[2], latent.shape[3] - up.shape[2]
+        rank = up.shape[2]
+        rotated = latent.shape[3] - up.shape[2]
         of_keys = dk.shape[3] - rotated
-        found = torch.cat((dk[..., :of_keys], dv), -1)[..., : up.shape[1]].to(up.dtype)  # (B, H, T, N + V)
+        # (B, H, T, N + V)
+        found = torch.cat((dk[..., :of_keys], dv), -1)[..., : up.shape[1]].to(up.dtype)
         by_token = found.transpose(1, 2).flatten(2)  # (B, T, H * (N + V))
         dlatent[:, 0, :, :rank] += by_token @ up.flatten(0, 1)
         dlatent[:, 0, :, rank:] += dk[..., of_keys:].sum(1)

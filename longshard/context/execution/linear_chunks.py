@@ -66,7 +66,8 @@ class Given:
     """States before fragments, by their numbers, that are known: (B, F, H, K, V). zero: one state of zeros."""
 
     def __init__(self, states: torch.Tensor) -> None:
-        self.states, self.zero = states, states.new_zeros(states.shape[0], *states.shape[2:])
+        self.states = states
+        self.zero = states.new_zeros(states.shape[0], *states.shape[2:])
 
     def before(self, fragment: int) -> torch.Tensor:
         """Return the state before a fragment, (B, H, K, V)."""
@@ -86,26 +87,39 @@ class Chunks:
     """
 
     def __init__(self, x: Inputs, run: int) -> None:
-        size, self.run = x.q.shape[3], run
-        self.x, self.lower = x, torch.ones(size, size, dtype=torch.bool, device=x.q.device).tril()
+        size = x.q.shape[3]
+        self.run = run
+        self.x = x
+        self.lower = torch.ones(size, size, dtype=torch.bool, device=x.q.device).tril()
         self.strict = self.lower.tril(-1)
-        self.goes_on = self.begins = self.ends = None  # masks: through the chunk, from before it, to its end
+        # masks: through the chunk, from before it, to its end
+        self.goes_on = self.begins = self.ends = None
         if x.document is not None:
             same = x.document.unsqueeze(-1) == x.document.unsqueeze(-2)
-            self.lower, self.strict = same & self.lower, same & self.strict
-            self.begins, last = (x.document == 0).unsqueeze(-1), x.document[..., -1:]
-            self.ends, self.goes_on = (x.document == last).unsqueeze(-1), (last == 0).unsqueeze(-1)
+            self.lower = same & self.lower
+            self.strict = same & self.strict
+            self.begins = (x.document == 0).unsqueeze(-1)
+            last = x.document[..., -1:]
+            self.ends = (x.document == last).unsqueeze(-1)
+            self.goes_on = (last == 0).unsqueeze(-1)
         self.grown = _masked(x.decay.exp(), self.begins)
         self.rest = _masked((x.decay[..., -1:, :] - x.decay).exp(), self.ends)
         self.through = _masked(x.decay[..., -1:, :].exp(), self.goes_on).mT  # (..., 1 or K, 1)
-        self.q_in, self.k_in, self.k_out = x.q * self.grown, x.k * self.grown, x.k * self.rest
-        self.reads, *among = pairs((x.q,) if x.beta is None else (x.q, x.k), x.k, x.decay, self.lower)
-        self.new, self.erased = x.v, None
+        self.q_in = x.q * self.grown
+        self.k_in = x.k * self.grown
+        self.k_out = x.k * self.rest
+        self.reads, *among = pairs(
+            (x.q,) if x.beta is None else (x.q, x.k), x.k, x.decay, self.lower
+        )
+        self.new = x.v
+        self.erased = None
         if x.beta is not None:
             self.among = among[0].masked_fill(~self.strict, 0)
             # The whole inverse, of which the backward has use too: a solution for each column would cost more.
             one = torch.eye(size, dtype=x.q.dtype, device=x.q.device).expand_as(self.among)
-            self.solve = torch.linalg.solve_triangular(x.beta * self.among, one, upper=False, unitriangular=True)
+            self.solve = torch.linalg.solve_triangular(
+                x.beta * self.among, one, upper=False, unitriangular=True
+            )
             solved = self.solve @ (x.beta * torch.cat((x.v, self.k_in), -1))
             self.new, self.erased = solved.split([x.v.shape[-1], x.k.shape[-1]], -1)
 
@@ -114,10 +128,14 @@ class Chunks:
 
         The transition has K columns with erasure; without, it is diagonal, and its one column is the diagonal.
         """
-        x, found = self.x, []
-        k, v = x.k.shape[-1], x.v.shape[-1]
+        x = self.x
+        found = []
+        k = x.k.shape[-1]
+        v = x.v.shape[-1]
         for first, end in fragments:
-            state = x.k.new_zeros(*x.k.shape[:2], self._runs(first, end), k, v + (1 if x.beta is None else k))
+            state = x.k.new_zeros(
+                *x.k.shape[:2], self._runs(first, end), k, v + (1 if x.beta is None else k)
+            )
             if x.beta is None:
                 state[..., v:] = 1
             else:
@@ -147,16 +165,22 @@ class Chunks:
 
         maps: of the runs, None if each fragment is one run.
         """
-        before, behind = [], []
+        before = []
+        behind = []
         for i, (first, end) in enumerate(fragments):
-            state, steps = through_runs(ends.before(i), None if maps is None else maps[i], reverse=False)[0], []
+            state = through_runs(
+                ends.before(i), None if maps is None else maps[i], reverse=False
+            )[0]
+            steps = []
             for at, here in self._steps(first, end):
                 steps.append(state)
                 old = state[:, :, here]
                 new = self.new[:, :, at]
                 if self.erased is not None:
                     new = new - self.erased[:, :, at] @ old
-                state = _of_all_runs(self.through[:, :, at] * old + self.k_out[:, :, at].mT @ new, state)
+                state = _of_all_runs(
+                    self.through[:, :, at] * old + self.k_out[:, :, at].mT @ new, state
+                )
             before.append(_in_order(steps, end - first))
             ends.behind(i, state[:, :, -1])
             behind.append(state[:, :, -1])
@@ -174,9 +198,12 @@ class Chunks:
         """Return the gradients, by what reads them, of what tokens add, (B, H, N, C, V), and of states, as `states`."""
         return self.reads.mT @ dout, self.q_in.mT @ dout
 
-    def biases(self, fragments: Fragments, read: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    def biases(
+        self, fragments: Fragments, read: tuple[torch.Tensor, torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Return the gradients of the states before the runs of each fragment, if those behind have none."""
-        (_, reads), found = read, []
+        (_, reads) = read
+        found = []
         for first, end in fragments:
             state = reads.new_zeros(*reads.shape[:2], self._runs(first, end), *reads.shape[3:])
             found.append(self._back(first, end, state, read)[0])
@@ -196,14 +223,17 @@ class Chunks:
         state: gradients of the states behind the runs; read: as of `read`, made the gradient of what tokens add with
         `keep`.
         """
-        (dadded, reads), steps = read, []
+        (dadded, reads) = read
+        steps = []
         for at, here in reversed([*self._steps(first, end)]):
             steps.append(state)
             old = state[:, :, here]
             more = self.k_out[:, :, at] @ old
             new = dadded[:, :, at].add_(more) if keep else dadded[:, :, at] + more
             back = self.through[:, :, at] * old + reads[:, :, at]
-            state = _of_all_runs(back if self.erased is None else back - self.erased[:, :, at].mT @ new, state)
+            state = _of_all_runs(
+                back if self.erased is None else back - self.erased[:, :, at].mT @ new, state
+            )
         return state, steps[::-1]
 
     def adjoint(
@@ -220,18 +250,26 @@ class Chunks:
         """
         behind = []
         for i, (first, end) in reversed([*enumerate(fragments)]):
-            state = through_runs(ends.before(i), None if maps is None else maps[i], reverse=True)[0]
+            state = through_runs(
+                ends.before(i), None if maps is None else maps[i], reverse=True
+            )[0]
             state, steps = self._back(first, end, state, read, keep=True)
             behind.append(_in_order(steps, end - first))
             ends.behind(i, state[:, :, 0])
         return read[0], _joined_along_chunks(behind[::-1], ends.zero)
 
     def gradients(
-        self, dout: torch.Tensor, before: torch.Tensor, dadded: torch.Tensor, dbehind: torch.Tensor
+        self,
+        dout: torch.Tensor,
+        before: torch.Tensor,
+        dadded: torch.Tensor,
+        dbehind: torch.Tensor,
     ) -> Inputs:
         """Return the gradients of the inputs; that of decay belongs to the running sums. See `states`, `adjoint`."""
-        x, added = self.x, self.added(before)
-        of_pairs, rows = [(dout @ added.mT).masked_fill(~self.lower, 0)], [x.q]
+        x = self.x
+        added = self.added(before)
+        of_pairs = [(dout @ added.mT).masked_fill(~self.lower, 0)]
+        rows = [x.q]
         dv, dbeta = dadded, None
         if x.beta is not None:
             dy = self.solve.mT @ dadded
@@ -242,7 +280,8 @@ class Chunks:
         (dq, *more), dk, ddecay = pairs_adjoint(of_pairs, rows, x.k, x.decay)
         if x.beta is not None:
             dk_in = -(dv @ before.mT) * self.grown
-            dk, ddecay = dk + more[0] + dk_in, ddecay + of_decay(x.k * dk_in, x.decay)
+            dk = dk + more[0] + dk_in
+            ddecay = ddecay + of_decay(x.k * dk_in, x.decay)
         dq_in = dout @ before.mT * self.grown
         dk_out = added @ dbehind.mT * self.rest
         from_rest = of_decay(x.k * dk_out, x.decay)
@@ -258,14 +297,18 @@ def changed(state: torch.Tensor, change: torch.Tensor, *, reverse: bool) -> torc
     return bias + _moved_on(transition, state, reverse=reverse)
 
 
-def _moved_on(transition: torch.Tensor, state: torch.Tensor, *, reverse: bool = False) -> torch.Tensor:
+def _moved_on(
+    transition: torch.Tensor, state: torch.Tensor, *, reverse: bool = False
+) -> torch.Tensor:
     """Return the product with a transition, (..., K, K), or with a diagonal one, (..., K, 1)."""
     if transition.shape[-1] == 1:
         return transition * state
     return (transition.mT if reverse else transition) @ state
 
 
-def through_runs(state: torch.Tensor, maps: torch.Tensor | None, *, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def through_runs(
+    state: torch.Tensor, maps: torch.Tensor | None, *, reverse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states before the runs of a fragment, (B, H, R, K, V), and the state behind the fragment.
 
     state: before it, (B, H, K, V); maps: (B, H, R, K, V + width), None for one run, whose end is then not known.

@@ -38,7 +38,11 @@ def runs_kernels(x: Tokens) -> bool:
     kind = x.v.device.type, str(x.v.dtype).removeprefix("torch."), x.q.shape[-1]
     deterministic = torch.are_deterministic_algorithms_enabled()
     of_channels = x.log_decay.ndim == 4 and x.beta is None
-    able = runs_fla(*kind, deterministic=deterministic) and not of_channels and type(x.v) is torch.Tensor
+    able = (
+        runs_fla(*kind, deterministic=deterministic)
+        and not of_channels
+        and type(x.v) is torch.Tensor
+    )
     return able and _has_package()
 
 
@@ -46,7 +50,11 @@ def runs_kernels(x: Tokens) -> bool:
 def _has_package() -> bool:
     """Return whether the package is there; the first call logs it."""
     found = is_installed("fla.ops")
-    by = "the kernels of flash-linear-attention" if found else "PyTorch in chunks; faster here: pip install fla-core"
+    by = (
+        "the kernels of flash-linear-attention"
+        if found
+        else "PyTorch in chunks; faster here: pip install fla-core"
+    )
     logger.info(f"linear attention is computed by {by}")
     return found
 
@@ -55,8 +63,11 @@ class KernelPass:
     """By the kernels, of which each call takes all fragments of one length. See `linear_pass.ChunkedPass`."""
 
     def __init__(self, x: Tokens, lengths: Sequence[int]) -> None:
-        (batch, _, heads, k_dim), (*_, states, v_dim) = x.q.shape, x.v.shape
-        self._x, self._lengths, self._groups = x, list(lengths), defaultdict(list)
+        (batch, _, heads, k_dim) = x.q.shape
+        (*_, states, v_dim) = x.v.shape
+        self._x = x
+        self._lengths = list(lengths)
+        self._groups = defaultdict(list)
         for number, length in enumerate(lengths):
             self._groups[length].append(number)
         self._states = torch.promote_types(x.v.dtype, torch.float32)
@@ -64,7 +75,8 @@ class KernelPass:
         decay = x.log_decay.to(self._states)
         if x.positions is not None:
             begins = (x.positions == 0).view(*x.positions.shape, *(1,) * (decay.ndim - 2))
-            decay, self._goes_on = decay.masked_fill(begins, RESET), ~begins
+            decay = decay.masked_fill(begins, RESET)
+            self._goes_on = ~begins
         # The kernels without erasure take as many heads of queries and keys as of values.
         self._shared = states // heads if x.beta is None else 1
         q, k = (part.to(x.v.dtype).repeat_interleave(self._shared, 2) for part in (x.q, x.k))
@@ -94,7 +106,8 @@ class KernelPass:
         return found
 
     def forward(self, ends: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        entries, behind = self._before(ends), torch.empty_like(self.zeros)
+        entries = self._before(ends)
+        behind = torch.empty_like(self.zeros)
         out: list[torch.Tensor] = [self._given[2][:, :0]] * len(self._lengths)
         for length, numbers in self._groups.items():
             tokens = [self._batch(x, length) for x in self._given]
@@ -107,7 +120,9 @@ class KernelPass:
     def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
         self._nodes = {}
         for length, numbers in self._groups.items():
-            leaves = [self._batch(x, length) for x in self._given] + [self._of_group(entries, numbers)]
+            leaves = [self._batch(x, length) for x in self._given] + [
+                self._of_group(entries, numbers)
+            ]
             with torch.enable_grad():
                 *tokens, state = leaves = [x.detach().requires_grad_() for x in leaves]
                 out, behind = _by_kernels(tokens, state, self._x.scale)
@@ -123,13 +138,18 @@ class KernelPass:
         return found
 
     def backward(self, ends: Given) -> tuple[torch.Tensor, ...]:
-        exits, parts = self._before(ends), [[x[:, :0]] * len(self._lengths) for x in self._given]
+        exits = self._before(ends)
+        parts = [[x[:, :0]] * len(self._lengths) for x in self._given]
         for length, numbers in self._groups.items():
             leaves, results, dout = self._nodes.pop(length)
-            gradients = torch.autograd.grad(results, leaves[:-1], (dout, self._of_group(exits, numbers)))
+            gradients = torch.autograd.grad(
+                results, leaves[:-1], (dout, self._of_group(exits, numbers))
+            )
             for of_tensor, gradient in zip(parts, gradients, strict=True):
                 self._fill_rows(of_tensor, numbers, gradient)
-        dq, dk, dv, ddecay, *dbeta = (self._joined(part, x) for part, x in zip(parts, self._given, strict=True))
+        dq, dk, dv, ddecay, *dbeta = (
+            self._joined(part, x) for part, x in zip(parts, self._given, strict=True)
+        )
         if self._shared > 1:
             dq, dk = (x.unflatten(2, (-1, self._shared)).sum(3) for x in (dq, dk))
         if self._x.positions is not None:
@@ -152,15 +172,21 @@ class KernelPass:
     def _fill(self, states: torch.Tensor, numbers: list[int], of_group: torch.Tensor) -> None:
         states[:, numbers] = of_group.unflatten(0, (-1, len(numbers)))
 
-    def _fill_rows(self, parts: list[torch.Tensor], numbers: list[int], of_group: torch.Tensor) -> None:
-        for number, part in zip(numbers, of_group.unflatten(0, (-1, len(numbers))).unbind(1), strict=True):
+    def _fill_rows(
+        self, parts: list[torch.Tensor], numbers: list[int], of_group: torch.Tensor
+    ) -> None:
+        for number, part in zip(
+            numbers, of_group.unflatten(0, (-1, len(numbers))).unbind(1), strict=True
+        ):
             parts[number] = part
 
     def _joined(self, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         return torch.cat(parts, 1) if parts else torch.empty_like(like)
 
 
-def _by_kernels(tokens: Sequence[torch.Tensor], state: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_kernels(
+    tokens: Sequence[torch.Tensor], state: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the recurrence over each sequence of a batch, from its state: outputs, (N, T, H, V), and the states behind.
 
     tokens: q, k, v, log_decay and, with erasure, beta; state: (N, H, K, V).

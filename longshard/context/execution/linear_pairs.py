@@ -7,7 +7,9 @@ import torch
 BLOCK = 4  # a divisor of a chunk, by a power of two
 
 
-def pairs(xs: Sequence[torch.Tensor], y: torch.Tensor, decay: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+def pairs(
+    xs: Sequence[torch.Tensor], y: torch.Tensor, decay: torch.Tensor, mask: torch.Tensor
+) -> list[torch.Tensor]:
     """Return for each x the sums over channels of x_t e^(G_t - G_s) y_s where the mask is, else 0: (..., C, C)."""
     if decay.shape[-1] == 1:
         between = _between(decay, mask).squeeze(-1)
@@ -17,7 +19,9 @@ def pairs(xs: Sequence[torch.Tensor], y: torch.Tensor, decay: torch.Tensor, mask
         grown, fades = _decayed(decay, half)
         before = _half(y, half, 0) * fades
         for x, products in zip(xs, found, strict=True):
-            _squares(products, 2 * half)[..., half:, :half] = (_half(x, half, 1) * grown) @ before.mT
+            _squares(products, 2 * half)[..., half:, :half] = (
+                _half(x, half, 1) * grown
+            ) @ before.mT
     near = _near(decay) * _in_blocks(y).unsqueeze(-3)
     for x, products in zip(xs, found, strict=True):
         _squares(products, BLOCK).copy_((near @ _in_blocks(x).unsqueeze(-1)).squeeze(-1))
@@ -25,7 +29,10 @@ def pairs(xs: Sequence[torch.Tensor], y: torch.Tensor, decay: torch.Tensor, mask
 
 
 def pairs_adjoint(
-    gradients: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], y: torch.Tensor, decay: torch.Tensor
+    gradients: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    y: torch.Tensor,
+    decay: torch.Tensor,
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Return the gradients of each x, of y and of decay. gradients: zero where the mask of `pairs` is not."""
     if decay.shape[-1] == 1:
@@ -34,19 +41,24 @@ def pairs_adjoint(
         dxs = [gradient @ y for gradient in gradients]
         dy = sum(gradient.mT @ x for gradient, x in zip(gradients, xs, strict=True))
     else:
-        dxs, dy = [torch.zeros_like(x) for x in xs], torch.zeros_like(y)
+        dxs = [torch.zeros_like(x) for x in xs]
+        dy = torch.zeros_like(y)
         for half in _halves(y):
             grown, fades = _decayed(decay, half)
-            before, more = _half(y, half, 0) * fades, 0
+            before = _half(y, half, 0) * fades
+            more = 0
             for gradient, x, dx in zip(gradients, xs, dxs, strict=True):
                 there = _squares(gradient, 2 * half)[..., half:, :half]
                 _half(dx, half, 1).add_((there @ before) * grown)
                 more = more + there.mT @ (_half(x, half, 1) * grown)
             _half(dy, half, 0).add_(more * fades)
-        near, weights = _near(decay), 0
+        near = _near(decay)
+        weights = 0
         for gradient, x, dx in zip(gradients, xs, dxs, strict=True):
             here = _squares(gradient, BLOCK)
-            _in_blocks(dx).add_(torch.einsum("...ts,...tsc->...tc", here, near * _in_blocks(y).unsqueeze(-3)))
+            _in_blocks(dx).add_(
+                torch.einsum("...ts,...tsc->...tc", here, near * _in_blocks(y).unsqueeze(-3))
+            )
             weights = weights + here.unsqueeze(-1) * _in_blocks(x).unsqueeze(-2)
         _in_blocks(dy).add_((weights * near).sum(-3))
     ddecay = sum(of_decay(x * dx, decay) for x, dx in zip(xs, dxs, strict=True))
@@ -99,7 +111,12 @@ def _in_blocks(x: torch.Tensor) -> torch.Tensor:
 
 def _squares(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return the squares on the diagonal, as a view: (..., C, C) -> (..., N, size, size)."""
-    return x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    return (
+        x.unflatten(-1, (-1, size))
+        .unflatten(-3, (-1, size))
+        .diagonal(dim1=-4, dim2=-2)
+        .movedim(-1, -3)
+    )
 
 
 def of_decay(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:

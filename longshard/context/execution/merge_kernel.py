@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 
 _ROWS = 32  # of a program
-_ANY = ("total_lse", "lse", "heads", "rows", *(f"{name}_{axis}" for name in ("total_lse", "lse") for axis in "bhs"))
+_ANY = (
+    "total_lse",
+    "lse",
+    "heads",
+    "rows",
+    *(f"{name}_{axis}" for name in ("total_lse", "lse") for axis in "bhs"),
+)
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -22,8 +28,11 @@ def _merge(
 ):  # fmt: skip
     """Merge ROWS queries of one head of one sequence; `x_b`, `x_h` and `x_s` are the strides of x."""
     blocks = tl.cdiv(rows, ROWS)
-    block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)  # offsets can exceed 32 bits
+    block = tl.program_id(0) % blocks
+    head = tl.program_id(0) // blocks
+    # offsets can exceed 32 bits
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
     s = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     real = s < rows
@@ -31,7 +40,8 @@ def _merge(
     old = tl.load(total_lses, mask=real, other=0.0)
     new = tl.load(lse + b * lse_b + h * lse_h + s * lse_s, mask=real, other=0.0)
     more = new - old  # inf for a query that saw no key
-    share, rest = 1 / (1 + tl.exp(-more)), 1 / (1 + tl.exp(more))
+    share = 1 / (1 + tl.exp(-more))
+    rest = 1 / (1 + tl.exp(more))
     real_2d = real[:, None] & (d < D)[None]
     totals = total_out + b * total_out_b + h * total_out_h + s[:, None] * total_out_s + d[None]
     parts = out + b * out_b + h * out_h + s[:, None] * out_s + d[None]
@@ -42,7 +52,9 @@ def _merge(
     tl.store(total_lses, tl.maximum(old, new) + tl.log(1 + tl.exp(-tl.abs(more))), mask=real)
 
 
-def merge_by_triton(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def merge_by_triton(
+    total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> None:
     """Do what `merge_eagerly` does. Elements of a row of an output lie one after another."""
     b, heads, rows, d = out.shape
     strided = ((x, *x.stride()[:3]) for x in (total_out, total_lse, out, lse))

@@ -16,7 +16,9 @@ Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 _without_kernel: set[str] = set()  # types of devices on which the kernel failed
 
 
-def merge(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def merge(
+    total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> None:
     """Merge the results of attention over other keys into a total, in place.
 
     total_out, out: (B, H, S, D); total_lse, lse: (B, H, S). Totals are in float32 at least. The total of a query that
@@ -27,19 +29,26 @@ def merge(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, l
     if device == "cuda" and device not in _without_kernel:
         try:
             fused_merge()(total_out, total_lse, out, lse)
-        except Exception as error:  # whatever a compiler raises; nothing is written before the kernel runs
+        except Exception as error:
+            # whatever a compiler raises; nothing is written before the kernel runs
             _without_kernel.add(device)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            logger.warning(f"partial results of attention are merged without a fused kernel ({reason})")
+            logger.warning(
+                f"partial results of attention are merged without a fused kernel ({reason})"
+            )
         else:
             return
     merge_eagerly(total_out, total_lse, out, lse)
 
 
-def merge_eagerly(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def merge_eagerly(
+    total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> None:
     """Do what `merge` does by operators of PyTorch."""
     more = lse - total_lse
-    total_out.mul_(torch.sigmoid(-more).unsqueeze(-1)).addcmul_(out, torch.sigmoid(more).unsqueeze(-1))
+    total_out.mul_(torch.sigmoid(-more).unsqueeze(-1)).addcmul_(
+        out, torch.sigmoid(more).unsqueeze(-1)
+    )
     total_lse.copy_(torch.logaddexp(total_lse, lse))
 
 

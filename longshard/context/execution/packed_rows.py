@@ -34,7 +34,10 @@ class _Rows:
 
     def views(self, rows: torch.Tensor) -> Tensors:
         """Return the tensors in rows of bytes: (..., width) -> (..., B, h, ...) for each."""
-        return [rows[..., place].view(dtype).unflatten(-1, shape) for place, dtype, shape in self._tensors]
+        return [
+            rows[..., place].view(dtype).unflatten(-1, shape)
+            for place, dtype, shape in self._tensors
+        ]
 
     def size(self, rank: int) -> int:
         """Return the bytes of a rank's rows."""
@@ -44,10 +47,15 @@ class _Rows:
         """Return all rows in the order of the sequence; pieces: the bytes of each rank's rows."""
         parts = []
         for piece, ranges in zip(pieces, self.layout.ranges, strict=True):
-            rows, places = piece.view(-1, self.width), Offsets(ranges)
-            parts += [(start, rows[places(start) :][: stop - start].view(-1)) for start, stop in ranges]
+            rows = piece.view(-1, self.width)
+            places = Offsets(ranges)
+            parts += [
+                (start, rows[places(start) :][: stop - start].view(-1))
+                for start, stop in ranges
+            ]
         in_order = [part for _, part in sorted(parts, key=lambda part: part[0])]
-        return _joined([pieces[0][:0], *in_order]).view(-1, self.width)  # the group may have no rows
+        # the group may have no rows
+        return _joined([pieces[0][:0], *in_order]).view(-1, self.width)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,9 @@ class PackedRows:
     blocks: tuple[_Rows, ...]
 
     @classmethod
-    def of(cls, queries: Tensors, keys: Tensors, layouts: tuple[AxisLayout, AxisLayout]) -> "PackedRows":
+    def of(
+        cls, queries: Tensors, keys: Tensors, layouts: tuple[AxisLayout, AxisLayout]
+    ) -> "PackedRows":
         """Return the bundle of such tensors, (B, h, any rows, ...). layouts: of queries and of keys over the ranks."""
         if not keys or layouts[0].ranges == layouts[1].ranges:
             return cls((_Rows(layouts[0], [*queries, *keys]),))
@@ -73,20 +83,27 @@ class PackedRows:
         return [
             view
             for block, part in zip(self.blocks, parts, strict=True)
-            for view in block.views(part.unflatten(-1, (block.layout.local_length(rank), block.width)))
+            for view in block.views(
+                part.unflatten(-1, (block.layout.local_length(rank), block.width))
+            )
         ]
 
     def in_sequence(self, message: torch.Tensor) -> Tensors:
         """Return all rows in the order of the sequence, (R, width) for each block. message: of all ranks."""
         if self._in_order:
             return [message.view(-1, self.blocks[0].width)]
-        ranks, number = range(self.blocks[0].layout.degree), len(self.blocks)
+        ranks = range(self.blocks[0].layout.degree)
+        number = len(self.blocks)
         pieces = message.split([block.size(rank) for rank in ranks for block in self.blocks])
         return [block.in_sequence(pieces[i::number]) for i, block in enumerate(self.blocks)]
 
     def tensors(self, rows: Tensors) -> Tensors:
         """Return the tensors in all rows: (R, width) for each block -> (B, h, R, ...) for each tensor."""
-        return [x.movedim(0, 2) for block, each in zip(self.blocks, rows, strict=True) for x in block.views(each)]
+        return [
+            x.movedim(0, 2)
+            for block, each in zip(self.blocks, rows, strict=True)
+            for x in block.views(each)
+        ]
 
     @property
     def _in_order(self) -> bool:
@@ -96,7 +113,8 @@ class PackedRows:
 
     def rows(self, tensors: Tensors) -> Tensors:
         """Return all rows of the tensors, (B, h, R, ...), as bytes: (R, width) for each block."""
-        given, whole = iter(tensors), []
+        given = iter(tensors)
+        whole = []
         for block in self.blocks:
             rows = tensors[0].new_empty(block.layout.length, block.width, dtype=torch.uint8)
             for view in block.views(rows):
@@ -111,7 +129,9 @@ class PackedRows:
         parts = [rows[0].view(-1)[:0]]
         for rank in range(self.blocks[0].layout.degree):
             for block, each in zip(self.blocks, rows, strict=True):
-                parts += [each[start:stop].view(-1) for start, stop in block.layout.ranges[rank]]
+                parts += [
+                    each[start:stop].view(-1) for start, stop in block.layout.ranges[rank]
+                ]
         return _joined(parts)
 
 

@@ -96,12 +96,20 @@ class StagedExecution:
         out_dim = v.shape[3] if up is None else value_dim(q, k, up)
         total = Merged(q, out_dim, merges=self.lowered.merges_outputs)
         own = held = Held(k, v)
-        for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
+        for item, following in with_next(
+            self._items(self.plan.forward, self.lowered.forward, k.shape[1])
+        ):
             incoming, pending = self._fetch(following, own, held)
-            groups = [query_heads(item.kv_heads, q, k)] if expansion is None else expansion.groups(held.k)
+            groups = (
+                [query_heads(item.kv_heads, q, k)]
+                if expansion is None
+                else expansion.groups(held.k)
+            )
             for heads in groups:
                 keys = held[:2] if expansion is None else expansion.keys(held.k, heads)
-                attend(total, (part(q, heads, 1), *keys), heads, item.launches, self.kernel, scale)
+                attend(
+                    total, (part(q, heads, 1), *keys), heads, item.launches, self.kernel, scale
+                )
             pending.wait()
             held = incoming
         out, lse = (unfold_batch(x, qkv[0]) for x in total.result)
@@ -118,7 +126,9 @@ class StagedExecution:
         them; by default the dtypes of k and v.
         """
         scale, sinks, up = terms
-        of_sinks = () if sinks is None else (sink_gradient(given.dout, given.out, given.lse, sinks),)
+        of_sinks = (
+            () if sinks is None else (sink_gradient(given.dout, given.out, given.lse, sinks),)
+        )
         inputs = given.q, given.k, given.v
         types = given.q.dtype, kv_dtype or given.k.dtype, kv_dtype or given.v.dtype
         given = BackwardInputs(*(fold_batch(x, self.plan) for x in given))
@@ -126,18 +136,26 @@ class StagedExecution:
         lone = None
         if self.plan.degree == 1 and expansion is None:
             lone = lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
-        found = zip(lone or self._summed_gradients(given, scale, expansion), inputs, types, strict=True)
+        found = zip(
+            lone or self._summed_gradients(given, scale, expansion), inputs, types, strict=True
+        )
         of_up = () if up is None else (expansion.gradient.to(up.dtype),)
         return *(restore_shape(x, like, dtype) for x, like, dtype in found), *of_sinks, *of_up
 
-    def _summed_gradients(self, given: BackwardInputs, scale: float, expansion: Expansion | None) -> QKV:
+    def _summed_gradients(
+        self, given: BackwardInputs, scale: float, expansion: Expansion | None
+    ) -> QKV:
         """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
         dout, q, k, v, out, lse = given
         launches = self.lowered.backward
         kv_heads = k.shape[1]
-        written = fresh_rows(run for launch in chain.from_iterable(launches) for run in launch.q_runs)
+        written = fresh_rows(
+            run for launch in chain.from_iterable(launches) for run in launch.q_runs
+        )
         dq_dtype = lse.dtype if self.lowered.adds_gradients else q.dtype
-        dq = (torch.empty_like if written == q.shape[2] else torch.zeros_like)(q, dtype=dq_dtype)
+        dq = (torch.empty_like if written == q.shape[2] else torch.zeros_like)(
+            q, dtype=dq_dtype
+        )
         own = held = Held(k, v)
         own_gradient = _sums(own, k.shape[2], launches[0], lse.dtype)
         returning = Returning()
@@ -146,7 +164,11 @@ class StagedExecution:
             heads = query_heads(item.kv_heads, q, k)
             dout_, q_, out_, lse_, dq_ = (part(x, heads, 1) for x in (dout, q, out, lse, dq))
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
-            if expansion is None and len(item.launches) == 1 and returning.has_sums_of(item, self):
+            if (
+                expansion is None
+                and len(item.launches) == 1
+                and returning.has_sums_of(item, self)
+            ):
                 parts = gradients(of_item, item.launches[0], self.kernel, scale)
                 returning.pending.wait()  # while the kernel ran, they were sent
                 gradient = returning.arriving[0][1]
@@ -159,9 +181,15 @@ class StagedExecution:
                     gradient = _sums(held, item.stage.rows, item.launches, sent_dtype)
                 if expansion is None:
                     for launch in item.launches:
-                        add_parts((dq_, *unpack(gradient)), gradients(of_item, launch, self.kernel, scale), launch)
+                        add_parts(
+                            (dq_, *unpack(gradient)),
+                            gradients(of_item, launch, self.kernel, scale),
+                            launch,
+                        )
                 else:
-                    self._add_latent_gradients(of_item, item, dq_, unpack(gradient)[0], expansion, scale)
+                    self._add_latent_gradients(
+                        of_item, item, dq_, unpack(gradient)[0], expansion, scale
+                    )
                 returning.add(item.stage, gradient, own_gradient, self)
             returning = self._return_gradients(item, gradient)
             pending.wait()
@@ -181,32 +209,43 @@ class StagedExecution:
         """Add the gradients of an item to those of q, of a stage's latents, and of `up`. given: of the item."""
         for heads in expansion.groups(given.k):
             keys = expansion.keys(given.k, heads)
-            dout, q, out, lse, dq_ = (part(x, heads, 1) for x in (given.dout, given.q, given.out, given.lse, dq))
+            dout, q, out, lse, dq_ = (
+                part(x, heads, 1) for x in (given.dout, given.q, given.out, given.lse, dq)
+            )
             dout, out = map(expansion.filled, (dout, out))
             sums = [torch.zeros_like(x, dtype=lse.dtype) for x in keys]
             for launch in item.launches:
-                found = gradients(BackwardInputs(dout, q, *keys, out, lse), launch, self.kernel, scale)
+                found = gradients(
+                    BackwardInputs(dout, q, *keys, out, lse), launch, self.kernel, scale
+                )
                 add_parts((dq_, *sums), found, launch)
             expansion.add(*sums, given.k, heads, dlatent)
 
-    def _items(self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int) -> list[Item]:
+    def _items(
+        self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int
+    ) -> list[Item]:
         """Return the local stage for all heads, then the other stages for each pass of heads."""
         items = [Item(stages[0], launches[0], slice(0, kv_heads))]
         for heads in passes_of(kv_heads, self.heads_per_pass):
-            items += [Item(*of_stage, slice(*heads)) for of_stage in zip(stages[1:], launches[1:], strict=True)]
+            items += [
+                Item(*of_stage, slice(*heads))
+                for of_stage in zip(stages[1:], launches[1:], strict=True)
+            ]
         return items
 
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
         """Start the transfers for the next item; return (its K and V, handle)."""
         if following is None:
             return held, Pending()
-        stage, heads = following.stage, following.kv_heads
+        stage = following.stage
+        heads = following.kv_heads
         mine = Held(part(own.k, heads, 1), part(own.v, heads, 1))
         rows = own.k.new_empty(stage.rows, *row_shape(*mine[:2]))
         incoming = Held(*unpack(rows), rows, stage.places)
         if stage.collective:
             return incoming, self._gather_rows(mine, rows, stage)
-        transfers, puts = [], []
+        transfers = []
+        puts = []
         for message in stage.messages:
             if message.source == self.plan.rank:
                 if self.plan.owns(message.ranges[0]):
@@ -222,14 +261,17 @@ class StagedExecution:
                 buffer = rows.new_empty(message.rows, *rows.shape[1:])
                 puts.append(partial(put_rows, rows, places, buffer, add=False))
             transfers.append(Transfer(buffer, message.source, is_send=False))
-        return incoming, send_receive(transfers, self.group, kind="kv", arrived=lambda: [put() for put in puts])
+        return incoming, send_receive(
+            transfers, self.group, kind="kv", arrived=lambda: [put() for put in puts]
+        )
 
     def _return_gradients(self, item: Item, gradient: torch.Tensor) -> "Returning":
         """Start the transfers after an item of the backward."""
         if item.stage.collective:
             reduced, pending = self._reduce_rows(gradient, item.stage)
             return Returning(pending, reduced=reduced, heads=item.kv_heads)
-        transfers, arriving = [], []
+        transfers = []
+        arriving = []
         for message in item.stage.home:
             if message.source == self.plan.rank:
                 rows = _rows_at(gradient, item.stage.places.places(message.ranges))
@@ -238,7 +280,11 @@ class StagedExecution:
                 buffer = gradient.new_empty(message.rows, *gradient.shape[1:])
                 transfers.append(Transfer(buffer, message.source, is_send=False))
                 arriving.append((message, buffer))
-        return Returning(send_receive(transfers, self.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)
+        return Returning(
+            send_receive(transfers, self.gradient_group, kind="dkv"),
+            arriving,
+            heads=item.kv_heads,
+        )
 
     def _gather_rows(self, mine: Held, rows: torch.Tensor, stage: Stage) -> Pending:
         """Start gathering every rank's K and V; on arrival, copy the rows that `stage` holds to `rows`."""
@@ -254,7 +300,9 @@ class StagedExecution:
 
         return Pending([pending], [gathered], arrived)
 
-    def _reduce_rows(self, gradient: torch.Tensor, stage: Stage) -> tuple[torch.Tensor, Pending]:
+    def _reduce_rows(
+        self, gradient: torch.Tensor, stage: Stage
+    ) -> tuple[torch.Tensor, Pending]:
         """Start summing all ranks' gradients of held rows at the owners; return (own rows, padded; handle)."""
         shards = gradient.new_zeros(self.plan.degree, self.plan.longest, *gradient.shape[1:])
         for owner, there, here in self._pieces(stage):
@@ -263,12 +311,18 @@ class StagedExecution:
 
     def _pieces(self, stage: Stage) -> Iterator[tuple[int, Range, Range]]:
         """Yield the ranges that a stage holds: (owner, place in the owner's shard, place in the stage's buffer)."""
-        for owner, ranges in enumerate(self.plan.kv_layout.repeated(self.plan.sequences).ranges):
+        for owner, ranges in enumerate(
+            self.plan.kv_layout.repeated(self.plan.sequences).ranges
+        ):
             if owner == self.plan.rank:
                 continue
             there = Offsets(ranges)
             for start, stop in intersection(stage.held, ranges):
-                yield owner, (there(start), there(stop - 1) + 1), (stage.places(start), stage.places(stop - 1) + 1)
+                yield (
+                    owner,
+                    (there(start), there(stop - 1) + 1),
+                    (stage.places(start), stage.places(stop - 1) + 1),
+                )
 
 
 def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
@@ -277,12 +331,18 @@ def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _sums(held: Held, rows: int, launches: tuple[Launch, ...], dtype: torch.dtype) -> torch.Tensor:
+def _sums(
+    held: Held, rows: int, launches: tuple[Launch, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """Return a buffer for the gradients of a stage's rows, filled with zeros if the launches do not write all of it.
 
     To those of latents each group of heads adds.
     """
-    written = fresh_rows(run for launch in launches for run in launch.kv_runs) if held.v.shape[3] else -1
+    written = (
+        fresh_rows(run for launch in launches for run in launch.kv_runs)
+        if held.v.shape[3]
+        else -1
+    )
     new = held.k.new_empty if written == rows else held.k.new_zeros
     return new(rows, *row_shape(held.k, held.v), dtype=dtype)
 
@@ -300,18 +360,27 @@ class Returning:
         """Return whether exactly the rows of this item's stage arrive, to which its own gradients can be added."""
         if len(self.arriving) != 1 or self.reduced is not None or self.heads != item.kv_heads:
             return False
-        ranges, stage = self.arriving[0][0].ranges, item.stage
-        return not run.plan.owns(ranges[0]) and stage.places.places(ranges) == ((0, stage.rows),)
+        ranges = self.arriving[0][0].ranges
+        stage = item.stage
+        return not run.plan.owns(ranges[0]) and stage.places.places(ranges) == (
+            (0, stage.rows),
+        )
 
     def add(
-        self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: StagedExecution
+        self,
+        stage: Stage | None,
+        gradient: torch.Tensor,
+        own_gradient: torch.Tensor,
+        run: StagedExecution,
     ) -> None:
         """Wait, and add the received gradients to those of this rank's own rows, or of the rows of `stage`."""
         self.pending.wait()
         if self.reduced is not None:
             own_gradient[:, :, :, self.heads].add_(self.reduced[: own_gradient.shape[0]])
         for message, buffer in self.arriving:
-            places, target = run.plan.own, own_gradient[:, :, :, self.heads]
+            places = run.plan.own
+            target = own_gradient[:, :, :, self.heads]
             if not run.plan.owns(message.ranges[0]):
-                places, target = stage.places, gradient
+                places = stage.places
+                target = gradient
             put_rows(target, places.places(message.ranges), buffer, add=True)

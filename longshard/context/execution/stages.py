@@ -13,7 +13,8 @@ from longshard.sharding.ranges import Ranges, size
 
 def part(x: torch.Tensor, place: slice, dim: int = 2) -> torch.Tensor:
     """Return a slice of a dimension, by default of the rows; x itself if that is all of it, which takes no time."""
-    start, stop = place.start, place.stop
+    start = place.start
+    stop = place.stop
     return x if start == 0 and stop == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
@@ -34,8 +35,12 @@ class Merged:
         merges: whether some query gets the results of several calls. Without, the output has the dtype of the queries.
     """
 
-    def __init__(self, q: torch.Tensor, value_dim: int | None = None, *, merges: bool = True) -> None:
-        self._q, self._value_dim, self._merges = q, value_dim or q.shape[3], merges
+    def __init__(
+        self, q: torch.Tensor, value_dim: int | None = None, *, merges: bool = True
+    ) -> None:
+        self._q = q
+        self._value_dim = value_dim or q.shape[3]
+        self._merges = merges
         self._lone: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -65,13 +70,17 @@ class Merged:
                 self._lone = None
         return self._sums
 
-    def add(self, heads: slice, rows: slice, out: torch.Tensor, lse: torch.Tensor, *, fresh: bool) -> None:
+    def add(
+        self, heads: slice, rows: slice, out: torch.Tensor, lse: torch.Tensor, *, fresh: bool
+    ) -> None:
         """Merge results of some heads and queries. fresh: these queries saw no key before."""
         out = out[..., : self._value_dim]
         if fresh and out.shape[:3] == self._q.shape[:3]:
             self._lone = out, lse
             return
-        total_out, total_lse = (part(part(total, heads, 1), rows) for total in self._accumulated())
+        total_out, total_lse = (
+            part(part(total, heads, 1), rows) for total in self._accumulated()
+        )
         if fresh:
             total_out.copy_(out)
             total_lse.copy_(lse)
@@ -80,7 +89,12 @@ class Merged:
 
 
 def attend(
-    total: Merged, inputs: QKV, heads: slice, launches: tuple[Launch, ...], kernel: Kernel, scale: float
+    total: Merged,
+    inputs: QKV,
+    heads: slice,
+    launches: tuple[Launch, ...],
+    kernel: Kernel,
+    scale: float,
 ) -> None:
     """Compute a stage's calls and merge their results; inputs: all rows of q, k, v of these query heads."""
     for launch in launches:
@@ -92,19 +106,26 @@ def attend(
             of_call = (part(x, place) for x, place in zip(inputs, places, strict=True))
             out, lse = kernel.forward(*of_call, relation=call.relation, scale=scale)
         for run in launch.q_runs:
-            total.add(heads, run.rows, part(out, run.places), part(lse, run.places), fresh=run.fresh)
+            total.add(
+                heads, run.rows, part(out, run.places), part(lse, run.places), fresh=run.fresh
+            )
 
 
 def add_parts(totals: QKV, parts: QKV, launch: Launch, *, sums: bool = False) -> None:
     """Add the gradients of a launch to the totals. sums: the totals of keys have values, so that no key is fresh."""
     runs = launch.q_runs, launch.kv_runs, launch.kv_runs
-    for total, found, adjacent, has_values in zip(totals, parts, runs, (False, sums, sums), strict=True):
+    for total, found, adjacent, has_values in zip(
+        totals, parts, runs, (False, sums, sums), strict=True
+    ):
         for run in adjacent:
-            rows, added = part(total, run.rows), part(found, run.places)
+            rows = part(total, run.rows)
+            added = part(found, run.places)
             rows.copy_(added) if run.fresh and not has_values else rows.add_(added)
 
 
-def lone_gradients(given: BackwardInputs, launches: tuple[Launch, ...], kernel: Kernel, scale: float) -> QKV | None:
+def lone_gradients(
+    given: BackwardInputs, launches: tuple[Launch, ...], kernel: Kernel, scale: float
+) -> QKV | None:
     """Return dq, dk and dv as the kernel makes them if one launch has all rows in their order, else None."""
     if len(launches) != 1 or not launches[0].is_everything(given.q.shape[2], given.k.shape[2]):
         return None
@@ -116,7 +137,8 @@ def gradients(given: BackwardInputs, launch: Launch, kernel: Kernel, scale: floa
     if kernel.capabilities.many:
         return kernel.backward_many(given, launch, scale=scale)
     (call,) = launch.calls
-    rows, columns = slice(*call.q), slice(*call.kv)
+    rows = slice(*call.q)
+    columns = slice(*call.kv)
     places = (rows, rows, columns, columns, rows, rows)
     of_call = (part(x, place) for x, place in zip(given, places, strict=True))
     return kernel.backward(*of_call, relation=call.relation, scale=scale)
@@ -139,12 +161,15 @@ def unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(b, s, h, *rest).transpose(1, 2)
 
 
-def restore_shape(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def restore_shape(
+    x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Undo `fold_batch`, and return the shape and strides of `like`, (B, H, S, D), and by default its dtype.
 
     `x` is returned itself if it has them already and shares its memory with no other tensor, else copied.
     """
-    x, form = unfold_batch(x, like), torch.empty_like(like, dtype=dtype, device="meta")
+    x = unfold_batch(x, like)
+    form = torch.empty_like(like, dtype=dtype, device="meta")
     # For an empty tensor, 0 == 0 bytes does not exclude sharing, and operators must not return views of one storage.
     owns_memory = x.numel() > 0 and x.untyped_storage().nbytes() == x.nbytes
     if owns_memory and (x.dtype, x.stride()) == (form.dtype, form.stride()):
@@ -160,7 +185,9 @@ def row_shape(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     return 2 if v.shape[3] else 1, *k.shape[:2], k.shape[3]
 
 
-def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None) -> torch.Tensor:
+def pack(
+    k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return rows of K and V (B, K, T, D) as (rows, *row_shape), contiguous, or as the first rows of `into`."""
     rows = k.new_empty(size(places), *row_shape(k, v)) if into is None else into
     offset = 0
@@ -184,13 +211,17 @@ def with_next(items: Sequence) -> Iterator[tuple]:
     return zip(items, (*items[1:], None), strict=True)
 
 
-def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def with_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and log-sum-exp with the share of the sinks."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
     return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
 
 
-def sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def sink_gradient(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
     """Return the gradient of the sinks, of these queries. out, lse: with the share of the sinks; dout: as out."""
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
     # A sink's value is zero, so that only the mean term of the softmax's derivative is left.

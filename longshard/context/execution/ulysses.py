@@ -35,7 +35,12 @@ import torch.distributed as dist
 from longshard.context.execution.kernels.base import BackwardInputs, Terms, repeated, summed
 from longshard.context.execution.packed_rows import PackedRows, Tensors
 from longshard.context.execution.ring import StagedExecution
-from longshard.context.execution.stages import fold_batch, restore_shape, unfold_batch, with_next
+from longshard.context.execution.stages import (
+    fold_batch,
+    restore_shape,
+    unfold_batch,
+    with_next,
+)
 from longshard.context.planning.heads import HeadShare
 from longshard.context.planning.options import ContextParallelError
 from longshard.context.planning.plan import RankPlan
@@ -56,7 +61,10 @@ class Kept(NamedTuple):
     def likes(self) -> Iterator[torch.Tensor]:
         """Yield tensors of the shapes of q, k, v, in the memory order (B, S, H, D)."""
         _, heads, rows, width = self.dout.shape
-        return (_rows_first(self.dout, rows, n, self.dout.dtype, width) for n in (heads, self.kv_heads, self.kv_heads))
+        return (
+            _rows_first(self.dout, rows, n, self.dout.dtype, width)
+            for n in (heads, self.kv_heads, self.kv_heads)
+        )
 
 
 _Passes = Iterator[tuple[HeadShare, list[BackwardInputs]]]
@@ -81,7 +89,9 @@ class HeadExchange:
     heads_per_pass: int = 0
     query_heads_per_pass: int = 0
 
-    def forward(self, *qkv: torch.Tensor, terms: Terms, keep: bool = False) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, *qkv: torch.Tensor, terms: Terms, keep: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S).
 
         A latent is sent to all ranks. keep: also return two tensors of bytes, all rows of this rank's heads: of q, k,
@@ -94,7 +104,8 @@ class HeadExchange:
             raise ContextParallelError(
                 "keep_exchanged keeps keys and values, and latent attention sends latents; use keep_exchanged = False"
             )
-        if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:  # of all ranks: no head group raises alone
+        # of all ranks: no head group raises alone
+        if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:
             raise ContextParallelError(
                 "keep_exchanged keeps rows of queries and keys together, and this attention has as many of each only "
                 "in self-attention; use keep_exchanged = False"
@@ -104,7 +115,8 @@ class HeadExchange:
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
         returning: list[Pending] = []
         into: tuple[Tensors, Tensors] = [], []
-        kept, held = Tensors(), Tensors()
+        kept = Tensors()
+        held = Tensors()
         for share, bundle, inputs in self._arriving([q], keys, passes, kind="qkv"):
             all_q, *of_heads = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
             of_heads = [all_q, *_keys(of_heads, share, held)]
@@ -133,11 +145,16 @@ class HeadExchange:
         dout = fold_batch(given.dout, self.plan)
         _, heads, rows, width = dout.shape
         if isinstance(given, Kept):
-            kv_heads, kv_rows, likes, inputs_of = given.kv_heads, rows, given.likes(), self._kept
+            kv_heads = given.kv_heads
+            kv_rows = rows
+            likes = given.likes()
+            inputs_of = self._kept
             widths = [width] * 3
         else:
-            (_, kv_heads, kv_rows, _), likes = fold_batch(given.k, self.plan).shape, given[1:4]
-            inputs_of, widths = self._exchanged, [x.shape[3] for x in likes]
+            (_, kv_heads, kv_rows, _) = fold_batch(given.k, self.plan).shape
+            likes = given[1:4]
+            inputs_of = self._exchanged
+            widths = [x.shape[3] for x in likes]
         passes = self._passes(dout, kv_heads)
         copies = passes[0].copies
         # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
@@ -148,14 +165,17 @@ class HeadExchange:
         into: tuple[Tensors, Tensors] = [], []
         sums: Tensors = []
         for share, inside in inputs_of(given, dout, passes):
-            mine, in_parts = share.queries(self.group.rank()), not (share.has_keys and share.has_gradients)
+            mine = share.queries(self.group.rank())
+            in_parts = not (share.has_keys and share.has_gradients)
             kv_dtype = dout.dtype if in_parts else gradient_dtype
             found = [*self.inner.backward(inside.pop(), terms.of(mine), kv_dtype=kv_dtype)]
             for total in reversed(of_heads):
                 if total is not None:
                     total[mine] = found.pop()
             if in_parts:
-                found[1:] = _summed_over_passes(found[1:], share, sums, sum_dtype, gradient_dtype)
+                found[1:] = _summed_over_passes(
+                    found[1:], share, sums, sum_dtype, gradient_dtype
+                )
             bundle = PackedRows.of(found[:1], found[1:], self.plan.head_group_layouts)
             all_rows = bundle.rows(found)
             found.clear()
@@ -163,39 +183,58 @@ class HeadExchange:
             returning.append(self._send_rows(bundle, all_rows, targets, share, kind="dqkv"))
             del all_rows
         into[0].append(_rows_first(dout, rows, heads, dout.dtype, widths[0]))
-        into[1].extend(_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype, width) for width in widths[1:])
+        into[1].extend(
+            _rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype, width)
+            for width in widths[1:]
+        )
         for each in returning:
             each.wait()
         gradients = into[0][0], *(summed(x, kv_heads) for x in into[1])
         of_heads = [x for x in of_heads if x is not None]
-        return *(restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)), *of_heads
+        return *(
+            restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)
+        ), *of_heads
 
-    def _exchanged(self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
+    def _exchanged(
+        self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]
+    ) -> _Passes:
         """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
         q, k, v, out, lse = (fold_batch(x, self.plan) for x in given[1:])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
         held: Tensors = []
-        for share, bundle, *rows in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
+        for share, bundle, *rows in self._arriving(
+            [q, dout, out, lse], keys, passes, kind="qkv_dout"
+        ):
             yield share, [_backward_inputs(bundle.tensors(rows.pop()), share, held)]
 
     def _kept(self, given: Kept, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
         """Yield what the backward of the one pass takes: the exchanged gradient of the output, and what was kept."""
         (share,) = passes
         width, heads, _, d = dout.shape
-        like_q, like_k = (dout.new_empty(width, n, 0, d) for n in (heads // self.plan.head_degree, share.stop))
-        like_lse = like_q.new_empty(like_q.shape[:3], dtype=torch.promote_types(dout.dtype, torch.float32))
+        like_q, like_k = (
+            dout.new_empty(width, n, 0, d) for n in (heads // self.plan.head_degree, share.stop)
+        )
+        like_lse = like_q.new_empty(
+            like_q.shape[:3], dtype=torch.promote_types(dout.dtype, torch.float32)
+        )
         layouts = self.plan.head_group_layouts
         of_inputs = PackedRows.of([like_q], [like_k] * 2, layouts)
         of_results = PackedRows.of([like_q, like_lse], [], layouts)
         ((_, bundle, rows),) = self._arriving([dout], [], passes, kind="dout")
         (all_dout,) = bundle.tensors(rows)
         all_q, *all_kv = of_inputs.tensors([given.inputs.view(-1, of_inputs.blocks[0].width)])
-        all_out, all_lse = of_results.tensors([given.results.view(-1, of_results.blocks[0].width)])
+        all_out, all_lse = of_results.tensors(
+            [given.results.view(-1, of_results.blocks[0].width)]
+        )
         yield share, [BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)]
 
     def _passes(self, q: torch.Tensor, kv_heads: int) -> list[HeadShare]:
         return HeadShare.passes(
-            q.shape[1], kv_heads, self.plan.head_degree, self.heads_per_pass, self.query_heads_per_pass
+            q.shape[1],
+            kv_heads,
+            self.plan.head_degree,
+            self.heads_per_pass,
+            self.query_heads_per_pass,
         )
 
     def _arriving(
@@ -208,35 +247,51 @@ class HeadExchange:
         incoming = self._send_heads(queries, keys, passes[0], kind=kind)
         for share, following in with_next(passes):
             bundle, received, pending = incoming
-            incoming = None if following is None else self._send_heads(queries, keys, following, kind=kind)
+            incoming = (
+                None
+                if following is None
+                else self._send_heads(queries, keys, following, kind=kind)
+            )
             pending.wait()
             rows = [bundle.in_sequence(received)]
-            del received, pending  # where rows are copied into order, the message is free from here on
+            # where rows are copied into order, the message is free from here on
+            del received, pending
             yield share, bundle, rows.pop()
 
     def _send_heads(
         self, queries: Tensors, keys: Tensors, share: HeadShare, *, kind: str
     ) -> tuple[PackedRows, torch.Tensor, Pending]:
         """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads."""
-        degree, here = self.plan.head_degree, self.group.rank()
+        degree = self.plan.head_degree
+        here = self.group.rank()
         queries, keys = _by_rank(queries, keys if share.has_keys else [], share, degree)
-        of_rank = ([x[0].movedim(0, 2) for x in each] for each in (queries, keys))  # (B, h, S, ...)
+        # (B, h, S, ...)
+        of_rank = ([x[0].movedim(0, 2) for x in each] for each in (queries, keys))
         bundle = PackedRows.of(*of_rank, self.plan.head_group_layouts)
         wire = queries[0].new_empty(degree, bundle.size(here), dtype=torch.uint8)
         for view, x in zip(bundle.views(wire, here), (*queries, *keys), strict=True):
             view.copy_(x)
         sizes = [bundle.size(rank) for rank in range(degree)]
-        received, pending = all_to_all(wire.view(-1), [bundle.size(here)] * degree, sizes, self.group, kind=kind)
+        received, pending = all_to_all(
+            wire.view(-1), [bundle.size(here)] * degree, sizes, self.group, kind=kind
+        )
         return bundle, received, pending
 
     def _send_rows(
-        self, bundle: PackedRows, rows: Tensors, into: tuple[Tensors, Tensors], share: HeadShare, *, kind: str
+        self,
+        bundle: PackedRows,
+        rows: Tensors,
+        into: tuple[Tensors, Tensors],
+        share: HeadShare,
+        *,
+        kind: str,
     ) -> Pending:
         """Start the exchange from all rows of my heads, as bytes, to my rows of all heads.
 
         into: lists of the tensors of queries and of keys, which may be filled until the messages are waited for.
         """
-        degree, here = self.plan.head_degree, self.group.rank()
+        degree = self.plan.head_degree
+        here = self.group.rank()
         sizes = [bundle.size(rank) for rank in range(degree)]
         mine = [bundle.size(here)] * degree
         received, pending = all_to_all(bundle.by_rank(rows), sizes, mine, self.group, kind=kind)
@@ -276,15 +331,21 @@ def _summed_over_passes(
     return [x.to(dtype) for x in sums] if share.has_gradients else []
 
 
-def _rows_first(like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype, width: int) -> torch.Tensor:
+def _rows_first(
+    like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype, width: int
+) -> torch.Tensor:
     """Return an uninitialised (B, heads, rows, width) with the memory order (B, rows, heads, width)."""
     return like.new_empty(like.shape[0], rows, heads, width, dtype=dtype).transpose(1, 2)
 
 
-def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> tuple[Tensors, Tensors]:
+def _by_rank(
+    queries: Tensors, keys: Tensors, share: HeadShare, degree: int
+) -> tuple[Tensors, Tensors]:
     """Return views of each rank's heads of a pass: (B, H, S, ...) -> (N, S, B, h, ...)."""
 
     def of(x: torch.Tensor, heads: slice) -> torch.Tensor:
         return x.unflatten(1, (degree, -1))[:, :, heads].movedim((1, 3), (0, 1))
 
-    return [of(x, share.queries(0)) for x in queries], [of(x, slice(share.start, share.stop)) for x in keys]
+    return [of(x, share.queries(0)) for x in queries], [
+        of(x, slice(share.start, share.stop)) for x in keys
+    ]

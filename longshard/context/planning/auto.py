@@ -76,14 +76,23 @@ def choose(
         node: ranks of the group on one node, None for all. A byte to another node counts `NETWORK` times.
     """
     # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
-    balancer = "auto" if options.load_balancer == "balanced" and batch is None else options.load_balancer
-    masks, candidates = masks if batch is None else tuple(mask & batch for mask in masks), []
+    balancer = (
+        "auto"
+        if options.load_balancer == "balanced" and batch is None
+        else options.load_balancer
+    )
+    masks = masks if batch is None else tuple(mask & batch for mask in masks)
+    candidates = []
     for name, method in METHODS.items():
         for hybrid in method.ways(degree, shape.heads):
             if hybrids or hybrid is None:
                 way = replace(options, method=name, hybrid_degrees=hybrid, heads_per_pass=0)
-                layout = replace(way, load_balancer=balancer).layout(masks[0].q_len, degree, batch)
-                candidates.append(Candidate(way, *_busiest(way, layout, masks, shape, node or degree)))
+                layout = replace(way, load_balancer=balancer).layout(
+                    masks[0].q_len, degree, batch
+                )
+                candidates.append(
+                    Candidate(way, *_busiest(way, layout, masks, shape, node or degree))
+                )
     candidates.sort(key=lambda c: c.weight)
     best, reason = _best(candidates, masks[0].q_len // degree)
     return best.options, (
@@ -101,7 +110,9 @@ def _best(candidates: list[Candidate], rows: int) -> tuple[Candidate, str]:
         least = "within a tenth of the least that a busiest rank sends"
         least += f", a byte off node counted {NETWORK} times" if crosses else ""
         if hidden is None:
-            return min(near, key=lambda c: (c.kernels, c.weight)), f"{least}, with the fewest kernels"
+            return min(
+                near, key=lambda c: (c.kernels, c.weight)
+            ), f"{least}, with the fewest kernels"
         return hidden, f"{least}, hidden behind {rows:,} tokens a rank"
     best = next(c for c in candidates if c.options.method == hidden.options.spread.when_short)
     sent = f"{hidden.bytes_sent / 2**20:,.2f} MiB"
@@ -111,7 +122,11 @@ def _best(candidates: list[Candidate], rows: int) -> tuple[Candidate, str]:
 
 
 def _busiest(
-    way: ContextParallelOptions, layout: AxisLayout, masks: tuple[Mask, ...], shape: AttentionShape, node: int
+    way: ContextParallelOptions,
+    layout: AxisLayout,
+    masks: tuple[Mask, ...],
+    shape: AttentionShape,
+    node: int,
 ) -> tuple[int, int, int, int]:
     """Return the most bytes that a rank sends, forward and backward, and the most that a rank sends to other nodes.
 
@@ -131,9 +146,15 @@ def _busiest(
             of_kinds = attention_cost(plan, shape, direction).bytes_sent
             sent += of_kinds.total()
             outside += _outside(plan, direction, of_kinds, node)
-        busiest, crossing = max(busiest, sent), max(crossing, outside)
-        kernels = max(kernels, sum(len(stage) for plan in plans for stage in lower(plan, capabilities).forward))
-        stages = max(stages, *(sum(bool(stage.tiles) for stage in plan.forward) for plan in plans))
+        busiest = max(busiest, sent)
+        crossing = max(crossing, outside)
+        kernels = max(
+            kernels,
+            sum(len(stage) for plan in plans for stage in lower(plan, capabilities).forward),
+        )
+        stages = max(
+            stages, *(sum(bool(stage.tiles) for stage in plan.forward) for plan in plans)
+        )
     return busiest, crossing, kernels, stages
 
 
@@ -141,7 +162,8 @@ def _outside(plan: RankPlan, direction: str, sent: Mapping[str, int], node: int)
     """Return how many of the bytes that the plan's rank sends in one direction, by kind, go to ranks of other nodes."""
     if plan.degree <= node:
         return 0
-    heads, here = plan.head_degree, plan.rank // node
+    heads = plan.head_degree
+    here = plan.rank // node
     first = plan.rank // heads * heads
     group = [rank // node for rank in range(first, first + heads)]
     of_heads = sum(place != here for place in group) / max(heads - 1, 1)
@@ -156,7 +178,9 @@ def _outside(plan: RankPlan, direction: str, sent: Mapping[str, int], node: int)
     return round(sum(size * shares.get(kind, of_heads) for kind, size in sent.items()))
 
 
-def _share_outside(plan: RankPlan, sends: Sequence[tuple[Stage, tuple[Message, ...]]], nodes: Sequence[int]) -> float:
+def _share_outside(
+    plan: RankPlan, sends: Sequence[tuple[Stage, tuple[Message, ...]]], nodes: Sequence[int]
+) -> float:
     """Return the share of the rows of K/V that a rank sends to other nodes. nodes: of each rank of the plan."""
     total = outside = 0.0
     here = nodes[plan.rank]
@@ -164,7 +188,8 @@ def _share_outside(plan: RankPlan, sends: Sequence[tuple[Stage, tuple[Message, .
     for stage, messages in sends:
         rows, _ = plan.rows_for(stage, messages)
         total += rows
-        if stage.collective:  # rows of other nodes arrive once a node, over the links of all its ranks
+        # rows of other nodes arrive once a node, over the links of all its ranks
+        if stage.collective:
             outside += rows * (plan.degree - inside) / inside / (plan.degree - 1)
         else:
             targets = (m for m in messages if m.source == plan.rank and nodes[m.target] != here)

@@ -35,10 +35,14 @@ _FEWEST_BLOCKS = 4
 _REFINEMENTS = 2
 
 
-def build_layout(name: str, seq_len: int, degree: int, *, multiple_of: int = 1, mask: Mask | None = None) -> AxisLayout:
+def build_layout(
+    name: str, seq_len: int, degree: int, *, multiple_of: int = 1, mask: Mask | None = None
+) -> AxisLayout:
     """Return the layout of that name; `balanced` assigns by `mask`, or None for a causal mask."""
     if name == "balanced":
-        return balanced(causal(seq_len) if mask is None else mask, degree, multiple_of=multiple_of)
+        return balanced(
+            causal(seq_len) if mask is None else mask, degree, multiple_of=multiple_of
+        )
     return LAYOUTS[name](seq_len, degree, multiple_of=multiple_of)
 
 
@@ -59,7 +63,9 @@ def balanced(mask: Mask, degree: int, *, multiple_of: int = 1) -> AxisLayout:
     everything = np.array([[0, mask.q_len]])[: mask.q_len]
     halving = _Halving(work, block, rows, work.of(everything).sum() / degree)
     parts = halving.assign(everything, 0, degree)
-    return AxisLayout("balanced", mask.q_len, tuple(tuple(map(tuple, part.tolist())) for part in parts))
+    return AxisLayout(
+        "balanced", mask.q_len, tuple(tuple(map(tuple, part.tolist())) for part in parts)
+    )
 
 
 class Work:
@@ -76,7 +82,9 @@ class Work:
         _, q_stop, kv_start, kv_stop, lower, upper = self._bands[band].T
         first = self._bands[band, 0] + numbers * tile
         last = np.minimum(first + tile, q_stop)
-        keys = np.maximum(np.minimum(kv_stop, last + upper) - np.maximum(kv_start, first + lower), 0)
+        keys = np.maximum(
+            np.minimum(kv_stop, last + upper) - np.maximum(kv_start, first + lower), 0
+        )
         work = -(-keys // tile) * tile * tile
         # The first one stands before all tiles.
         self._tiles = np.zeros((4, len(work) + 1), dtype=np.int64)
@@ -86,7 +94,9 @@ class Work:
     def before(self, tokens: np.ndarray) -> np.ndarray:
         """Return the work of all tokens before each of `tokens` (n,), in pairs of all sequences: (n,) int64."""
         queries = tokens + self._starts
-        first, length, work, total = self._tiles[:, np.searchsorted(self._tiles[0], queries, side="right") - 1]
+        first, length, work, total = self._tiles[
+            :, np.searchsorted(self._tiles[0], queries, side="right") - 1
+        ]
         return (total + work * np.minimum(queries - first, length) // length).sum(axis=0)
 
     def of(self, parts: np.ndarray) -> np.ndarray:
@@ -98,7 +108,9 @@ class Work:
         queries = tokens + self._starts
         if not len(self._bands):
             return queries - self._starts
-        band = np.minimum(np.searchsorted(self._bands[:, 1], queries, side="right"), len(self._bands) - 1)
+        band = np.minimum(
+            np.searchsorted(self._bands[:, 1], queries, side="right"), len(self._bands) - 1
+        )
         q_start, kv_start, lower = (self._bands[:, column][band] for column in (0, 2, 4))
         seen = np.where(q_start <= queries, np.maximum(kv_start, queries + lower), queries)
         return np.minimum(seen, queries) - self._starts
@@ -119,10 +131,12 @@ class _Circle:
     def __init__(self, work: Work, parts: np.ndarray, block: int) -> None:
         self._work, self._parts, self._block = work, parts, block
         self.places = np.concatenate([[0], np.cumsum(parts[:, 1] - parts[:, 0])])
-        start, stop = work.before(parts[:, 0]), work.before(parts[:, 1])
+        start = work.before(parts[:, 0])
+        stop = work.before(parts[:, 1])
         before = np.concatenate([[0], np.cumsum(stop - start)])
         self.all_work = int(before[-1])
-        self._shift = before[:-1] - start  # from work before a token of the sequence to work before its place
+        # from work before a token of the sequence to work before its place
+        self._shift = before[:-1] - start
         self._keys_of_parts = (parts[:, 0] - work.first_seen(parts[:, 0])).sum(axis=0)
 
     @property
@@ -132,7 +146,9 @@ class _Circle:
     @cached_property
     def stops(self) -> np.ndarray:
         """The places where parts start, and those at whole blocks of a part that leave a block behind them."""
-        numbers, part = _count(np.maximum((self._parts[:, 1] - self._parts[:, 0]) // self._block, 1))
+        numbers, part = _count(
+            np.maximum((self._parts[:, 1] - self._parts[:, 0]) // self._block, 1)
+        )
         return self.places[part] + numbers * self._block
 
     def arcs(self, starts: np.ndarray, length: int) -> _Arcs:
@@ -144,7 +160,9 @@ class _Circle:
         sent = np.where(first[0] == first[1], np.maximum(*keys), sum(keys))
         return _Arcs(starts, inside, sent.sum(axis=0), short[0] | short[1])
 
-    def _cuts(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _cuts(
+        self, places: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return what cuts at `places` (n,) in [0, length) mean.
 
         The work before them (n,); in each sequence (sequences, n) the first key that the token behind the cut sees, and
@@ -157,15 +175,20 @@ class _Circle:
         first = self._work.first_seen(token)
         previous = np.where(inside, token, self._parts[part - 1, 1])
         keys = np.where(previous <= token, np.maximum(previous - first, 0), 0)
-        left, right = inside < self._block, self._parts[part, 1] - token < self._block
+        left = inside < self._block
+        right = self._parts[part, 1] - token < self._block
         is_deep = (token - first).sum(axis=0) >= self._block
-        short = (inside > 0) & (left & (self._keys_of_parts[part] >= self._block) | right & is_deep)
+        short = (inside > 0) & (
+            left & (self._keys_of_parts[part] >= self._block) | right & is_deep
+        )
         return work, first, keys, short
 
     def arc(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the parts of an arc, and those of the rest, ascending and merged."""
         beyond = max(start + length - self.length, 0)
-        borders = np.unique(np.concatenate([self.places, [beyond, start, min(start + length, self.length)]]))[:-1]
+        borders = np.unique(
+            np.concatenate([self.places, [beyond, start, min(start + length, self.length)]])
+        )[:-1]
         stops = np.concatenate([borders[1:], [self.length]])
         part = np.searchsorted(self.places, borders, side="right") - 1
         shift = self._parts[part, 0] - self.places[part]
@@ -193,7 +216,12 @@ class _Halving:
         left = (last - first - 1).bit_length() - 1
         limit = 1 + TOLERANCE * (1 - left / (len(self.rows) - 1).bit_length())
         ranks = middle - first, last - middle
-        halves = self._halves(self._at_borders(parts), int(self.rows[first:middle].sum()), ranks, limit * self.share)
+        halves = self._halves(
+            self._at_borders(parts),
+            int(self.rows[first:middle].sum()),
+            ranks,
+            limit * self.share,
+        )
         yield from self.assign(halves[0], first, middle)
         yield from self.assign(halves[1], middle, last)
 
@@ -215,7 +243,9 @@ class _Halving:
         for order in self._orders(parts):
             circle = _Circle(self.work, parts[order], self.block)
             for arcs in self._arcs(circle, rows, ranks[0] / sum(ranks)):
-                busier = np.maximum(arcs.work / ranks[0], (circle.all_work - arcs.work) / ranks[1])
+                busier = np.maximum(
+                    arcs.work / ranks[0], (circle.all_work - arcs.work) / ranks[1]
+                )
                 is_over = busier > limit
                 cost = busier + np.where(is_over, 0, SHORT_SHARD * arcs.keys)
                 worst = np.where(is_over, 2, arcs.short)
@@ -237,7 +267,9 @@ class _Halving:
 
     def _arcs(self, circle: _Circle, rows: int, share: float) -> Iterator[_Arcs]:
         """Yield arcs of `rows` tokens: that start or end at a stop, and those between which have the share of work."""
-        starts = np.unique(np.concatenate([circle.stops, (circle.stops - rows) % circle.length]))
+        starts = np.unique(
+            np.concatenate([circle.stops, (circle.stops - rows) % circle.length])
+        )
         arcs = circle.arcs(starts, rows)
         yield arcs
         over = arcs.work - share * circle.all_work
@@ -246,12 +278,16 @@ class _Halving:
             crossing = np.flatnonzero((low[1] < 0) != (high[1] < 0))
             if not len(crossing):
                 return
-            low, high = low[:, crossing], high[:, crossing]
-            starts = np.round(low[0] + (high[0] - low[0]) * low[1] / (low[1] - high[1])).astype(np.int64)
+            low = low[:, crossing]
+            high = high[:, crossing]
+            starts = np.round(low[0] + (high[0] - low[0]) * low[1] / (low[1] - high[1])).astype(
+                np.int64
+            )
             arcs = circle.arcs(starts, rows)
             yield arcs
             middle = np.stack([starts, arcs.work - share * circle.all_work])
-            low, high = np.concatenate([low, middle], axis=1), np.concatenate([middle, high], axis=1)
+            low = np.concatenate([low, middle], axis=1)
+            high = np.concatenate([middle, high], axis=1)
 
 
 def _count(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -57,7 +57,11 @@ class Capabilities:
             lacks.append(f"tensors on {device_type}")
         if dtype and dtype not in self.dtypes:
             lacks.append(dtype)
-        if head_dim > self.max_head_dim or head_dim % self.head_dim_multiple or head_dim in self.broken_heads:
+        if (
+            head_dim > self.max_head_dim
+            or head_dim % self.head_dim_multiple
+            or head_dim in self.broken_heads
+        ):
             lacks.append(f"heads of size {head_dim}")
         if bands and not (self.bands or self.masks):
             lacks.append("a sliding window")
@@ -87,17 +91,26 @@ LARGE_TILE = 8192
 """The least queries and keys for which a cuDNN plan for one shape pays; a plan took 0.12 s on an H100."""
 
 _GPU: dict[str, Any] = {"device": "cuda", "dtypes": _HALVES, "elements": INDEX_LIMIT}
-_FLASH = _GPU | {"max_head_dim": 256, "broken_heads": FLASH2_BROKEN, "bottom_right": True, "bands": True}
+_FLASH = _GPU | {
+    "max_head_dim": 256,
+    "broken_heads": FLASH2_BROKEN,
+    "bottom_right": True,
+    "bands": True,
+}
 _CUDNN = _GPU | {"max_head_dim": 128, "head_dim_multiple": 8, "deterministic": False}
 
 CAPABILITIES: dict[str, Capabilities] = {
     "cpu_flash": Capabilities("cpu", _HALVES | {"float32", "float64"}, masks=True),
     "cuda_flash": Capabilities(**_FLASH),
-    "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True, elements=INDEX_LIMIT),
+    "efficient": Capabilities(
+        "cuda", _HALVES | {"float32"}, bottom_right=True, masks=True, elements=INDEX_LIMIT
+    ),
     "cudnn": Capabilities(**_CUDNN),
     "varlen": Capabilities(**_FLASH, many=True),
     "cudnn_varlen": Capabilities(**_FLASH | _CUDNN, many=True, large=LARGE_TILE),
-    "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True, softcap=True),
+    "math": Capabilities(
+        None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True, softcap=True
+    ),
 }
 """All kernels by name; each kernel's class refers to its entry."""
 
@@ -129,7 +142,13 @@ FLASH_PACKAGES = (
         (9,),
         "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130",
     ),
-    FlashPackage("FlashAttention-4", "FA4", "flash_attn.cute.interface", (9, 10), "pip install flash-attn-4"),
+    FlashPackage(
+        "FlashAttention-4",
+        "FA4",
+        "flash_attn.cute.interface",
+        (9, 10),
+        "pip install flash-attn-4",
+    ),
 )
 """The first that runs is taken.
 
@@ -141,7 +160,8 @@ FLASH_KERNELS = ("cuda_flash", "varlen", "cudnn_varlen")
 """The kernels that call PyTorch's flash operators."""
 
 _AUTO = ("cpu_flash", "cuda_flash", "efficient", "math")
-_MANY_CALLS = 4  # of a stage; with more calls, one launch saves more than the copy of its rows costs
+# of a stage; with more calls, one launch saves more than the copy of its rows costs
+_MANY_CALLS = 4
 _HOPPER = (9, 0)
 
 
@@ -150,30 +170,44 @@ def runs_fla(device_type: str, dtype: str, key_dim: int, *, deterministic: bool)
     return device_type == "cuda" and dtype in _HALVES and key_dim <= 256 and not deterministic
 
 
-def kernel_words(name: str, capability: tuple[int, int], package: FlashPackage | None, *, deterministic: bool) -> str:
+def kernel_words(
+    name: str, capability: tuple[int, int], package: FlashPackage | None, *, deterministic: bool
+) -> str:
     """Return a kernel on a GPU in words: what computes it, and which packages would be faster.
 
     package: behind the flash operators, None for FlashAttention-2.
     """
-    words = f"attention's kernel is {name}, on compute capability {capability[0]}.{capability[1]}"
+    words = (
+        f"attention's kernel is {name}, on compute capability {capability[0]}.{capability[1]}"
+    )
     if name not in FLASH_KERNELS:
         return words
     flash = package.name if package else "FlashAttention-2"
-    by = f"cuDNN for tiles of {LARGE_TILE:,} tokens or more and {flash} for others" if name == "cudnn_varlen" else flash
+    by = (
+        f"cuDNN for tiles of {LARGE_TILE:,} tokens or more and {flash} for others"
+        if name == "cudnn_varlen"
+        else flash
+    )
     words += f", computed by {by}"
-    faster = [f"{each.name} ({each.install})" for each in FLASH_PACKAGES if each.runs_on(capability)]
+    faster = [
+        f"{each.name} ({each.install})" for each in FLASH_PACKAGES if each.runs_on(capability)
+    ]
     if package or not faster or deterministic:
         return words
     return f"{words}; faster here would be {' or '.join(faster)}"
 
 
-def able_kernels(name: str, device_type: str | None, dtype: str | None, head_dim: int, **needs: bool) -> list[str]:
+def able_kernels(
+    name: str, device_type: str | None, dtype: str | None, head_dim: int, **needs: bool
+) -> list[str]:
     """Return the kernels that can do this. name: the configured kernel, or `auto`; needs: as of `Capabilities.lacks`.
 
     Raises:
         OptionError: an unknown kernel, or one that cannot do it; the message names kernels that can.
     """
-    lacks = {each: c.lacks(device_type, dtype, head_dim, **needs) for each, c in CAPABILITIES.items()}
+    lacks = {
+        each: c.lacks(device_type, dtype, head_dim, **needs) for each, c in CAPABILITIES.items()
+    }
     able = [each for each in lacks if not lacks[each]]
     if name not in ("auto", *lacks):
         raise OptionError(f"kernel = {name!r} is none of 'auto', {', '.join(map(repr, lacks))}")
@@ -231,7 +265,9 @@ def call_elements(batch: int, rows: int, calls: int, head_dim: int) -> int:
     return batch * (rows + 128 * calls) * (head_dim + -head_dim % 64)
 
 
-def head_groups(heads: int, kv_heads: int, elements: int, limit: int) -> list[tuple[slice, slice]]:
+def head_groups(
+    heads: int, kv_heads: int, elements: int, limit: int
+) -> list[tuple[slice, slice]]:
     """Return the query heads, and their key/value heads, of each call, so that no call has `limit` elements.
 
     Query heads that share a key/value head are one call, unless they are too large together: then several calls share
@@ -253,9 +289,14 @@ def head_groups(heads: int, kv_heads: int, elements: int, limit: int) -> list[tu
     if fit >= shared:
         step = fit // shared
         ends = [(start, min(start + step, kv_heads)) for start in range(0, kv_heads, step)]
-        return [(slice(start * shared, stop * shared), slice(start, stop)) for start, stop in ends]
+        return [
+            (slice(start * shared, stop * shared), slice(start, stop)) for start, stop in ends
+        ]
     return [
-        (slice(start, min(start + fit, first + shared)), slice(first // shared, first // shared + 1))
+        (
+            slice(start, min(start + fit, first + shared)),
+            slice(first // shared, first // shared + 1),
+        )
         for first in range(0, heads, shared)
         for start in range(first, first + shared, fit)
     ]

@@ -69,13 +69,22 @@ class AttentionShape:
     @property
     def key_sizes(self) -> tuple[int, int]:
         """What is sent of a token and key/value head: the sizes of its key and of its value, or the latent and 0."""
-        return (self.head_dim, self.head_dim) if self.latent is None else (self.latent.rank + self.latent.rotated, 0)
+        return (
+            (self.head_dim, self.head_dim)
+            if self.latent is None
+            else (self.latent.rank + self.latent.rotated, 0)
+        )
 
     def expansion_flops(self, rows: int) -> int:
         """Return the FLOPs that make keys and values of a head of so many latents."""
         if self.latent is None:
             return 0
-        return 2 * rows * self.latent.rank * (self.head_dim - self.latent.rotated + self.latent.value_dim)
+        return (
+            2
+            * rows
+            * self.latent.rank
+            * (self.head_dim - self.latent.rotated + self.latent.value_dim)
+        )
 
     @property
     def accumulator(self) -> int:
@@ -121,17 +130,27 @@ def attention_cost(
     if plan.inner is None:
         cost = _staged(plan, shape, width, is_backward, heads_per_pass)
     else:
-        passes = HeadShare.passes(shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass, query_heads)
+        passes = HeadShare.passes(
+            shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass, query_heads
+        )
         cost = _exchanged(plan, shape, width, direction, passes, keep_exchanged)
     # Two products in the forward; in the backward the scores again, and four products of their size.
-    of_pair = 6 * shape.head_dim + 4 * shape.value_dim if is_backward else 2 * (shape.head_dim + shape.value_dim)
+    of_pair = (
+        6 * shape.head_dim + 4 * shape.value_dim
+        if is_backward
+        else 2 * (shape.head_dim + shape.value_dim)
+    )
     stages = (plan.inner or plan).backward if is_backward else (plan.inner or plan).forward
-    expansions = (3 if is_backward else 1) * shape.expansion_flops(sum(stage.rows for stage in stages))
+    expansions = (3 if is_backward else 1) * shape.expansion_flops(
+        sum(stage.rows for stage in stages)
+    )
     cost.flops = (of_pair * plan.pairs + expansions) * (shape.heads // plan.head_degree) * width
     return cost
 
 
-def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int) -> Cost:
+def _staged(
+    plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int
+) -> Cost:
     cost = Cost()
     stages = plan.backward if is_backward else plan.forward
     element = width * sum(shape.key_sizes)
@@ -141,11 +160,17 @@ def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool
         for stage in stages[1:]:
             kv = element * heads * shape.itemsize
             dkv = element * heads * (shape.gradient_itemsize or shape.accumulator)
-            for kind, messages, row in (("kv", stage.messages, kv), ("dkv", stage.home, dkv))[: 1 + is_backward]:
+            for kind, messages, row in (("kv", stage.messages, kv), ("dkv", stage.home, dkv))[
+                : 1 + is_backward
+            ]:
                 if stage.collective or messages:
-                    cost.exchanges(kind, *(rows * row for rows in plan.rows_for(stage, messages)))
+                    cost.exchanges(
+                        kind, *(rows * row for rows in plan.rows_for(stage, messages))
+                    )
             gathered = plan.degree * plan.longest * stage.collective
-            alive.append(stage.rows * (kv + dkv * is_backward) + gathered * (dkv if is_backward else kv))
+            alive.append(
+                stage.rows * (kv + dkv * is_backward) + gathered * (dkv if is_backward else kv)
+            )
     cost.workspace = max(map(sum, pairwise([*alive, 0])))  # two buffers that follow each other
     return cost
 
@@ -159,14 +184,19 @@ def _exchanged(
     keep_exchanged: bool,
 ) -> Cost:
     """Return the cost with two exchanges of heads."""
-    cost, is_backward = Cost(), direction == "backward"
+    cost = Cost()
+    is_backward = direction == "backward"
     kinds = _TENSORS["keeping" if is_backward and keep_exchanged else direction]
-    lengths = [[layout.local_length(r) for r in range(plan.head_degree)] for layout in plan.head_group_layouts]
+    lengths = [
+        [layout.local_length(r) for r in range(plan.head_degree)]
+        for layout in plan.head_group_layouts
+    ]
     here = plan.rank % plan.head_degree
     others = [r for r in range(plan.head_degree) if r != here]
     alive = [0]
     for share in passes:
-        kv_heads, queries = share.stop - share.start, share.queries(0)
+        kv_heads = share.stop - share.start
+        queries = share.queries(0)
         part = replace(shape, heads=queries.stop - queries.start, kv_heads=kv_heads)
         inside = _staged(plan.inner, part, width, is_backward, 0)
         cost.calls += inside.calls
@@ -175,13 +205,17 @@ def _exchanged(
         there, back = ([*_pieces(part, width, share, names)] for names in kinds.values())
         # Of each tensor there: this rank's rows for each other rank. Back: each other rank's rows, for that rank.
         mine, theirs = (
-            [sum(lengths[of_keys][r] * row for r in ranks for of_keys, row in pieces) for pieces in (there, back)]
+            [
+                sum(lengths[of_keys][r] * row for r in ranks for of_keys, row in pieces)
+                for pieces in (there, back)
+            ]
             for ranks in ([here] * len(others), others)
         )
         going, coming = kinds
         cost.exchanges(going, mine[0], theirs[0])
         cost.exchanges(coming, theirs[1], mine[1])
-        rows = [2 * sum(each) for each in lengths]  # as they arrive, and in the order of the sequence
+        # as they arrive, and in the order of the sequence
+        rows = [2 * sum(each) for each in lengths]
         alive.append(sum(rows[of_keys] * row for of_keys, row in there) + inside.workspace)
     cost.workspace = max(map(sum, pairwise([*alive, 0])))
     return cost
@@ -196,7 +230,9 @@ _TENSORS = {
 }
 
 
-def _pieces(part: AttentionShape, width: int, share: HeadShare, names: tuple[str, ...]) -> Iterator[tuple[bool, int]]:
+def _pieces(
+    part: AttentionShape, width: int, share: HeadShare, names: tuple[str, ...]
+) -> Iterator[tuple[bool, int]]:
     """Yield (whether a row belongs to a key, bytes of a row) for each tensor that a rank gets; part: of this pass."""
     for name in names:
         if name in ("q", "out"):
@@ -205,5 +241,10 @@ def _pieces(part: AttentionShape, width: int, share: HeadShare, names: tuple[str
         elif name == "lse":
             yield False, aligned(width * part.heads * part.accumulator)
         elif share.has_gradients if name.startswith("d") else share.has_keys:
-            item = part.accumulator if name.startswith("d") and share.copies > 1 else part.itemsize
-            yield True, aligned(width * part.kv_heads * part.key_sizes[name.endswith("v")] * item)
+            item = (
+                part.accumulator if name.startswith("d") and share.copies > 1 else part.itemsize
+            )
+            yield (
+                True,
+                aligned(width * part.kv_heads * part.key_sizes[name.endswith("v")] * item),
+            )

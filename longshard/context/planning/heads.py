@@ -25,7 +25,12 @@ class HeadShare:
 
     @classmethod
     def passes(
-        cls, heads: int, kv_heads: int, degree: int, heads_per_pass: int = 0, query_heads: int = 0
+        cls,
+        heads: int,
+        kv_heads: int,
+        degree: int,
+        heads_per_pass: int = 0,
+        query_heads: int = 0,
     ) -> list["HeadShare"]:
         """Return the passes, each with `heads_per_pass` key/value heads of a rank; 0: all in one.
 
@@ -37,9 +42,13 @@ class HeadShare:
         check_heads(heads, degree)
         replicated = math.lcm(kv_heads, degree)
         per_rank = replicated // degree
-        copies, group = replicated // kv_heads, heads // replicated
-        of_rank, parts = passes_of(per_rank, 1 if query_heads else heads_per_pass), passes_of(group, query_heads)
-        return [cls(per_rank, copies, group, *heads, part) for heads in of_rank for part in parts]
+        copies = replicated // kv_heads
+        group = heads // replicated
+        of_rank = passes_of(per_rank, 1 if query_heads else heads_per_pass)
+        parts = passes_of(group, query_heads)
+        return [
+            cls(per_rank, copies, group, *heads, part) for heads in of_rank for part in parts
+        ]
 
     @property
     def has_keys(self) -> bool:
@@ -60,7 +69,8 @@ class HeadShare:
         """Return the query heads of `rank`; of rank 0 they are those of this pass among the heads of any rank."""
         first = rank * self.per_rank
         return slice(
-            (first + self.start) * self.group + self.part[0], (first + self.stop - 1) * self.group + self.part[1]
+            (first + self.start) * self.group + self.part[0],
+            (first + self.stop - 1) * self.group + self.part[1],
         )
 
 

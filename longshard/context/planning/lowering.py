@@ -54,7 +54,12 @@ class Launch:
 
     @cached_property
     def kind(self) -> tuple[Relation, int]:
-        return _kind(next((call for call in self.calls if call.relation is not Relation.FULL), self.calls[0]))
+        return _kind(
+            next(
+                (call for call in self.calls if call.relation is not Relation.FULL),
+                self.calls[0],
+            )
+        )
 
     @cached_property
     def q(self) -> tuple[Range, ...]:
@@ -72,7 +77,9 @@ class Launch:
     @cached_property
     def longest(self) -> tuple[int, int]:
         """The most queries and the most keys of a call."""
-        most_q, most_kv = (max(stop - start for start, stop in spans) for spans in (self.q, self.kv))
+        most_q, most_kv = (
+            max(stop - start for start, stop in spans) for spans in (self.q, self.kv)
+        )
         return most_q, most_kv
 
     @cached_property
@@ -86,7 +93,9 @@ class Launch:
     def is_everything(self, queries: int, keys: int) -> bool:
         """Return whether its rows are all queries and all keys, each once and in their order."""
         runs = (self.q_runs, queries), (self.kv_runs, keys)
-        return all(len(found) == 1 and found[0].rows == slice(0, count) for found, count in runs)
+        return all(
+            len(found) == 1 and found[0].rows == slice(0, count) for found, count in runs
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,20 +120,30 @@ class LoweredPlan:
 @lru_cache(maxsize=16)
 def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
     """Return the plan with its tiles as calls of a kernel with these capabilities; cached, as plans are."""
-    return LoweredPlan(plan, *(tuple(_launches(stages, capabilities)) for stages in (plan.forward, plan.backward)))
+    return LoweredPlan(
+        plan,
+        *(tuple(_launches(stages, capabilities)) for stages in (plan.forward, plan.backward)),
+    )
 
 
-def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[tuple[Launch, ...]]:
+def _launches(
+    stages: tuple[Stage, ...], capabilities: Capabilities
+) -> Iterator[tuple[Launch, ...]]:
     touched: Ranges = ()
     for stage in stages:
-        launches, touched_keys = [], ()
+        launches = []
+        touched_keys = ()
         parts = [part for tile in stage.tiles for part in split(tile, capabilities)]
         for group in _groups(parts, capabilities):
             calls = []
             for part in group:
-                fresh = (not intersection((x,), old) for x, old in ((part.q, touched), (part.kv, touched_keys)))
+                fresh = (
+                    not intersection((x,), old)
+                    for x, old in ((part.q, touched), (part.kv, touched_keys))
+                )
                 calls.append(Call(part.q, part.kv, part.relation, *fresh))
-                touched, touched_keys = union((*touched, part.q)), union((*touched_keys, part.kv))
+                touched = union((*touched, part.q))
+                touched_keys = union((*touched_keys, part.kv))
             launches.append(Launch(tuple(calls)))
         yield tuple(launches)
 
@@ -134,12 +153,17 @@ def _groups(parts: list[Tile], capabilities: Capabilities) -> list[tuple[Tile, .
     if not capabilities.many:
         return [(part,) for part in parts]
     large = [part for part in parts if is_large(part, capabilities)]
-    return [*((part,) for part in large), *batch_calls(part for part in parts if not is_large(part, capabilities))]
+    return [
+        *((part,) for part in large),
+        *batch_calls(part for part in parts if not is_large(part, capabilities)),
+    ]
 
 
 def is_large(tile: Tile, capabilities: Capabilities) -> bool:
     """Return whether a tile is a launch of its own: a large FULL tile, or a large CAUSAL tile that is square."""
-    has_form = tile.relation is Relation.FULL or (tile.relation is Relation.CAUSAL and not _extra_keys(tile))
+    has_form = tile.relation is Relation.FULL or (
+        tile.relation is Relation.CAUSAL and not _extra_keys(tile)
+    )
     return 0 < capabilities.large <= shortest_side(tile) and has_form
 
 
@@ -170,7 +194,9 @@ def batch_calls(tiles: Iterable[T]) -> list[tuple[T, ...]]:
     for tile in tiles:
         single = tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1
         groups.setdefault((Relation.CAUSAL, 0) if single else _kind(tile), []).append(tile)
-    return [tuple(sorted(group, key=lambda tile: (tile.q, tile.kv))) for group in groups.values()]
+    return [
+        tuple(sorted(group, key=lambda tile: (tile.q, tile.kv))) for group in groups.values()
+    ]
 
 
 def _kind(tile: Tile) -> tuple[Relation, int]:
@@ -194,12 +220,14 @@ def _runs(spans: tuple[Range, ...], fresh: list[bool]) -> Iterator[Run]:
             rows = slice(spans[first][0], stop)
             length = rows.stop - rows.start
             yield Run(rows, slice(place, place + length), fresh[first])
-            first, place = number, place + length
+            first = number
+            place = place + length
 
 
 def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     """Yield tiles that the kernel can compute, with the same pairs."""
-    (kv_start, kv_stop), extra = tile.kv, _extra_keys(tile)
+    (kv_start, kv_stop) = tile.kv
+    extra = _extra_keys(tile)
     if 0 < capabilities.large <= shortest_side(tile) and not tile.relation.lower:
         yield from _large_parts(tile, capabilities)
     elif tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
@@ -226,7 +254,8 @@ def _large_parts(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     The keys before the square of a CAUSAL tile are cut again: a large part, and the rest. A FULL rest that is large
     itself, as of 300,000 tokens, is cut again. A CAUSAL rest stays one call, so that its results are not added up.
     """
-    (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
+    (q_start, q_stop) = tile.q
+    (kv_start, kv_stop) = tile.kv
     middle = q_start + recurring_length(q_stop - q_start)
     rows = q_start, middle
     if tile.relation is Relation.CAUSAL:
@@ -259,7 +288,8 @@ def _queries_alone(tile: Tile, extra: int) -> Iterator[Tile]:
 
 def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
     """Yield a BI_CAUSAL or INV_CAUSAL tile over pieces of queries, with a mask only where a diagonal runs."""
-    (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
+    (q_start, q_stop) = tile.q
+    (kv_start, kv_stop) = tile.kv
     rows = max(_FEWEST_ROWS, min(_MOST_ROWS, extra + 1))
     for start in range(q_start, q_stop, rows):
         q = start, min(start + rows, q_stop)
@@ -267,7 +297,8 @@ def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
         first = kv_start + start - q_start  # the first key of the first query
         last = kv_stop if tile.relation is Relation.INV_CAUSAL else first + extra + count
         if tile.relation is Relation.BI_CAUSAL and extra < count:
-            yield Tile(q, (first, last), Relation.BI_CAUSAL)  # narrower than the piece: both diagonals at once
+            # narrower than the piece: both diagonals at once
+            yield Tile(q, (first, last), Relation.BI_CAUSAL)
             continue
         yield Tile(q, (first, first + count), Relation.INV_CAUSAL)
         middle = first + count, last - count if tile.relation is Relation.BI_CAUSAL else last

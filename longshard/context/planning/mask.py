@@ -74,8 +74,15 @@ class Band(NamedTuple):
 
     def shifted(self, queries: int, keys: int) -> "Band":
         """Return the band moved by a number of queries and keys."""
-        moved = (self.q_start + queries, self.q_stop + queries, self.kv_start + keys, self.kv_stop + keys)
-        lower, upper = (b if abs(b) >= ANY else b + keys - queries for b in (self.lower, self.upper))
+        moved = (
+            self.q_start + queries,
+            self.q_stop + queries,
+            self.kv_start + keys,
+            self.kv_stop + keys,
+        )
+        lower, upper = (
+            b if abs(b) >= ANY else b + keys - queries for b in (self.lower, self.upper)
+        )
         return Band(*moved, lower, upper)
 
 
@@ -108,7 +115,10 @@ class Mask:
             number = band.q_start // self.q_len if self.q_len else self.sequences
             if not (
                 q_end <= band.q_start < band.q_stop <= (number + 1) * self.q_len
-                and number * self.kv_len <= band.kv_start < band.kv_stop <= (number + 1) * self.kv_len
+                and number * self.kv_len
+                <= band.kv_start
+                < band.kv_stop
+                <= (number + 1) * self.kv_len
                 and number < self.sequences
                 and band.lower <= band.upper
             ):
@@ -150,8 +160,13 @@ class Mask:
             return self
         if not 0 <= number < self.sequences:
             raise IndexError(f"sequence {number} of a mask of {self.sequences}")
-        first, last = number * self.q_len, (number + 1) * self.q_len
-        bands = (b.shifted(-first, -number * self.kv_len) for b in self.bands if first <= b.q_start < last)
+        first = number * self.q_len
+        last = (number + 1) * self.q_len
+        bands = (
+            b.shifted(-first, -number * self.kv_len)
+            for b in self.bands
+            if first <= b.q_start < last
+        )
         return Mask(self.q_len, self.kv_len, tuple(bands))
 
     @property
@@ -163,8 +178,12 @@ class Mask:
         """Return the number of visible keys of each query, summed over the sequences: (q_len,) int64."""
         table = np.array(self.bands, dtype=np.int64).reshape(-1, 6)
         lengths = table[:, 1] - table[:, 0]
-        queries = np.repeat(table[:, 0] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        kv_start, kv_stop, lower, upper = (np.repeat(column, lengths) for column in table[:, 2:].T)
+        queries = np.repeat(table[:, 0] - np.cumsum(lengths) + lengths, lengths) + np.arange(
+            lengths.sum()
+        )
+        kv_start, kv_stop, lower, upper = (
+            np.repeat(column, lengths) for column in table[:, 2:].T
+        )
         seen = np.minimum(kv_stop, queries + upper + 1) - np.maximum(kv_start, queries + lower)
         work = np.zeros(self.q_len, dtype=np.int64)
         np.add.at(work, queries % max(self.q_len, 1), np.maximum(seen, 0))
@@ -184,24 +203,36 @@ def full(q_len: int, kv_len: int | None = None) -> Mask:
 def causal(q_len: int, kv_len: int | None = None) -> Mask:
     """Return the mask in which a query sees the keys up to its own place; the last query stands at the last key."""
     whole = full(q_len, kv_len)
-    return Mask(q_len, whole.kv_len, tuple(b._replace(upper=whole.kv_len - q_len) for b in whole.bands))
+    return Mask(
+        q_len, whole.kv_len, tuple(b._replace(upper=whole.kv_len - q_len) for b in whole.bands)
+    )
 
 
-def sliding_window(q_len: int, window: int, kv_len: int | None = None, *, is_causal: bool = True) -> Mask:
+def sliding_window(
+    q_len: int, window: int, kv_len: int | None = None, *, is_causal: bool = True
+) -> Mask:
     """Return the mask in which a query sees the last `window` keys; if not `is_causal`, as many after as before it.
 
     Raises:
         ValueError: a window below 1.
     """
     if window < 1:
-        raise ValueError(f"a sliding window of {window} tokens shows nothing; use at least 1, the token itself")
+        raise ValueError(
+            f"a sliding window of {window} tokens shows nothing; use at least 1, the token itself"
+        )
     whole = full(q_len, kv_len)
     place = whole.kv_len - q_len
     upper = place if is_causal else place + window - 1
-    return Mask(q_len, whole.kv_len, tuple(b._replace(lower=place - window + 1, upper=upper) for b in whole.bands))
+    return Mask(
+        q_len,
+        whole.kv_len,
+        tuple(b._replace(lower=place - window + 1, upper=upper) for b in whole.bands),
+    )
 
 
-def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *, is_causal: bool = False) -> Mask:
+def documents(
+    lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *, is_causal: bool = False
+) -> Mask:
     """Return the mask of documents packed into one sequence: a token sees only its own document.
 
     lengths: tokens of each document, in order; kv_lengths: keys of each, if not as many as queries. is_causal: whether
@@ -212,7 +243,9 @@ def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *
         TypeError: a length is not an integer.
     """
     kv_lengths = lengths if kv_lengths is None else kv_lengths
-    lengths, kv_lengths = ([operator.index(length) for length in x] for x in (lengths, kv_lengths))
+    lengths, kv_lengths = (
+        [operator.index(length) for length in x] for x in (lengths, kv_lengths)
+    )
     if len(lengths) != len(kv_lengths) or min((*lengths, *kv_lengths), default=0) < 0:
         raise ValueError(
             f"{len(lengths)} documents of queries and {len(kv_lengths)} of keys: there must be as many of both, and "
@@ -220,9 +253,19 @@ def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *
         )
     q_ends, kv_ends = (list(accumulate(x, initial=0)) for x in (lengths, kv_lengths))
     bands = []
-    for (q_start, q_stop), (kv_start, kv_stop) in zip(pairwise(q_ends), pairwise(kv_ends), strict=True):
+    for (q_start, q_stop), (kv_start, kv_stop) in zip(
+        pairwise(q_ends), pairwise(kv_ends), strict=True
+    ):
         if q_start < q_stop and kv_start < kv_stop:
-            bands.append(Band(q_start, q_stop, kv_start, kv_stop, upper=kv_stop - q_stop if is_causal else ANY))
+            bands.append(
+                Band(
+                    q_start,
+                    q_stop,
+                    kv_start,
+                    kv_stop,
+                    upper=kv_stop - q_stop if is_causal else ANY,
+                )
+            )
     return Mask(q_ends[-1], kv_ends[-1], tuple(bands))
 
 
@@ -234,7 +277,11 @@ def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
     """
     if ids.ndim == 2:
         return by_sequence([documents_of(row, is_causal=is_causal) for row in ids])
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)) if len(ids) else np.empty(0, dtype=np.int64)
+    starts = (
+        np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
+        if len(ids)
+        else np.empty(0, dtype=np.int64)
+    )
     if len(np.unique(ids[starts])) < len(starts):
         numbers, counts = np.unique(ids[starts], return_counts=True)
         raise ValueError(
@@ -255,14 +302,20 @@ def by_sequence(masks: Sequence[Mask]) -> Mask:
             f"masks of {sorted(shapes)} (queries, keys, sequences): there must be one, of the same lengths, a sequence"
         )
     q_len, kv_len, _ = next(iter(shapes))
-    bands = (band.shifted(b * q_len, b * kv_len) for b, mask in enumerate(masks) for band in mask.bands)
+    bands = (
+        band.shifted(b * q_len, b * kv_len)
+        for b, mask in enumerate(masks)
+        for band in mask.bands
+    )
     return Mask(q_len, kv_len, tuple(bands), len(masks))
 
 
 def _overlay(a: Iterable[Band], b: Iterable[Band]) -> Iterator[Band]:
     """Yield the bands of the pairs that both lists show."""
-    left, right = iter(a), iter(b)
-    x, y = next(left, None), next(right, None)
+    left = iter(a)
+    right = iter(b)
+    x = next(left, None)
+    y = next(right, None)
     while x is not None and y is not None:
         q = max(x.q_start, y.q_start), min(x.q_stop, y.q_stop)
         kv = max(x.kv_start, y.kv_start), min(x.kv_stop, y.kv_stop)

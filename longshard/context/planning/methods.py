@@ -94,23 +94,49 @@ def make_plan(
             f"{kv_layout.length} tokens; make it for their lengths"
         )
     if METHODS[method].two_level and (not head_degree or layout.degree % head_degree):
-        raise ValueError(f"a head degree of {head_degree} must divide the {layout.degree} ranks of a hybrid plan")
-    return _plan(layout, kv_layout, mask, method, rank, head_degree or METHODS[method].head_degree(layout.degree))
+        raise ValueError(
+            f"a head degree of {head_degree} must divide the {layout.degree} ranks of a hybrid plan"
+        )
+    return _plan(
+        layout,
+        kv_layout,
+        mask,
+        method,
+        rank,
+        head_degree or METHODS[method].head_degree(layout.degree),
+    )
 
 
 _needs = lru_cache(maxsize=_KEPT)(Needs)
 
 
 @lru_cache(maxsize=_KEPT)
-def _plan(layout: AxisLayout, kv_layout: AxisLayout, mask: Mask, method: str, rank: int, head_degree: int) -> RankPlan:
+def _plan(
+    layout: AxisLayout,
+    kv_layout: AxisLayout,
+    mask: Mask,
+    method: str,
+    rank: int,
+    head_degree: int,
+) -> RankPlan:
     if head_degree == 1:
         needs = _needs(layout, kv_layout, mask)
-        return RankPlan(method, rank, layout, kv_layout, needs.sequences, *METHODS[method].schedule(needs, rank))
+        return RankPlan(
+            method,
+            rank,
+            layout,
+            kv_layout,
+            needs.sequences,
+            *METHODS[method].schedule(needs, rank),
+        )
     # A head group is one rank of the schedule.
     needs = _needs(*(_of_groups(x, head_degree) for x in (layout, kv_layout)), mask)
-    group, stages = rank // head_degree, METHODS[method].schedule(needs, rank // head_degree)
+    group = rank // head_degree
+    stages = METHODS[method].schedule(needs, rank // head_degree)
     inner = RankPlan("ring", group, *needs.layouts, needs.sequences, *stages)
-    return RankPlan(method, rank, layout, kv_layout, needs.sequences, *stages, inner, head_degree)
+    return RankPlan(
+        method, rank, layout, kv_layout, needs.sequences, *stages, inner, head_degree
+    )
 
 
 @lru_cache(maxsize=_KEPT)
@@ -125,5 +151,7 @@ def chunk_plan(layout: AxisLayout, mask: Mask, chunk: int) -> RankPlan:
 
 def _of_groups(layout: AxisLayout, ranks: int) -> AxisLayout:
     """Return the layout over groups of `ranks` consecutive ranks."""
-    groups = (union(sum(layout.ranges[i : i + ranks], ())) for i in range(0, layout.degree, ranks))
+    groups = (
+        union(sum(layout.ranges[i : i + ranks], ())) for i in range(0, layout.degree, ranks)
+    )
     return AxisLayout(layout.name, layout.length, tuple(groups))

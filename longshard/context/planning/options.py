@@ -57,9 +57,13 @@ class ContextParallelOptions:
             ("gradient_dtype", self.gradient_dtype, ("float32", "bfloat16")),
         ):
             if value not in choices:
-                raise ContextParallelError(f"{name} = {value!r} is none of {', '.join(map(repr, choices))}")
+                raise ContextParallelError(
+                    f"{name} = {value!r} is none of {', '.join(map(repr, choices))}"
+                )
         degrees = self.hybrid_degrees
-        if (degrees is not None) != self.spread.two_level or (degrees and (len(degrees) != 2 or min(degrees) < 1)):
+        if (degrees is not None) != self.spread.two_level or (
+            degrees and (len(degrees) != 2 or min(degrees) < 1)
+        ):
             raise ContextParallelError(
                 f"hybrid_degrees = {degrees} with method = {self.method!r}: 'hybrid' needs two degrees, of all-to-all "
                 "and of the ring, each at least 1, such as (2, 4); no other method has any"
@@ -71,7 +75,9 @@ class ContextParallelOptions:
                 f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = {self.method!r}, where "
                 "all heads are sent together; use 'all_gather' or 'all_to_all' with it"
             )
-        if self.query_heads_per_pass and (not self.spread.query_passes or self.heads_per_pass or self.keep_exchanged):
+        if self.query_heads_per_pass and (
+            not self.spread.query_passes or self.heads_per_pass or self.keep_exchanged
+        ):
             raise ContextParallelError(
                 f"query_heads_per_pass = {self.query_heads_per_pass} is for method = 'all_to_all', and sends one "
                 "key/value head at a time; use it without heads_per_pass and keep_exchanged"
@@ -102,14 +108,18 @@ class ContextParallelOptions:
 
 
 @lru_cache(maxsize=4)
-def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Mask | None) -> AxisLayout:
+def _layout(
+    options: ContextParallelOptions, seq_len: int, degree: int, mask: Mask | None
+) -> AxisLayout:
     mask = None if mask is None else causal(seq_len) & mask
     # The ranks of a head group share what one rank of the ring would own.
     group = options.head_degree(degree) if options.spread.two_level else 1
     unit = options.multiple_of * group
     if seq_len % unit:
         unit = options.multiple_of
-    layout = build_layout(options.balancer, seq_len, degree // group, multiple_of=unit, mask=mask)
+    layout = build_layout(
+        options.balancer, seq_len, degree // group, multiple_of=unit, mask=mask
+    )
     return layout if group == 1 else layout.cut(group, multiple_of=options.multiple_of)
 
 

@@ -81,11 +81,16 @@ class RankPlan:
     @cached_property
     def head_group_layouts(self) -> tuple[AxisLayout, AxisLayout]:
         """The layouts of the head group's queries and keys, of all sequences, over its ranks; rows count from 0."""
-        first, layouts = self.rank // self.head_degree * self.head_degree, []
+        first = self.rank // self.head_degree * self.head_degree
+        layouts = []
         for layout in (self.q_layout, self.kv_layout):
             shards = layout.ranges[first : first + self.head_degree]
             places = Offsets(union(sum(shards, ())))
-            of_group = AxisLayout(layout.name, size(places.ranges), tuple(places.places(shard) for shard in shards))
+            of_group = AxisLayout(
+                layout.name,
+                size(places.ranges),
+                tuple(places.places(shard) for shard in shards),
+            )
             layouts.append(of_group.repeated(self.sequences))
         return tuple(layouts)
 
@@ -113,4 +118,6 @@ class RankPlan:
     @cached_property
     def longest(self) -> int:
         """The number of rows of the longest shard of keys, to which a collective pads the others."""
-        return self.sequences * max(self.kv_layout.local_length(rank) for rank in range(self.degree))
+        return self.sequences * max(
+            self.kv_layout.local_length(rank) for rank in range(self.degree)
+        )

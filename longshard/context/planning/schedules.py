@@ -37,14 +37,16 @@ def ring(needs: Needs, rank: int) -> Schedule:
     """Return the stages in which K/V go round."""
     local = Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank]))
     forward, backward = (
-        [_ring_stage(needs, rank, step, direction) for step in _steps(needs, direction)] for direction in (-1, +1)
+        [_ring_stage(needs, rank, step, direction) for step in _steps(needs, direction)]
+        for direction in (-1, +1)
     )
     return (local, *forward), (local, *backward)
 
 
 def all_gather(needs: Needs, rank: int) -> Schedule:
     """Return two stages, the second with all needed rows of other ranks."""
-    local, degree = Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank])), needs.degree
+    local = Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank]))
+    degree = needs.degree
     wanted = sum(size(difference(needs.keys(r), needs.kv_ranges[r])) for r in range(degree))
     if not wanted:
         return (local,), (local,)
@@ -70,7 +72,10 @@ def chunks(needs: Needs, chunk: int) -> Schedule:
         home = (Message(chunk, owner, held),) if backward else ()
         return Stage(held, needs.tiles(chunk, held), (Message(owner, chunk, held),), home)
 
-    later = _posted(Message(chunk, reader, needs.held(reader, chunk)) for reader in range(chunk + 1, needs.degree))
+    later = _posted(
+        Message(chunk, reader, needs.held(reader, chunk))
+        for reader in range(chunk + 1, needs.degree)
+    )
     local = Stage(needs.kv_ranges[chunk], needs.tiles(chunk, needs.kv_ranges[chunk]), later)
     owners = [owner for owner in reversed(range(chunk)) if needs.held(chunk, owner)]
     forward, backward = ([stage(owner, way) for owner in owners] for way in (False, True))
@@ -79,7 +84,9 @@ def chunks(needs: Needs, chunk: int) -> Schedule:
 
 def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Sort messages in the order of posting, which is the same on both sides, so that messages match."""
-    return tuple(sorted((m for m in messages if m.ranges), key=lambda m: (m.source, m.target, m.ranges)))
+    return tuple(
+        sorted((m for m in messages if m.ranges), key=lambda m: (m.source, m.target, m.ranges))
+    )
 
 
 # ---- the ring
@@ -91,8 +98,13 @@ def _steps(needs: Needs, direction: int) -> tuple[int, ...]:
 
     Cached, because they are the same for every rank, and `auto` and `lct plan` plan several ranks.
     """
-    ranks, steps = range(needs.degree), range(1, needs.degree)
-    return tuple(s for s in steps if any(needs.held(rank, (rank - direction * s) % needs.degree) for rank in ranks))
+    ranks = range(needs.degree)
+    steps = range(1, needs.degree)
+    return tuple(
+        s
+        for s in steps
+        if any(needs.held(rank, (rank - direction * s) % needs.degree) for rank in ranks)
+    )
 
 
 def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
@@ -110,7 +122,9 @@ def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
     # A gradient goes to the next rank if that adds to it, else home.
     home = to({rank, rank - 1, rank + step}, -1) if direction > 0 else ()
     returns = (Message(m.target, m.source, m.ranges) for m in home)
-    of_rank = (_posted(m for m in each if rank in (m.source, m.target)) for each in (messages, returns))
+    of_rank = (
+        _posted(m for m in each if rank in (m.source, m.target)) for each in (messages, returns)
+    )
     return Stage(held, needs.tiles(rank, held), *of_rank)
 
 

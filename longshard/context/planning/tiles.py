@@ -61,15 +61,23 @@ class _Rows:
     def tile(self) -> Tile:
         lower, upper = (self.last[end] > self.first[end] for end in (0, 1))
         relation = next(each for each in Relation if (each.lower, each.upper) == (lower, upper))
-        return Tile((self.start, self.start + self.count), (self.first[0], self.last[1]), relation)
+        return Tile(
+            (self.start, self.start + self.count), (self.first[0], self.last[1]), relation
+        )
 
 
-def _stretches(start: int, stop: int, place: int, band: Band, places: Offsets) -> Iterator[_Rows]:
+def _stretches(
+    start: int, stop: int, place: int, band: Band, places: Offsets
+) -> Iterator[_Rows]:
     """Yield the queries of a piece in stretches on which each end of their interval has one slope."""
     cuts = {start, stop}
     for bound in (band.lower, band.upper):
         if abs(bound) < ANY:
-            borders = [band.kv_start, band.kv_stop, *places.borders(start + bound, stop + bound)]
+            borders = [
+                band.kv_start,
+                band.kv_stop,
+                *places.borders(start + bound, stop + bound),
+            ]
             cuts.update(border - bound for border in borders if start < border - bound < stop)
     ordered = sorted(cuts)
     for first, after in pairwise(ordered):
@@ -99,7 +107,9 @@ class Needs:
     def keys(self, rank: int) -> Ranges:
         """Return the keys that some query of `rank` sees."""
         if rank not in self._keys:
-            self._keys[rank] = union(b.hull(start, stop) for start, stop, _, b in self._pieces(self.q_ranges[rank]))
+            self._keys[rank] = union(
+                b.hull(start, stop) for start, stop, _, b in self._pieces(self.q_ranges[rank])
+            )
         return self._keys[rank]
 
     def held(self, rank: int, owner: int) -> Ranges:
@@ -113,7 +123,9 @@ class Needs:
         """Return tiles that cover every visible pair of the rank's queries and the held keys once."""
         if not held:
             return ()
-        places, tiles, open_rows = Offsets(held), [], None
+        places = Offsets(held)
+        tiles = []
+        open_rows = None
         for piece in self._pieces(self.q_ranges[rank]):
             for rows in _stretches(*piece, places):
                 joined = open_rows.followed_by(rows) if open_rows else None
@@ -129,7 +141,8 @@ class Needs:
             number = bisect_right(self._band_stops, start)
             while number < len(self._bands) and self._bands[number].q_start < stop:
                 band = self._bands[number]
-                first, last = max(start, band.q_start), min(stop, band.q_stop)
+                first = max(start, band.q_start)
+                last = min(stop, band.q_stop)
                 yield first, last, place + first - start, band
                 number += 1
             place += stop - start

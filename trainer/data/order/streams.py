@@ -36,7 +36,8 @@ SORTED = 1 << 16
 """Items up to which an order is sorted: a cipher has too few keys to shuffle few items well."""
 ORDER = 2
 """Version of the order of more items than that; older checkpoints have none."""
-_ROUNDS = 4  # of two hashes each; three are a pseudorandom permutation by Luby and Rackoff, 1988
+# of two hashes each; three are a pseudorandom permutation by Luby and Rackoff, 1988
+_ROUNDS = 4
 _MASK = 2**64 - 1
 
 
@@ -47,7 +48,9 @@ class Permutation(Sequence[int]):
     """
 
     def __init__(self, n: int, keys: Sequence[int], places: range | None = None) -> None:
-        self._n, self._columns, self._keys = n, isqrt(n - 1) + 1, keys
+        self._n = n
+        self._columns = isqrt(n - 1) + 1
+        self._keys = keys
         self._rows = -(-n // self._columns)
         self._places = range(n) if places is None else places
 
@@ -99,7 +102,8 @@ IDENTITY = {
     "numbers": "the numbers of the fields, or their order, have changed since the checkpoint",
 }
 """What decides the data behind a position: entry of a state -> what is said if it differs. Older states lack some."""
-_OLDER = ("data",)  # a hash of sizes, heads and tails of files, which was in the place of "content"
+# a hash of sizes, heads and tails of files, which was in the place of "content"
+_OLDER = ("data",)
 AGAIN = 'or read the data from its start with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
 """What the message of a state says that does not fit the data."""
 _NAMES = {
@@ -110,7 +114,9 @@ _NAMES = {
 }
 
 
-def assigned(n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int) -> Iterator[tuple[int, Sequence[int]]]:
+def assigned(
+    n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int
+) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each stream that a data-parallel rank reads, and its share of n items in shuffled order."""
     items = shuffled(n, seed, _ASSIGN)
     for stream in streams_of_rank(data_streams, dp_rank, dp_degree):
@@ -139,7 +145,9 @@ def streams_with_text(has_text: np.ndarray, data_streams: int, seed: int) -> int
     has_text: (n,) bool, of each document; 0 is returned if no document has text.
     """
     in_order = has_text[shuffled(len(has_text), seed, _ASSIGN)]
-    while data_streams and not all(in_order[stream::data_streams].any() for stream in range(data_streams)):
+    while data_streams and not all(
+        in_order[stream::data_streams].any() for stream in range(data_streams)
+    ):
         data_streams //= 2
     return data_streams
 
@@ -169,7 +177,9 @@ class ItemStream:
 
     def restart(self, state: Mapping[str, int]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
-        self._epoch, self._place, self.samples = (int(state.get(key, 0)) for key in ("epoch", self.ITEM, "samples"))
+        self._epoch, self._place, self.samples = (
+            int(state.get(key, 0)) for key in ("epoch", self.ITEM, "samples")
+        )
         self._order: Sequence[int] | None = None
 
     @property
@@ -186,7 +196,9 @@ class ItemStream:
 
     def _item_at(self, place: int) -> int:
         if self._order is None:
-            self._order = shuffled(len(self.items), self._seed, _EPOCH, self._stream, self._epoch)
+            self._order = shuffled(
+                len(self.items), self._seed, _EPOCH, self._stream, self._epoch
+            )
         return int(self.items[self._order[place]])
 
     def advance(self) -> None:
@@ -204,12 +216,22 @@ class StreamLoader:
     the state that is loaded.
     """
 
-    def __init__(self, items: Any, *, data_streams: int | None, seed: int, dp_rank: int, dp_degree: int) -> None:
+    def __init__(
+        self, items: Any, *, data_streams: int | None, seed: int, dp_rank: int, dp_degree: int
+    ) -> None:
         self._chooses = data_streams is None
-        self._seed, self._rank, self._degree = seed, dp_rank, dp_degree
+        self._seed = seed
+        self._rank = dp_rank
+        self._degree = dp_degree
         fewest = min(items) if isinstance(items, tuple) else items
-        self._items, self._n = items, data_streams or self.fitting(streams_that_fit(fewest, dp_degree))
-        self._streams, self._fixed = self.streams_of(items, self._n), self._fixed_by(items, self._n)
+        self._items, self._n = (
+            items,
+            data_streams or self.fitting(streams_that_fit(fewest, dp_degree)),
+        )
+        self._streams, self._fixed = (
+            self.streams_of(items, self._n),
+            self._fixed_by(items, self._n),
+        )
         self._given = 0
         """Samples that all ranks have read."""
 
@@ -264,10 +286,13 @@ class StreamLoader:
             ConfigError: a stream is missing, or the entries are of another data set, seed or number of streams.
         """
         saved = next(iter(states.values()), {})
-        items, n = self.items_of(saved), saved.get("data_streams", self._n) if self._chooses else self._n
+        items = self.items_of(saved)
+        n = saved.get("data_streams", self._n) if self._chooses else self._n
         changed = (items, n) != (self._items, self._n)
         streams, fixed = (
-            (self.streams_of(items, n), self._fixed_by(items, n)) if changed else (self._streams, self._fixed)
+            (self.streams_of(items, n), self._fixed_by(items, n))
+            if changed
+            else (self._streams, self._fixed)
         )
         shared = n % self._degree != 0
         for s in range(n) if shared else streams:
@@ -277,12 +302,17 @@ class StreamLoader:
                 )
         for s, stream in streams.items():
             _check(states[s], fixed, stream.state)
-        if lacking := sorted({_plain(key) for key in fixed if _is_identity(key) and key not in saved}):
+        if lacking := sorted(
+            {_plain(key) for key in fixed if _is_identity(key) and key not in saved}
+        ):
             logger.info(
                 f"note: an older version wrote the checkpoint, which does not record {', '.join(lacking)} of its data: "
                 "make sure that they are the same"
             )
-        self._streams, self._fixed, self._items, self._n = streams, fixed, items, n
+        self._streams = streams
+        self._fixed = fixed
+        self._items = items
+        self._n = n
         for s, stream in streams.items():
             stream.restart(states[s])
         # If no stream is shared, the state may have those of this rank only: the next of them is this rank's next.
@@ -291,7 +321,9 @@ class StreamLoader:
             self._given = sum(states[s]["samples"] for s in range(n))
 
 
-def _check(saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping[str, int]) -> None:
+def _check(
+    saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping[str, int]
+) -> None:
     """Check that the saved state of a stream means the same data as `fixed`, and has the entries of a position.
 
     An entry of `IDENTITY` that an older state lacks is left out.
@@ -301,7 +333,9 @@ def _check(saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping
             f"the checkpoint is of an older version, which had another order of more than {SORTED:,} documents, so "
             f"that its positions would mean other data; resume with that version, {AGAIN}"
         )
-    entries = ({key for key in keys if not _is_identity(key)} for keys in (saved, {*fixed, *position}))
+    entries = (
+        {key for key in keys if not _is_identity(key)} for keys in (saved, {*fixed, *position})
+    )
     if next(entries) != next(entries):
         raise ConfigError(
             "the saved data state is of another kind of data, or of a training.packing that cuts documents where this "
@@ -311,7 +345,10 @@ def _check(saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping
         source, _, name = key.rpartition("/")
         if (before := saved.get(key, now)) == now:
             continue
-        problem = IDENTITY.get(name, f"{_NAMES.get(name, name)} = {{now}} is not the {{saved}} of the saved data state")
+        problem = IDENTITY.get(
+            name,
+            f"{_NAMES.get(name, name)} = {{now}} is not the {{saved}} of the saved data state",
+        )
         resume = f"resume with {before}" if name not in IDENTITY else "resume with that one"
         if name == "content":
             resume = "restore the files (new ones may be added behind the last one)"

@@ -22,11 +22,20 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.data.sources.records import BadRecord, Where
-from trainer.data.tokenizers.chat_messages import EXAMPLE, read_messages, read_template_arguments
+from trainer.data.tokenizers.chat_messages import (
+    EXAMPLE,
+    read_messages,
+    read_template_arguments,
+)
 from trainer.data.tokenizers.tokenizer import replace_surrogates
 
 ANSWER_KEYS = ("answer", "completion", "response")
-_SHARE_GPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+_SHARE_GPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
 _EXAMPLE = f'{{"prompt": "...", "answer": "..."}} or {EXAMPLE}'
 _PAIR = '{"chosen": [{"role": "user", "content": "..."}, ...], "rejected": [...]}'
 
@@ -48,7 +57,8 @@ def conversation(content: bytes, where: Where) -> dict[str, Any] | BadRecord:
 def _checked(content: bytes) -> dict[str, Any]:
     try:
         line = json.loads(content)
-        if b"\\ud" in content.lower():  # an escaped lone surrogate is legal JSON, and no legal Unicode
+        # an escaped lone surrogate is legal JSON, and no legal Unicode
+        if b"\\ud" in content.lower():
             line = json.loads(replace_surrogates(json.dumps(line, ensure_ascii=False)))
     except (ValueError, RecursionError):
         line = None
@@ -57,15 +67,21 @@ def _checked(content: bytes) -> dict[str, Any]:
     if (given := _given_messages(line)) is not None:
         values = read_template_arguments(line.get("chat_template_kwargs"))
         others = {"tools": _tools(line.get("tools")), "values": values}
-        return {"messages": _messages(given)} | {name: value for name, value in others.items() if value}
+        return {"messages": _messages(given)} | {
+            name: value for name, value in others.items() if value
+        }
     answer = next((key for key in ANSWER_KEYS if key in line), None)
     if "prompt" not in line or answer is None:
-        raise ConfigError(f'it has neither "messages" nor "prompt" and "answer"; write {_EXAMPLE}')
+        raise ConfigError(
+            f'it has neither "messages" nor "prompt" and "answer"; write {_EXAMPLE}'
+        )
     for key in ("prompt", answer):
         if not isinstance(line[key], str):
             raise ConfigError(f'"{key}" must be a string; write {_EXAMPLE}')
     if not line[answer].strip():
-        raise ConfigError(f'"{answer}" is empty, so that there is nothing to learn; leave the line out')
+        raise ConfigError(
+            f'"{answer}" is empty, so that there is nothing to learn; leave the line out'
+        )
     return {"prompt": line["prompt"], "answer": line[answer]}
 
 
@@ -73,17 +89,26 @@ def _given_messages(line: Mapping[str, Any]) -> object:
     """Return the messages of a line in any of the formats, or None if it has a prompt and an answer as strings."""
     if "messages" in line:
         return line["messages"]
-    if isinstance(turns := line.get("conversations"), list) and all(isinstance(turn, dict) for turn in turns):
+    if isinstance(turns := line.get("conversations"), list) and all(
+        isinstance(turn, dict) for turn in turns
+    ):
         system = [{"role": "system", "content": line["system"]}] if line.get("system") else []
         return system + [
-            {"role": _SHARE_GPT.get(turn.get("from"), turn.get("from")), "content": turn.get("value")}
+            {
+                "role": _SHARE_GPT.get(turn.get("from"), turn.get("from")),
+                "content": turn.get("value"),
+            }
             if "from" in turn
             else turn
             for turn in turns
         ]
-    prompt, completion = line.get("prompt"), line.get("completion")
+    prompt = line.get("prompt")
+    completion = line.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        return [message | {"weight": 0} if isinstance(message, dict) else message for message in prompt] + completion
+        return [
+            message | {"weight": 0} if isinstance(message, dict) else message
+            for message in prompt
+        ] + completion
     return None
 
 
@@ -91,11 +116,17 @@ def _messages(given: object) -> list[dict[str, Any]]:
     messages = read_messages(given)
     for number, message in enumerate(messages, 1):
         if message.get("weight", 1) not in (0, 1):
-            raise ConfigError(f'message {number}: "weight" = {message["weight"]!r} must be 0 (not learned) or 1')
+            raise ConfigError(
+                f'message {number}: "weight" = {message["weight"]!r} must be 0 (not learned) or 1'
+            )
         is_answer = message["role"] == "assistant"
         if is_answer and not message["content"].strip() and not message.get("tool_calls"):
-            raise ConfigError(f"message {number}: the answer is empty; leave the message or the line out")
-    if not any(message["role"] == "assistant" and message.get("weight", 1) for message in messages):
+            raise ConfigError(
+                f"message {number}: the answer is empty; leave the message or the line out"
+            )
+    if not any(
+        message["role"] == "assistant" and message.get("weight", 1) for message in messages
+    ):
         raise ConfigError(
             "no message is of the role 'assistant' with a weight above 0, so that there is no answer; leave the line "
             "out"
@@ -123,23 +154,34 @@ def preference(content: bytes, where: Where) -> Iterator[dict[str, Any] | BadRec
         sides = list(_sides(line))
         if line["chosen"] == line["rejected"]:
             raise ConfigError("chosen and rejected are the same; leave the line out")
-        found: list[Any] = [_checked(json.dumps(side).encode()) | {"where": where} for side in sides]
+        found: list[Any] = [
+            _checked(json.dumps(side).encode()) | {"where": where} for side in sides
+        ]
     except ConfigError as error:
         found = [BadRecord(f"{where()}: {error}"), ""]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        found = [BadRecord(f'{where()}: it has no "chosen" and "rejected" of one kind; write {_PAIR}'), ""]
+        found = [
+            BadRecord(
+                f'{where()}: it has no "chosen" and "rejected" of one kind; write {_PAIR}'
+            ),
+            "",
+        ]
     yield from found
 
 
 def _sides(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    prompt, answers = line.get("prompt"), (line["chosen"], line["rejected"])
+    prompt = line.get("prompt")
+    answers = (line["chosen"], line["rejected"])
     if all(isinstance(answer, str) for answer in answers):
         yield from ({"prompt": prompt, "answer": answer} for answer in answers)
         return
     if not all(isinstance(answer, list) for answer in answers):
         raise TypeError("sides of two kinds")
     if prompt is None:
-        prompt = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))]
+        prompt = [
+            a
+            for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))
+        ]
         answers = tuple(answer[len(prompt) :] for answer in answers)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

@@ -23,7 +23,9 @@ from trainer.runtime.console import logger
 BLOCK = 1 << 24  # bytes that are read at once
 _HASHING_THREADS = 8
 _LOG_SECONDS = 10.0
-_NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_NOT_STDLIB = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
 
 
 @contextmanager
@@ -34,8 +36,11 @@ def reading(file: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's are among these
-        file, reason = getattr(error, "filename", None) or file, getattr(error, "strerror", None) or error
-        raise ConfigError(f"{file} cannot be read ({reason}); copy it again, or give files that you may read") from None
+        file = getattr(error, "filename", None) or file
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{file} cannot be read ({reason}); copy it again, or give files that you may read"
+        ) from None
 
 
 def number_of(digest: hashlib.blake2b) -> int:
@@ -45,10 +50,14 @@ def number_of(digest: hashlib.blake2b) -> int:
 
 def cache_folder() -> Path:
     """Return the folder of what is made once of data."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "long-context-trainer")
+    return Path(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
+        "long-context-trainer",
+    )
 
 
-@lru_cache(maxsize=1)  # it does not change while a process runs, and a forked rank has what its launcher found
+# it does not change while a process runs, and a forked rank has what its launcher found
+@lru_cache(maxsize=1)
 def stdlib_files() -> tuple[str, ...]:
     """Return the .py files of the interpreter's standard library by relative path, without tests and packages.
 
@@ -93,14 +102,25 @@ def find_files(
     way = (expanded, *map(str, Path(expanded).absolute().parents))
     _check_can_be_read(path, next(part for part in way if os.path.isdir(part)), keys)
     names = [name for name in expanded.split(os.sep) if name not in ("", os.curdir)]
-    base, pattern = (expanded, ["**"]) if is_folder else (os.sep if os.path.isabs(expanded) else "", names)
+    base, pattern = (
+        (expanded, ["**"]) if is_folder else (os.sep if os.path.isabs(expanded) else "", names)
+    )
     there = sorted(_Matches(path, keys).below(base, pattern))
-    found = _each_once([file for file in there if not is_folder or file.endswith(endings)], keys)
+    found = _each_once(
+        [file for file in there if not is_folder or file.endswith(endings)], keys
+    )
     if found:
         return found
-    what = f"a folder without *{' and *'.join(endings)} files" if is_folder else "neither a file nor a folder"
+    what = (
+        f"a folder without *{' and *'.join(endings)} files"
+        if is_folder
+        else "neither a file nor a folder"
+    )
     what = "a glob that matches no file" if glob.has_magic(path) and not is_folder else what
-    other = next((other for end, other in others.items() if any(file.endswith(end) for file in there)), None)
+    other = next(
+        (other for end, other in others.items() if any(file.endswith(end) for file in there)),
+        None,
+    )
     advice = f"for {keys.dataset} = {dataset!r} give a {' or '.join(endings)} file, a folder of them, or a glob"
     if other is not None:
         advice = f"use {keys.dataset} = {other!r} for the files that are there, or give another folder"
@@ -124,7 +144,8 @@ class _Matches:
         if search in self._searched or not pattern:
             return
         self._searched.add(search)
-        name, rest = pattern[0], pattern[1:]
+        name = pattern[0]
+        rest = pattern[1:]
         if name == "**" and rest:  # stands for no folder
             yield from self.below(folder, rest)
         for found in self._names(folder, name):
@@ -140,7 +161,11 @@ class _Matches:
             return [name]
         _check_can_be_read(self._path, folder or os.curdir, self._keys)
         with reading(folder), os.scandir(folder or os.curdir) as entries:
-            links = {entry.name: entry.is_symlink() for entry in entries if fnmatchcase(entry.name, name)}
+            links = {
+                entry.name: entry.is_symlink()
+                for entry in entries
+                if fnmatchcase(entry.name, name)
+            }
         shown = (found for found in links if name.startswith(".") or not found.startswith("."))
         return sorted(shown, key=lambda found: (links[found], found))
 
@@ -148,7 +173,11 @@ class _Matches:
 def _each_once(files: Sequence[str], keys: DataKeys) -> list[str]:
     """Return the first name of each file; a line of the log says so if a file has several."""
     first: dict[str, str] = {}
-    others = [(file, first[real]) for file in files if first.setdefault(real := os.path.realpath(file), file) != file]
+    others = [
+        (file, first[real])
+        for file in files
+        if first.setdefault(real := os.path.realpath(file), file) != file
+    ]
     if others:
         logger.info(
             f"note: {keys.path} finds {len(others):,} files by a second name, such as {others[0][0]} for "
@@ -175,15 +204,22 @@ def contents(files: Sequence[str]) -> list[int]:
         return []
     names = [os.path.abspath(file) for file in files]
     table = cache_folder() / f"{_number(f'contents {os.path.commonpath(names)}'):016x}.contents"
-    keys = [(_number(name), *_size_and_time(file)) for name, file in zip(names, files, strict=True)]
+    keys = [
+        (_number(name), *_size_and_time(file)) for name, file in zip(names, files, strict=True)
+    ]
     known: dict[tuple[int, ...], int] = {}
     with suppress(OSError):
         rows = np.fromfile(table, dtype=np.int64)
-        known = {tuple(row[:3]): row[3] for row in rows[: len(rows) // 4 * 4].reshape(-1, 4).tolist()}
+        known = {
+            tuple(row[:3]): row[3] for row in rows[: len(rows) // 4 * 4].reshape(-1, 4).tolist()
+        }
     unknown = [i for i, key in enumerate(keys) if key not in known]
     if unknown:
-        known |= dict(zip([keys[i] for i in unknown], _hashed([files[i] for i in unknown]), strict=True))
-        latest = {key[0]: (*key, content) for key, content in known.items()}  # one row a file, the newest one
+        known |= dict(
+            zip([keys[i] for i in unknown], _hashed([files[i] for i in unknown]), strict=True)
+        )
+        # one row a file, the newest one
+        latest = {key[0]: (*key, content) for key, content in known.items()}
         with suppress(OSError):  # without a cache the files are hashed again
             write_whole(table, np.array(list(latest.values()), dtype=np.int64).tobytes())
     return [known[key] for key in keys]

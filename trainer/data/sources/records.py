@@ -51,7 +51,9 @@ class Tally:
             logger.warning(f"{self._what} left out so far: {self.number:,}; this one: {reason}")
 
 
-def lines_of(file: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[bytes, Where]]:
+def lines_of(
+    file: str, start: int = 0, stop: int | None = None
+) -> Iterator[tuple[bytes, Where]]:
     """Yield the lines of a file that are not blank. start, stop: of the bytes in which they begin.
 
     Raises:
@@ -60,7 +62,8 @@ def lines_of(file: str, start: int = 0, stop: int | None = None) -> Iterator[tup
     with reading(file), _opened(file) as stream:
         if start:  # behind the line that begins before
             start = stream.seek(start - 1) + len(stream.readline())
-        before, place = cache(lambda: _lines_before(file, start)), start
+        before = cache(lambda: _lines_before(file, start))
+        place = start
         for number, content in enumerate(stream, 1):
             if stop is not None and place >= stop:
                 return
@@ -75,7 +78,8 @@ def rows_of(file: str, name: str) -> Iterator[str | BadRecord]:
     Raises:
         ConfigError: the file cannot be read to its end, has no such column, or needs pyarrow.
     """
-    parquet, numbers = package("pyarrow.parquet", file), count()
+    parquet = package("pyarrow.parquet", file)
+    numbers = count()
     with reading(file), parquet.ParquetFile(file, page_checksum_verification=True) as rows:
         check_column(name, rows.schema_arrow.names, file)
         for batch in rows.iter_batches(batch_size=1024, columns=[name]):
@@ -91,7 +95,9 @@ def text_of_file(file: str) -> str | BadRecord:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return BadRecord(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out of the data set")
+        return BadRecord(
+            f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out of the data set"
+        )
 
 
 def text_of_line(content: bytes, name: str, where: Where) -> str | BadRecord:
@@ -135,7 +141,9 @@ def _opened(file: str) -> BinaryIO:
     if file.endswith(".gz"):
         return gzip.open(file)
     if file.endswith(".zst"):
-        return io.BufferedReader(package("pyarrow", file).input_stream(file, compression="zstd"), BLOCK)
+        return io.BufferedReader(
+            package("pyarrow", file).input_stream(file, compression="zstd"), BLOCK
+        )
     return open(file, "rb")
 
 
@@ -143,7 +151,8 @@ def _lines_before(file: str, place: int) -> int:
     number = 0
     with open(file, "rb") as stream:
         while block := stream.read(min(BLOCK, place)):
-            number, place = number + block.count(b"\n"), place - len(block)
+            number = number + block.count(b"\n")
+            place = place - len(block)
     return number
 
 
@@ -205,8 +214,11 @@ class HubData:
         from huggingface_hub import HfApi
 
         try:
-            found = HfApi().dataset_info(self.name, revision=self.revision, timeout=_ANSWER_SECONDS)
-        except Exception as error:  # of huggingface_hub, and of whichever package it sends requests with
+            found = HfApi().dataset_info(
+                self.name, revision=self.revision, timeout=_ANSWER_SECONDS
+            )
+        except Exception as error:
+            # of huggingface_hub, and of whichever package it sends requests with
             raise ConfigError(
                 f"{self.name!r} is not found at the Hugging Face hub ({_first_line(error)}); check name, revision and "
                 "network, log in with `hf auth login` if it is private or needs consent, or give files that are here"
@@ -224,7 +236,9 @@ class HubData:
                 self.name, self.config, split=self.split, revision=self.revision, streaming=True
             )
         except Exception as error:  # of `datasets` and of packages below it
-            raise ConfigError(f"{self} cannot be opened ({_first_line(error)}); correct the name") from None
+            raise ConfigError(
+                f"{self} cannot be opened ({_first_line(error)}); correct the name"
+            ) from None
 
     @property
     def shards(self) -> int:
@@ -247,7 +261,8 @@ class HubData:
                 yield text_of_row(row[name], name, f"{self}, shard {shard}, row {number}")
         except ConfigError:
             raise
-        except (ValueError, TypeError, NotImplementedError) as error:  # of Arrow, too: a wrong type, or no UTF-8
+        except (ValueError, TypeError, NotImplementedError) as error:
+            # of Arrow, too: a wrong type, or no UTF-8
             yield BadRecord(
                 f"{self}, shard {shard}, cannot be read from row {number + 1} on ({_first_line(error)}); correct its "
                 "file, or download the files and give those that are right with training.dataset = 'jsonl'"

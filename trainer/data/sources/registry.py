@@ -29,7 +29,9 @@ from trainer.data.tokenizers.chat_template import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import NOTHING, Encoded, open_tokenizer
 from trainer.hugging_face.files import grouped
 
-_MODEL, _TRAINING, _CHAT = Model(), Training(), Chat()
+_MODEL = Model()
+_TRAINING = Training()
+_CHAT = Chat()
 _WHOLE = 1 << 62  # bytes of a part that is a whole file
 
 
@@ -52,10 +54,17 @@ class DataSettings:
 
     @classmethod
     def of(
-        cls, dataset: str, path: str | None, model: Model = _MODEL, training: Training = _TRAINING, **others: Any
+        cls,
+        dataset: str,
+        path: str | None,
+        model: Model = _MODEL,
+        training: Training = _TRAINING,
+        **others: Any,
     ) -> "DataSettings":
         """Return what the tables [model] and [training] say. others: the fields `chat` and `keys`, if given."""
-        tokenizer, field, skips = model.tokenizer_file, training.dataset_text_field, training.on_bad_record == "skip"
+        tokenizer = model.tokenizer_file
+        field = training.dataset_text_field
+        skips = training.on_bad_record == "skip"
         return cls(dataset, path, tokenizer, model.chat_template, field, skips, **others)
 
 
@@ -75,7 +84,9 @@ class Part:
 def _encoder_of_texts(settings: DataSettings) -> Callable[[str], Encoded]:
     """Return what puts a text between the tokens that begin and end it; an empty one has none."""
     tokenizer = open_tokenizer(settings.tokenizer)
-    return lambda text: Encoded(tokenizer.encode_to_numpy(text, bos=True, eos=True)) if text else NOTHING
+    return lambda text: (
+        Encoded(tokenizer.encode_to_numpy(text, bos=True, eos=True)) if text else NOTHING
+    )
 
 
 @dataclass(frozen=True)
@@ -109,28 +120,40 @@ def files_of(settings: DataSettings) -> list[str]:
     Raises:
         ConfigError: an unknown data set, or a path that is missing, superfluous, unreadable or matches nothing.
     """
-    name, path, source, keys = settings.dataset, settings.path, source_of(settings), settings.keys
+    name = settings.dataset
+    path = settings.path
+    source = source_of(settings)
+    keys = settings.keys
     if source.own_files is not None:
         if path:
-            others = " or ".join(repr(other) for other, source in DATASETS.items() if source.endings)
+            others = " or ".join(
+                repr(other) for other, source in DATASETS.items() if source.endings
+            )
             raise ConfigError(
                 f"{keys.path} = {path!r} would do nothing, {name} needs none; leave it out, or choose"
                 f" {keys.dataset} = {others}"
             )
         return list(source.own_files())
     if not path and not source.iterable:
-        what = f"a {' or '.join(source.endings)} file, a folder, or a glob" if source.endings else "the data set's name"
+        what = (
+            f"a {' or '.join(source.endings)} file, a folder, or a glob"
+            if source.endings
+            else "the data set's name"
+        )
         raise ConfigError(f"{keys.dataset} = {name!r} needs {keys.path}; give {what}")
     if not source.endings:
         return []
-    others = {end: other for other, source in reversed(DATASETS.items()) for end in source.endings}
+    others = {
+        end: other for other, source in reversed(DATASETS.items()) for end in source.endings
+    }
     files = find_files(path, source.endings, dataset=name, others=others, keys=keys)
     return files if source.token_files else [file for file in files if os.path.getsize(file)]
 
 
 def source_of(settings: DataSettings) -> Source:
     """Return the kind of a data set; ConfigError if there is none of that name."""
-    name, keys = settings.dataset, settings.keys
+    name = settings.dataset
+    keys = settings.keys
     if name in DATASETS:
         return DATASETS[name]
     if name == "c4_test":
@@ -144,7 +167,9 @@ def source_of(settings: DataSettings) -> Source:
             f"{keys.dataset} = {name!r} lies on the Hugging Face hub; use {keys.dataset} = 'hub' and {keys.path} = "
             f"{path!r}"
         )
-    raise ConfigError(f"{keys.dataset} = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
+    raise ConfigError(
+        f"{keys.dataset} = {name!r} is not a known data set{did_you_mean(name, DATASETS)}"
+    )
 
 
 def documents_of(settings: DataSettings, part: Part, skipped: Tally) -> Iterator[Any]:
@@ -177,9 +202,14 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
         ConfigError: see `files_of`; no data; a first document that is bad; `data_streams` that do not fit, see
             `check_streams`. The documents of compressed files, and of the hub, are not counted.
     """
-    source, files = source_of(settings), files_of(settings)
+    source = source_of(settings)
+    files = files_of(settings)
     keys = settings.keys
-    where = f"{keys.path} = {settings.path!r}" if settings.path else f"{keys.dataset} = {settings.dataset!r}"
+    where = (
+        f"{keys.path} = {settings.path!r}"
+        if settings.path
+        else f"{keys.dataset} = {settings.dataset!r}"
+    )
     if source.check is not None:
         source.check(settings)
         return
@@ -193,7 +223,9 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
         check_streams(where, first is not None and 1 + sum(1 for _ in more), data_streams)
 
 
-def check_streams(where: str, items: int, data_streams: int | None, *, item: str = "document") -> None:
+def check_streams(
+    where: str, items: int, data_streams: int | None, *, item: str = "document"
+) -> None:
     """Check that every data stream has a document; None: the number is chosen to fit.
 
     where: the data set, as the message names it; item: what it has in place of documents.
@@ -215,7 +247,9 @@ def check_streams(where: str, items: int, data_streams: int | None, *, item: str
 
 def _groups_of_files(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
     sizes = {file: os.path.getsize(file) for file in files}
-    return [Part(tuple(group), sum(map(sizes.__getitem__, group))) for group in grouped(sizes, size)]
+    return [
+        Part(tuple(group), sum(map(sizes.__getitem__, group))) for group in grouped(sizes, size)
+    ]
 
 
 def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
@@ -226,7 +260,9 @@ def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[P
             found.append(Part((file,), whole))
         else:
             edges = [*range(0, whole, size), whole]
-            found += [Part((file,), stop - start, start, stop) for start, stop in pairwise(edges)]
+            found += [
+                Part((file,), stop - start, start, stop) for start, stop in pairwise(edges)
+            ]
     return found
 
 
@@ -238,10 +274,14 @@ def _texts(_: DataSettings, part: Part) -> Iterator[Any]:
 
 
 def _lines(settings: DataSettings, part: Part) -> Iterator[Any]:
-    file, name = part.files[0], settings.text_field
+    file = part.files[0]
+    name = settings.text_field
     if file.endswith(".parquet"):
         return rows_of(file, name)
-    return (text_of_line(content, name, where) for content, where in lines_of(file, part.start, part.stop))
+    return (
+        text_of_line(content, name, where)
+        for content, where in lines_of(file, part.start, part.stop)
+    )
 
 
 def _of_conversations(read: Callable[[Iterable[Any]], Iterator[Any]]) -> Source:
@@ -250,7 +290,11 @@ def _of_conversations(read: Callable[[Iterable[Any]], Iterator[Any]]) -> Source:
         (".jsonl", *COMPRESSED),
         _ranges_of_lines,
         lambda _, part: read(lines_of(part.files[0], part.start, part.stop)),
-        lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat).encode,
+        lambda settings: (
+            ConversationEncoder.of(
+                settings.tokenizer, settings.chat_template, settings.chat
+            ).encode
+        ),
     )
 
 
@@ -261,11 +305,17 @@ DATASETS: Registry[Source] = Registry(
         "text": Source((".txt",), _groups_of_files, _texts),
         "jsonl": Source((".jsonl", *STREAMED), _ranges_of_lines, _lines),
         "chat": _of_conversations(lambda lines: starmap(conversation, lines)),
-        "preferences": _of_conversations(lambda lines: chain.from_iterable(starmap(preference, lines))),
+        "preferences": _of_conversations(
+            lambda lines: chain.from_iterable(starmap(preference, lines))
+        ),
         "hub": Source(
             (),
-            lambda settings, *_: [Part((settings.path,), 0, i) for i in range(HubData.of(settings.path).shards)],
-            lambda settings, part: HubData.of(settings.path).texts(part.start, settings.text_field),
+            lambda settings, *_: [
+                Part((settings.path,), 0, i) for i in range(HubData.of(settings.path).shards)
+            ],
+            lambda settings, part: HubData.of(settings.path).texts(
+                part.start, settings.text_field
+            ),
             check=lambda settings: HubData.of(settings.path),
         ),
         "tokens": Source((".idx",), token_files=True),

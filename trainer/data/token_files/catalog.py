@@ -18,7 +18,14 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.data.sources.files import cache_folder, contents, number_of, reading, write_whole
 from trainer.data.sources.records import BadRecord
-from trainer.data.sources.registry import DataSettings, all_documents, check_source, check_streams, files_of, source_of
+from trainer.data.sources.registry import (
+    DataSettings,
+    all_documents,
+    check_source,
+    check_streams,
+    files_of,
+    source_of,
+)
 from trainer.data.token_files.format import (
     MANIFEST,
     UNFINISHED,
@@ -34,7 +41,9 @@ from trainer.data.token_files.made import cached, made_by, template_hash
 from trainer.data.tokenizers.tokenizer import Encoded, tokenizer_hash, vocab_size_of
 from trainer.runtime.console import logger
 
-_REMEDY = "copy the file again; or remove its .idx, and the same `lct tokenize` makes the shard again"
+_REMEDY = (
+    "copy the file again; or remove its .idx, and the same `lct tokenize` makes the shard again"
+)
 
 
 def catalog_of(settings: DataSettings, *, makes_files: bool = True) -> str | None:
@@ -57,11 +66,16 @@ def catalog_of(settings: DataSettings, *, makes_files: bool = True) -> str | Non
         return None
     content = json.dumps(found).encode()
     name = catalog_name(content)
-    for folder in (cache_folder() / "catalogs", Path(tempfile.gettempdir(), "long-context-trainer")):
+    for folder in (
+        cache_folder() / "catalogs",
+        Path(tempfile.gettempdir(), "long-context-trainer"),
+    ):
         with suppress(OSError):  # token files need no cache
             _keep(folder / name, content)
             return str(folder / name)
-    raise ConfigError(f"neither {cache_folder()} nor {tempfile.gettempdir()} can be written; set XDG_CACHE_HOME")
+    raise ConfigError(
+        f"neither {cache_folder()} nor {tempfile.gettempdir()} can be written; set XDG_CACHE_HOME"
+    )
 
 
 def _keep(file: Path, content: bytes) -> None:
@@ -107,8 +121,11 @@ def check_data(settings: DataSettings, data_streams: int | None = None) -> None:
 
 
 def _of_cache(settings: DataSettings, folder: Path) -> Catalog:
-    shards, manifest = _shards(folder, settings), json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if not settings.skips and (bad := next((entry for entry in shards.values() if "first" in entry), None)):
+    shards = _shards(folder, settings)
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if not settings.skips and (
+        bad := next((entry for entry in shards.values() if "first" in entry), None)
+    ):
         raise BadRecord(bad["first"])
     pairs = [_own_pair(str(folder / f"{name}.idx"), entry) for name, entry in shards.items()]
     vocab_size = manifest["tokenizer"]["vocab_size"]
@@ -119,8 +136,14 @@ def _of_cache(settings: DataSettings, folder: Path) -> Catalog:
 def _of_token_files(settings: DataSettings) -> Catalog:
     found = list(_pairs(settings))
     others = [pair for pair, content in found if content is None]
-    both = zip(contents([pair.ids for pair in others]), contents([pair.idx for pair in others]), strict=True)
-    digest, content, documents = blake2b(digest_size=8), [], 0
+    both = zip(
+        contents([pair.ids for pair in others]),
+        contents([pair.idx for pair in others]),
+        strict=True,
+    )
+    digest = blake2b(digest_size=8)
+    content = []
+    documents = 0
     for pair, own in found:
         digest.update(f"{own or next(both)}\0".encode())
         documents += pair.documents
@@ -149,14 +172,19 @@ def _pairs(settings: DataSettings) -> Iterator[tuple[Pair, tuple[int, int, int] 
 
 
 def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:
-    pair, marks = open_pair(idx), Path(idx).with_suffix(".answers")
+    pair = open_pair(idx)
+    marks = Path(idx).with_suffix(".answers")
     for ending in ("idx", "crc"):
         file = Path(idx).with_suffix(f".{ending}")
         with reading(str(file)):
             found = zlib.crc32(file.read_bytes())
         if found != entry[ending]:
-            raise ConfigError(f"{file} is damaged: its check sum is not that of {MANIFEST}; copy it again")
-    return pair._replace(crc=str(Path(idx).with_suffix(".crc")), answers=str(marks) if marks.exists() else None)
+            raise ConfigError(
+                f"{file} is damaged: its check sum is not that of {MANIFEST}; copy it again"
+            )
+    return pair._replace(
+        crc=str(Path(idx).with_suffix(".crc")), answers=str(marks) if marks.exists() else None
+    )
 
 
 def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
@@ -167,7 +195,8 @@ def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
         )
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        shards, tokenizer = manifest["shards"], manifest["tokenizer"]
+        shards = manifest["shards"]
+        tokenizer = manifest["tokenizer"]
         _ = [tokenizer[key] for key in ("hash", "name", "vocab_size")]
         _ = [int(entry[key]) for entry in shards.values() for key in ("idx", "crc")]
     except FileNotFoundError:
@@ -178,7 +207,9 @@ def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
         ) from None
     lost = next((name for name in shards if not (folder / f"{name}.idx").exists()), None)
     if lost is not None:
-        raise ConfigError(f"{folder} lacks {lost}.idx, which its {MANIFEST} names; copy the folder again")
+        raise ConfigError(
+            f"{folder} lacks {lost}.idx, which its {MANIFEST} names; copy the folder again"
+        )
     if tokenizer["hash"] != tokenizer_hash(settings.tokenizer):
         raise ConfigError(
             f"{folder} has the token ids of another tokenizer ({tokenizer['name']}, {tokenizer['vocab_size']:,} tokens)"
@@ -188,9 +219,12 @@ def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
     return shards
 
 
-def _check_files_beside(folder: Path, manifest: Mapping[str, Any], settings: DataSettings) -> None:
+def _check_files_beside(
+    folder: Path, manifest: Mapping[str, Any], settings: DataSettings
+) -> None:
     """Check that the files beside the tokenizer's say today what they said when the token files were made."""
-    ends, template = manifest.get("made_by", {}).get("tokenizer"), manifest.get("template")
+    ends = manifest.get("made_by", {}).get("tokenizer")
+    template = manifest.get("template")
     changed = ""
     if ends is not None and ends != made_by(settings)["tokenizer"]:
         changed = "other tokens at the beginning or end of documents"

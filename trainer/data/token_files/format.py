@@ -70,9 +70,12 @@ class Pair(NamedTuple):
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The mapped index: lengths and places of sequences, and the first sequence of each document and the end."""
-        n, m = self.sequences, self.documents + 1
+        n = self.sequences
+        m = self.documents + 1
         lengths, places, firsts = (
-            np.memmap(self.idx, dtype, "r", HEADER.size + offset, (count,)) if count else np.empty(0, dtype)
+            np.memmap(self.idx, dtype, "r", HEADER.size + offset, (count,))
+            if count
+            else np.empty(0, dtype)
             for dtype, offset, count in (("<i4", 0, n), ("<i8", 4 * n, n), ("<i8", 12 * n, m))
         )
         return lengths, places, firsts
@@ -86,11 +89,20 @@ def open_pair(idx: str) -> Pair:
         )
     ids = str(Path(idx).with_suffix(".bin"))
     with reading(idx), open(idx, "rb") as stream:
-        size, ids_size = os.path.getsize(idx), os.path.getsize(ids)
+        size = os.path.getsize(idx)
+        ids_size = os.path.getsize(ids)
         header = stream.read(HEADER.size)
     magic, version, code, n, m = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
-    if magic != MAGIC or version != 1 or code not in CODES or not m or size != HEADER.size + 12 * n + 8 * m:
-        raise ConfigError(f"{idx} is no whole index of token ids (Megatron's format, version 1); copy it again")
+    if (
+        magic != MAGIC
+        or version != 1
+        or code not in CODES
+        or not m
+        or size != HEADER.size + 12 * n + 8 * m
+    ):
+        raise ConfigError(
+            f"{idx} is no whole index of token ids (Megatron's format, version 1); copy it again"
+        )
     pair = Pair(idx, ids, CODES[code], n, m - 1)
     lengths, places, _ = pair.arrays
     end = int(places[-1]) + int(lengths[-1]) * pair.itemsize if n else 0
@@ -106,13 +118,17 @@ def checked_pair(idx: str) -> Pair:
     """Return a pair of another program; ConfigError if its sequences do not follow each other in the .bin."""
     pair = open_pair(idx)
     lengths, places, firsts = pair.arrays
-    whole = firsts[0] == 0 and firsts[-1] == len(lengths) and (not len(places) or places[0] == 0)
+    whole = (
+        firsts[0] == 0 and firsts[-1] == len(lengths) and (not len(places) or places[0] == 0)
+    )
     for start in range(0, len(firsts), _CHECKED):
         whole = whole and bool((np.diff(firsts[start : start + _CHECKED + 1]) >= 0).all())
     for start in range(0, len(lengths), _CHECKED):
         sizes = lengths[start : start + _CHECKED].astype(np.int64) * pair.itemsize
         steps = np.diff(places[start : start + _CHECKED + 1])
-        whole = whole and bool((sizes >= 0).all()) and bool((steps == sizes[: len(steps)]).all())
+        whole = (
+            whole and bool((sizes >= 0).all()) and bool((steps == sizes[: len(steps)]).all())
+        )
     if not whole:
         raise ConfigError(
             f"{idx} is damaged: its sequences do not follow each other in {Path(pair.ids).name}, or its documents in "
@@ -128,14 +144,19 @@ class ByteRanges:
     """
 
     def __init__(self) -> None:
-        self._opened = lru_cache(maxsize=_open_files_allowed())(partial(open, mode="rb", buffering=0))
+        self._opened = lru_cache(maxsize=_open_files_allowed())(
+            partial(open, mode="rb", buffering=0)
+        )
 
     def read(self, file: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file; ConfigError if it cannot be read, or is shorter than that."""
-        parts, here = [], start
+        parts = []
+        here = start
         with reading(file):
             opened = self._opened(file)
-            while here < stop and (part := os.pread(opened.fileno(), min(stop - here, 1 << 30), here)):
+            while here < stop and (
+                part := os.pread(opened.fileno(), min(stop - here, 1 << 30), here)
+            ):
                 parts.append(part)
                 here += len(part)
         if here < stop:
@@ -151,7 +172,9 @@ def _open_files_allowed() -> int:
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft := wanted, hard))
-    return max(min(soft if soft != resource.RLIM_INFINITY else wanted, wanted) - _OTHER_FILES, 64)
+    return max(
+        min(soft if soft != resource.RLIM_INFINITY else wanted, wanted) - _OTHER_FILES, 64
+    )
 
 
 def catalog_name(content: bytes) -> str:
@@ -179,7 +202,9 @@ class Catalog(NamedTuple):
         with reading(str(file)):
             content = Path(file).read_bytes()
         if Path(file).name != catalog_name(content):
-            raise ConfigError(f"{file} was damaged since this job began; start the job again, which makes it again")
+            raise ConfigError(
+                f"{file} was damaged since this job began; start the job again, which makes it again"
+            )
         pairs, *others = json.loads(content)
         return cls([Pair(*pair) for pair in pairs], *others)
 
@@ -188,9 +213,13 @@ class TokenFiles:
     """Documents by number. skips: one that is damaged, or has a wrong id, is as one without text."""
 
     def __init__(self, catalog: Catalog, *, skips: bool = False) -> None:
-        self.made_by, self._catalog, self._skips = catalog.made_by, catalog, skips
+        self.made_by = catalog.made_by
+        self._catalog = catalog
+        self._skips = skips
         self._ends = np.cumsum([pair.documents for pair in catalog.pairs], dtype=np.int64)
-        self._reads, self._skipped, self._bad = ByteRanges(), Tally(), set[int]()
+        self._reads = ByteRanges()
+        self._skipped = Tally()
+        self._bad = set[int]()
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -218,7 +247,9 @@ class TokenFiles:
         found = [np.empty(0, dtype=np.int64)]
         for pair in self._catalog.pairs:
             lengths, _, firsts = pair.arrays
-            found.append(np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[firsts]))
+            found.append(
+                np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[firsts])
+            )
         return np.concatenate(found)
 
     def answers(self) -> int | None:
@@ -233,7 +264,9 @@ class TokenFiles:
         found = []
         for pair in self._catalog.pairs:
             with suppress(OSError, ValueError):
-                found.append(json.loads(Path(pair.idx).with_suffix(NOTES).read_text(encoding="utf-8")))
+                found.append(
+                    json.loads(Path(pair.idx).with_suffix(NOTES).read_text(encoding="utf-8"))
+                )
         return sum_of(found)
 
     def fingerprint(self, documents: int) -> int:
@@ -245,21 +278,31 @@ class TokenFiles:
         pair = self._catalog.pairs[number]
         i -= int(self._ends[number]) - pair.documents
         start, stop = self._span(pair, i)
-        content, answers = self._reads.read(pair.ids, start, stop), b""
+        content = self._reads.read(pair.ids, start, stop)
+        answers = b""
         if pair.answers is not None:
-            answers = self._reads.read(pair.answers, start // pair.itemsize, stop // pair.itemsize)
+            answers = self._reads.read(
+                pair.answers, start // pair.itemsize, stop // pair.itemsize
+            )
         if pair.crc is not None:
-            (known,) = np.frombuffer(self._reads.read(pair.crc, 4 * i, 4 * i + 4), dtype="<u4").tolist()
+            (known,) = np.frombuffer(
+                self._reads.read(pair.crc, 4 * i, 4 * i + 4), dtype="<u4"
+            ).tolist()
             if zlib.crc32(answers, zlib.crc32(content)) != known:
-                raise BadRecord(f"{pair.ids}, document {i}, is damaged: its check sum is wrong; {self._catalog.remedy}")
-        ids, vocab_size = np.frombuffer(content, dtype=pair.dtype), self._catalog.vocab_size
+                raise BadRecord(
+                    f"{pair.ids}, document {i}, is damaged: its check sum is wrong; {self._catalog.remedy}"
+                )
+        ids = np.frombuffer(content, dtype=pair.dtype)
+        vocab_size = self._catalog.vocab_size
         if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
             wrong = int(ids.max() if ids.max() >= vocab_size else ids.min())
             raise BadRecord(
                 f"{pair.ids}, document {i}, has the token id {wrong}, and the tokenizer has {vocab_size:,} (0 and up); "
                 "name the tokenizer that made the file in model.tokenizer_path"
             )
-        return Encoded(ids, None if pair.answers is None else np.frombuffer(answers, dtype=bool))
+        return Encoded(
+            ids, None if pair.answers is None else np.frombuffer(answers, dtype=bool)
+        )
 
     def _span(self, pair: Pair, i: int) -> tuple[int, int]:
         """Return the bytes [start, stop) of document i of a pair."""
@@ -273,11 +316,9 @@ class TokenFiles:
         first, end = numbers(12 * n + 8 * i, "<i8", 2)
         if end == first:
             return 0, 0
-        (start,), (last,), (length,) = (
-            numbers(4 * n + 8 * first, "<i8"),
-            numbers(4 * n + 8 * (end - 1), "<i8"),
-            numbers(4 * (end - 1), "<i4"),
-        )
+        (start,) = numbers(4 * n + 8 * first, "<i8")
+        (last,) = numbers(4 * n + 8 * (end - 1), "<i8")
+        (length,) = numbers(4 * (end - 1), "<i4")
         return start, last + length * pair.itemsize
 
 

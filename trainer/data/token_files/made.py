@@ -30,10 +30,22 @@ from trainer.config.loader import IMPORTED, import_packages
 from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
 from trainer.data.sources.records import HubData, Tally, text_of_file
 from trainer.data.sources.registry import DataSettings, Part, documents_of, files_of, source_of
-from trainer.data.token_files.format import CODES, MANIFEST, NOTES, UNFINISHED, index_bytes, open_pair
+from trainer.data.token_files.format import (
+    CODES,
+    MANIFEST,
+    NOTES,
+    UNFINISHED,
+    index_bytes,
+    open_pair,
+)
 from trainer.data.tokenizers import chat_notes
 from trainer.data.tokenizers.chat_template import ConversationEncoder
-from trainer.data.tokenizers.tokenizer import NOTHING, open_tokenizer, tokenizer_hash, vocab_size_of
+from trainer.data.tokenizers.tokenizer import (
+    NOTHING,
+    open_tokenizer,
+    tokenizer_hash,
+    vocab_size_of,
+)
 from trainer.runtime.console import logger
 from trainer.runtime.dump_folder import wait_for_lock
 from trainer.runtime.launcher_watch import end_with
@@ -42,7 +54,8 @@ _FORMAT = 2
 LABELS = 1
 """The number of the code that makes labels of conversations: each change of labels raises it, so that no run takes the
 labels of older code from the cache (tests/unit/test_label_code.py)."""
-_SHARD_BYTES = 1 << 20, 1 << 28  # fewest and most bytes of input for a shard, of which small data have 64
+# fewest and most bytes of input for a shard, of which small data have 64
+_SHARD_BYTES = 1 << 20, 1 << 28
 _ALONE_BYTES = 1 << 24  # input of about a second, in which other processes would only start
 _LOG_SECONDS = 5.0
 _TOKENS_A_BYTE = 0.3  # about what tokenizers make of text
@@ -72,7 +85,9 @@ class Inputs:
             return cls(settings, (), [_hash(settings.path)], made_by(settings))
         files = files_of(settings)
         if not files:
-            raise ConfigError(f"{settings.path or settings.dataset} holds no text; give files that are not empty")
+            raise ConfigError(
+                f"{settings.path or settings.dataset} holds no text; give files that are not empty"
+            )
         return cls(settings, files, contents(files), made_by(settings))
 
     def parts(self, shard_bytes: int | None) -> list[Part]:
@@ -91,16 +106,30 @@ class Inputs:
         tokenizer = self.settings.tokenizer
         described = {"hash": tokenizer_hash(tokenizer), "name": Path(tokenizer).name}
         described["vocab_size"] = vocab_size_of(tokenizer)
-        names = {"format": _FORMAT, "dataset": self.settings.dataset, "shard_bytes": shard_bytes}
+        names = {
+            "format": _FORMAT,
+            "dataset": self.settings.dataset,
+            "shard_bytes": shard_bytes,
+        }
         names |= {"path": self.settings.path} if self.settings.dataset == "hub" else {}
         if self.settings.dataset in CONVERSATIONS:
             names |= {"labels": LABELS, "template": template_hash(self.settings)}
-        return names | {"tokenizer": described, "made_by": dict(self.made_by), "inputs": list(self.digests)}
+        return names | {
+            "tokenizer": described,
+            "made_by": dict(self.made_by),
+            "inputs": list(self.digests),
+        }
 
-    def content(self, parts: Sequence[Part], entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    def content(
+        self, parts: Sequence[Part], entries: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[int, int]]:
         """Return the number of documents up to the end of each file, and the hash of the content of these."""
-        digest, found, documents, last = hashlib.blake2b(digest_size=8), [], 0, None
-        if not self.settings.path:  # as files of other names have the same content on another machine
+        digest = hashlib.blake2b(digest_size=8)
+        found = []
+        documents = 0
+        last = None
+        # as files of other names have the same content on another machine
+        if not self.settings.path:
             for text in map(text_of_file, self.files):
                 digest.update(f"{text}\0".encode("utf-8", "surrogatepass"))
             return [(sum(entry["documents"] for entry in entries), number_of(digest))]
@@ -111,7 +140,8 @@ class Inputs:
                 if file != last:
                     digest.update(f"{digests[file]}\0".encode())
                     found.append((documents, 0))
-                documents, last = documents + count, file
+                documents = documents + count
+                last = file
                 found[-1] = documents, number_of(digest)
         return found
 
@@ -120,23 +150,33 @@ def made_by(settings: DataSettings) -> dict[str, int]:
     """Return hashes of the settings that decide which tokens documents become; ConfigError if one cannot be read."""
     tokenizer = open_tokenizer(settings.tokenizer)
     # Files beside that of the tokenizer may name the tokens that begin and end a text.
-    found = {"tokenizer": _hash(tokenizer_hash(settings.tokenizer), tokenizer.bos_id, tokenizer.eos_id)}
+    found = {
+        "tokenizer": _hash(
+            tokenizer_hash(settings.tokenizer), tokenizer.bos_id, tokenizer.eos_id
+        )
+    }
     if settings.dataset in ("jsonl", "hub"):
         found["text_field"] = _hash(settings.text_field)
     if settings.dataset in CONVERSATIONS:
-        encoder = ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat)
+        encoder = ConversationEncoder.of(
+            settings.tokenizer, settings.chat_template, settings.chat
+        )
         found["template"] = _hash(encoder.identity)
     return found
 
 
 def template_hash(settings: DataSettings) -> int | None:
     """Return a hash of the chat template and of its special tokens; None if there is no template."""
-    files = ConversationEncoder.of(settings.tokenizer, settings.chat_template, settings.chat).files
+    files = ConversationEncoder.of(
+        settings.tokenizer, settings.chat_template, settings.chat
+    ).files
     return None if files is None else _hash(files)
 
 
 def _hash(*parts: object) -> int:
-    return number_of(hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8))
+    return number_of(
+        hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8)
+    )
 
 
 def cached(settings: DataSettings, *, makes_files: bool = True) -> Path | None:
@@ -151,13 +191,21 @@ def cached(settings: DataSettings, *, makes_files: bool = True) -> Path | None:
     """
     try:
         inputs = Inputs.of(_pinned(settings))
-        key = hashlib.sha256(json.dumps(inputs.plan(None), sort_keys=True).encode()).hexdigest()[:32]
+        key = hashlib.sha256(
+            json.dumps(inputs.plan(None), sort_keys=True).encode()
+        ).hexdigest()[:32]
         folder = cache_folder() / "tokens" / key
         if not (folder / MANIFEST).exists():
             if not makes_files:
                 return None
-            logger.info(f"making token files of {described(inputs.settings, inputs.size)} in {folder}")
-            cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            logger.info(
+                f"making token files of {described(inputs.settings, inputs.size)} in {folder}"
+            )
+            cpus = (
+                len(os.sched_getaffinity(0))
+                if hasattr(os, "sched_getaffinity")
+                else os.cpu_count() or 1
+            )
             processes = 1 if 0 < inputs.size <= _ALONE_BYTES else cpus
             tokenize(inputs, folder, processes=processes, log=logger.info, every=_LOG_SECONDS)
     except OSError as error:
@@ -172,9 +220,13 @@ def described(settings: DataSettings, size: int) -> str:
     """Return what token files are made of, and about how large they become. size: of the data, in bytes; 0: unknown."""
     if not size:
         return f"{settings.dataset} {settings.path or ''}".strip()
-    id_bytes = (2 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4) + (settings.dataset in CONVERSATIONS)
+    id_bytes = (2 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4) + (
+        settings.dataset in CONVERSATIONS
+    )
     about = size * _TOKENS_A_BYTE * id_bytes
-    return f"{size / 2**20:,.1f} MiB of {settings.dataset}, about {about / 2**20:,.1f} MiB of ids,"
+    return (
+        f"{size / 2**20:,.1f} MiB of {settings.dataset}, about {about / 2**20:,.1f} MiB of ids,"
+    )
 
 
 def _pinned(settings: DataSettings) -> DataSettings:
@@ -205,9 +257,11 @@ def tokenize(
         ConfigError: data that cannot be read, a bad record, or a folder with other token ids.
         OSError: the folder cannot be written.
     """
-    plan, started = inputs.plan(shard_bytes), time.monotonic()
+    plan = inputs.plan(shard_bytes)
+    started = time.monotonic()
     with _held(folder, log):
-        if every and (folder / MANIFEST).exists():  # in the cache it is of the same content, and another job made it
+        # in the cache it is of the same content, and another job made it
+        if every and (folder / MANIFEST).exists():
             return noted(folder)
         _begin(folder, plan)
         parts = inputs.parts(shard_bytes)
@@ -220,11 +274,16 @@ def tokenize(
         shards = dict(zip([stem.name for stem in stems], entries, strict=True))
         manifest = plan | {"content": inputs.content(parts, entries), "shards": shards}
         write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-        for file in (folder / UNFINISHED, *folder.glob("*.tmp")):  # of processes that were killed
+        # of processes that were killed
+        for file in (folder / UNFINISHED, *folder.glob("*.tmp")):
             file.unlink(missing_ok=True)
-    documents, tokens = (sum(entry[key] for entry in entries) for key in ("documents", "tokens"))
+    documents, tokens = (
+        sum(entry[key] for entry in entries) for key in ("documents", "tokens")
+    )
     seconds = _duration(time.monotonic() - started)
-    log(f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({seconds})")
+    log(
+        f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({seconds})"
+    )
     return manifest
 
 
@@ -252,7 +311,9 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
             )
         return
     if any(folder.glob("*.idx")):
-        raise ConfigError(f"--output {folder} holds token ids of another program; name another folder")
+        raise ConfigError(
+            f"--output {folder} holds token ids of another program; name another folder"
+        )
     write_whole(folder / UNFINISHED, json.dumps(plan).encode())
 
 
@@ -265,7 +326,9 @@ def _held(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _missing(stems: Sequence[Path], entries: Mapping[str, Any], log: Callable[[str], None]) -> list[int]:
+def _missing(
+    stems: Sequence[Path], entries: Mapping[str, Any], log: Callable[[str], None]
+) -> list[int]:
     """Return the numbers of the shards that are not there, or are damaged. entries: those of the manifest."""
     missing = []
     for number, stem in enumerate(stems):
@@ -292,27 +355,40 @@ def _write(
     every: float,
 ) -> None:
     started = logged = time.monotonic()
-    done, total = 0, sum(parts[i].size for i in left)
+    done = 0
+    total = sum(parts[i].size for i in left)
     work = {i: (settings, parts[i], stems[i]) for i in left}
     for number, i in enumerate(_written(work, min(processes, len(left))), 1):
         done += parts[i].size
         if (now := time.monotonic()) - logged < every:
             continue
-        logged, seconds = now, now - started
+        logged = now
+        seconds = now - started
         share = done / total if total else number / len(left)
-        rate = f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB, {done / 2**20 / seconds:.1f} MiB/s, " if total else ""
-        log(f"{stems[i].name}: {number} of {len(left)} shards, {rate}{_duration(seconds * (1 - share) / share)} left")
+        rate = (
+            f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB, {done / 2**20 / seconds:.1f} MiB/s, "
+            if total
+            else ""
+        )
+        log(
+            f"{stems[i].name}: {number} of {len(left)} shards, {rate}{_duration(seconds * (1 - share) / share)} left"
+        )
 
 
-def _written(work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int) -> Iterator[int]:
+def _written(
+    work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int
+) -> Iterator[int]:
     """Write shards, and yield the number of each when it is written; ConfigError of a process, or if one is killed."""
     if processes <= 1:
         for number, one in work.items():
             write_shard(*one)
             yield number
         return
-    spawn, begin = multiprocessing.get_context("spawn"), (os.getpid(), tuple(IMPORTED))
-    with ProcessPoolExecutor(processes, spawn, initializer=_begin_process, initargs=begin) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    begin = (os.getpid(), tuple(IMPORTED))
+    with ProcessPoolExecutor(
+        processes, spawn, initializer=_begin_process, initargs=begin
+    ) as pool:
         try:
             numbers = {pool.submit(write_shard, *one): number for number, one in work.items()}
             for future in as_completed(numbers):
@@ -345,18 +421,26 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
         ConfigError: the data cannot be read, or a record is bad and not to be skipped.
         OSError: a file cannot be written.
     """
-    code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4  # uint16, or int32: the format has no uint32
-    encode, dtype = source_of(settings).encoder(settings), np.dtype(CODES[code])
-    index, lengths, sums, answers, skipped = stem.with_suffix(".idx"), [], [], [], Tally()
+    # uint16, or int32: the format has no uint32
+    code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4
+    encode = source_of(settings).encoder(settings)
+    dtype = np.dtype(CODES[code])
+    index = stem.with_suffix(".idx")
+    lengths = []
+    sums = []
+    answers = []
+    skipped = Tally()
     notes: dict[str, dict[str, Any]] = {}
     with _emptied_on_error(stem.with_suffix(".bin")) as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
+        # a process of a run whose parent was killed may still write
+        fcntl.flock(stream, fcntl.LOCK_EX)
         if index.exists():
             return
         stream.truncate(0)
         for document in documents_of(settings, part, skipped):
             encoded = encode(document) if document else NOTHING
-            ids, marks = encoded.ids, encoded.answers
+            ids = encoded.ids
+            marks = encoded.answers
             if encoded.notes:
                 chat_notes.add(notes, encoded.notes, document["where"]())
             stream.write(content := ids.astype(dtype).tobytes())
@@ -384,11 +468,19 @@ def entry_of(stem: Path) -> dict[str, Any]:
         ConfigError: the index is damaged, or does not fit the ids.
         OSError: a file is missing.
     """
-    sums = {name: zlib.crc32(stem.with_suffix(f".{name}").read_bytes()) for name in ("idx", "crc")}
-    pair, note = open_pair(str(stem.with_suffix(".idx"))), {}
+    sums = {
+        name: zlib.crc32(stem.with_suffix(f".{name}").read_bytes()) for name in ("idx", "crc")
+    }
+    pair = open_pair(str(stem.with_suffix(".idx")))
+    note = {}
     with suppress(FileNotFoundError):
         note = json.loads(stem.with_suffix(".skipped").read_text(encoding="utf-8"))
-    return {"documents": pair.documents, "tokens": os.path.getsize(pair.ids) // pair.itemsize, **sums, **note}
+    return {
+        "documents": pair.documents,
+        "tokens": os.path.getsize(pair.ids) // pair.itemsize,
+        **sums,
+        **note,
+    }
 
 
 def _begin_process(parent: int, packages: Sequence[str]) -> None:

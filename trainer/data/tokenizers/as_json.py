@@ -16,7 +16,15 @@ def json_files(file: str, longest: int) -> dict[str, Any]:
     Raises:
         ConfigError: the file is no rank file.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
 
     ranks = read_ranks(file, file)
     spelling = {byte: char for char, byte in byte_of_char().items()}
@@ -29,7 +37,9 @@ def json_files(file: str, longest: int) -> dict[str, Any]:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
+    made.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS]
+    )
     begin, end = SPECIAL_TOKENS[:2]
     first = [(begin, len(ranks))]
     made.post_processor = processors.TemplateProcessing(
@@ -58,4 +68,6 @@ def byte_of_char() -> dict[str, int]:
     """Return GPT-2's spelling of bytes: printable Latin-1 stands for itself, other bytes are 256, 257, ..."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+    return {chr(value): value for value in printable} | {
+        chr(256 + i): value for i, value in enumerate(others)
+    }

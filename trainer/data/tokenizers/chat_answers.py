@@ -23,8 +23,12 @@ from trainer.data.tokenizers.chat_messages import function_of
 
 CHECKED = ("user", "assistant", "tool")  # a system message may be written inside another one
 MARK_ANSWERS = "mark the answers in the template with {% generation %} ... {% endgeneration %}"
-_NOT_WRITTEN = "does not write message {}; use the template of a model that has it, or leave the line out"
-_FIRST, _LAST = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
+_NOT_WRITTEN = (
+    "does not write message {}; use the template of a model that has it, or leave the line out"
+)
+# noncharacters of Unicode, which no text has
+_FIRST = "\ufdd0"
+_LAST = "\ufdd1"
 _NUMBERS = 0xF0000  # a plane for private use: a character for each message
 _MARK = re.compile(f"([{_FIRST}{_LAST}])([\U000f0000-\U000fffff])")
 
@@ -36,41 +40,65 @@ Write = Callable[..., str]
 class Answers:
     """The answers in one rendered conversation. text: of all messages; special: names of special tokens."""
 
-    def __init__(self, messages: Messages, text: str, write: Write, special: Iterable[str]) -> None:
-        self._messages, self._text, self._write = messages, text, write
+    def __init__(
+        self, messages: Messages, text: str, write: Write, special: Iterable[str]
+    ) -> None:
+        self._messages = messages
+        self._text = text
+        self._write = write
         self._tokens = tuple(filter(None, special))
         self._special = re.compile(rf"\s*({'|'.join(map(re.escape, self._tokens)) or '(?!)'})")
         self._places: dict[tuple[str, int], int] = {}
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        for numbers in (range(len(messages)), answers):  # some templates look at how a content of a user begins
+        # some templates look at how a content of a user begins
+        for numbers in (range(len(messages)), answers):
             marked, places = self._marked(messages, numbers)
             if marked == text:
                 self._places = places
                 break
         for i in numbers if marked == text else ():
-            if messages[i]["role"] in CHECKED and messages[i]["content"].strip() and (_LAST, i) not in places:
+            if (
+                messages[i]["role"] in CHECKED
+                and messages[i]["content"].strip()
+                and (_LAST, i) not in places
+            ):
                 raise ConfigError(_NOT_WRITTEN.format(i + 1))
 
     def span(self, number: int) -> tuple[int, int]:
         """Return the characters [start, stop) of the answer that is message `number`, from 0; ConfigError if none."""
         start = self._start(number)
         stop = self._stop(number, start)
-        if not self._text[start:stop].endswith(self._tokens):  # the next message's first token ends the answer
-            stop += len(next((token for token in self._tokens if self._text.startswith(token, stop)), ""))
-        if end_of(_without_reasoning(self._messages[number]["content"]), self._text[start:stop], 0) < 0:
+        # the next message's first token ends the answer
+        if not self._text[start:stop].endswith(self._tokens):
+            stop += len(
+                next(
+                    (token for token in self._tokens if self._text.startswith(token, stop)), ""
+                )
+            )
+        if (
+            end_of(
+                _without_reasoning(self._messages[number]["content"]), self._text[start:stop], 0
+            )
+            < 0
+        ):
             raise ConfigError(_NOT_WRITTEN.format(number + 1))
         return start, stop
 
     def _start(self, number: int) -> int:
-        text, content = self._text, self._places.get((_FIRST, number))
+        text = self._text
+        content = self._places.get((_FIRST, number))
         before = self._messages[:number]
-        prompt, places = self._marked(before, [number - 1], prompts=True) if number else ("", {})
+        prompt, places = (
+            self._marked(before, [number - 1], prompts=True) if number else ("", {})
+        )
         if number and prompt and text.startswith(prompt):
             return len(prompt) + self._header(before, prompt)
         behind = self._places.get((_LAST, number - 1)), places.get((_LAST, number - 1))
         if None not in behind:
             header = prompt[behind[1] :]
-            equal = takewhile(lambda pair: pair[0] == pair[1], zip(header, text[behind[0] :], strict=False))
+            equal = takewhile(
+                lambda pair: pair[0] == pair[1], zip(header, text[behind[0] :], strict=False)
+            )
             common = "".join(character for character, _ in equal)
             if common == header:
                 return behind[0] + len(header)
@@ -87,38 +115,57 @@ class Answers:
 
     def _has_more(self, number: int, before: str) -> bool:
         """Return whether the text before the content of a message has another part of it, such as its reasoning."""
-        parts = (part for key, part in self._messages[number].items() if key not in ("role", "content"))
-        return any(isinstance(part, str) and part.strip() and part.strip() in before for part in parts)
+        parts = (
+            part
+            for key, part in self._messages[number].items()
+            if key not in ("role", "content")
+        )
+        return any(
+            isinstance(part, str) and part.strip() and part.strip() in before for part in parts
+        )
 
     def _header(self, before: Messages, prompt: str) -> int:
         """Return the number of characters of a header that the template writes without being asked for a prompt."""
-        if self._places.get((_FIRST, len(before))) == len(prompt) or prompt != self._marked(before, ())[0]:
+        if (
+            self._places.get((_FIRST, len(before))) == len(prompt)
+            or prompt != self._marked(before, ())[0]
+        ):
             return 0
         probe = {"role": "assistant", "content": "4"}
         whole, places = self._marked([*before, probe], [len(before)])
         header = whole[len(prompt) : places.get((_FIRST, len(before)), 0)]
-        return len(header) if header.strip() and self._text.startswith(header, len(prompt)) else 0
+        return (
+            len(header) if header.strip() and self._text.startswith(header, len(prompt)) else 0
+        )
 
     def _stop(self, number: int, start: int) -> int:
-        text, message = self._text, self._messages[number]
+        text = self._text
+        message = self._messages[number]
         alone, places = self._marked(self._messages[: number + 1], [number])
-        here, there = self._places.get((_LAST, number)), places.get((_LAST, number))
+        here = self._places.get((_LAST, number))
+        there = places.get((_LAST, number))
         if here is not None and there is not None:
             ends = self._ends(text, here), self._ends(alone, there)
             if all(ends) and not message.get("tool_calls"):
                 # Some models end the last answer by another token than those before.
-                equal = list(takewhile(lambda pair: pair[0][1] == pair[1][1], zip(*ends, strict=False)))
+                equal = list(
+                    takewhile(lambda pair: pair[0][1] == pair[1][1], zip(*ends, strict=False))
+                )
                 return equal[-1][0][0] if equal else ends[0][0][0]
-            tail = alone[there:].rstrip() or alone[there:]  # white space behind an end token is the template's
+            # white space behind an end token is the template's
+            tail = alone[there:].rstrip() or alone[there:]
             if text.startswith(tail, here):
                 return here + len(tail)
         calls = [function_of(call)[0] for call in message.get("tool_calls") or ()]
         needed = message["content"].strip() or next(iter(calls), "")
         # Alone, the answer may begin with more, such as its reasoning. The longest ending that stands here is taken.
-        whole, last = alone.rstrip(), alone.rfind(needed)
+        whole = alone.rstrip()
+        last = alone.rfind(needed)
         for match in re.finditer(re.escape(text[start : start + 1]), whole[: last + 1]):
             begin = match.start()
-            if text.startswith(whole[begin : begin + 64], start) and text.startswith(whole[begin:], start):
+            if text.startswith(whole[begin : begin + 64], start) and text.startswith(
+                whole[begin:], start
+            ):
                 return start + len(whole) - begin
         raise ConfigError(
             f"writes message {number + 1} otherwise when others follow, so that the end of its answer cannot be found; "
@@ -148,13 +195,19 @@ class Answers:
             if inner := content.strip():
                 outer = content.partition(inner)
                 number = chr(_NUMBERS + i)
-                changed[i] = changed[i] | {"content": f"{outer[0]}{_FIRST}{number}{inner}{_LAST}{number}{outer[2]}"}
+                changed[i] = changed[i] | {
+                    "content": f"{outer[0]}{_FIRST}{number}{inner}{_LAST}{number}{outer[2]}"
+                }
         try:
             marked = self._write(changed, prompts=prompts)
         except ConfigError:
             return "", {}
-        parts, places, length = _MARK.split(marked), {}, 0
-        for text, mark, number in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True):
+        parts = _MARK.split(marked)
+        places = {}
+        length = 0
+        for text, mark, number in zip(
+            parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True
+        ):
             length += len(text)
             if mark:
                 places[mark, ord(number) - _NUMBERS] = length
@@ -173,7 +226,8 @@ def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
     for number, message in enumerate(messages, 1):
         if message["role"] not in CHECKED:
             continue
-        start, content = place, _without_reasoning(message["content"])
+        start = place
+        content = _without_reasoning(message["content"])
         if content and (place := end_of(content, text, start)) < 0:
             what = "answer" if message["role"] == "assistant" else "content"
             return f"the {what} of message {number} ({message['role']})"
@@ -186,7 +240,8 @@ def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
                 or any(end_of(value, text, start) < 0 for value in _values(arguments))
             ):
                 return f"the call of {function!r} in message {number}"
-            start, place = end, max(place, end)
+            start = end
+            place = max(place, end)
     return ""
 
 

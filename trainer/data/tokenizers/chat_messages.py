@@ -24,27 +24,41 @@ def read_messages(given: object) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a message has another form, or a part that is no text.
     """
-    if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
-        raise ConfigError(f'"messages" must be a list of objects with "role" and "content"; write {EXAMPLE}')
+    if (
+        not isinstance(given, list)
+        or not given
+        or not all(isinstance(message, dict) for message in given)
+    ):
+        raise ConfigError(
+            f'"messages" must be a list of objects with "role" and "content"; write {EXAMPLE}'
+        )
     return [_message(message, number) for number, message in enumerate(given, 1)]
 
 
 def read_template_arguments(given: object) -> dict[str, Any]:
     """Return arguments of the template, from `chat_template_kwargs`; ConfigError if they are no object."""
     if given is not None and not isinstance(given, dict):
-        raise ConfigError('"chat_template_kwargs" must be an object, such as {"enable_thinking": false}')
+        raise ConfigError(
+            '"chat_template_kwargs" must be an object, such as {"enable_thinking": false}'
+        )
     return given or {}
 
 
 def function_of(call: object) -> tuple[str, object] | None:
     """Return the name and the arguments of a tool call, or None if it is none."""
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
         return None
     return function["name"], function.get("arguments", {})
 
 
-def argument_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+def argument_forms(
+    messages: Sequence[Mapping[str, Any]],
+) -> Iterator[Sequence[Mapping[str, Any]]]:
     """Yield the messages with arguments of calls as objects, then as they are, then as strings of JSON.
 
     Clients send strings of JSON. Most templates take objects alone, and some write a string otherwise than an object.
@@ -53,7 +67,8 @@ def argument_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[M
     if not any(message.get("tool_calls") for message in messages):
         yield messages
         return
-    objects, strings = _with_arguments(messages, _as_object), _with_arguments(messages, _as_string)
+    objects = _with_arguments(messages, _as_object)
+    strings = _with_arguments(messages, _as_string)
     yield objects
     if messages != objects:
         yield messages
@@ -62,9 +77,12 @@ def argument_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[M
 
 
 def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
-    role, calls = given.get("role"), given.get("tool_calls")
+    role = given.get("role")
+    calls = given.get("tool_calls")
     if role not in ROLES:
-        raise ConfigError(f'message {number}: "role" = {role!r} must be one of {", ".join(map(repr, ROLES))}')
+        raise ConfigError(
+            f'message {number}: "role" = {role!r} must be one of {", ".join(map(repr, ROLES))}'
+        )
     if calls is not None and not (isinstance(calls, list) and all(map(function_of, calls))):
         raise ConfigError(
             f'message {number}: "tool_calls" must be a list of {{"function": {{"name": ..., "arguments": '
@@ -73,7 +91,9 @@ def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
     kept = {key: value for key, value in given.items() if value is not None}
     if not calls:
         kept.pop("tool_calls", None)
-    return kept | {"content": _content(given.get("content"), number, may_be_missing=bool(calls))}
+    return kept | {
+        "content": _content(given.get("content"), number, may_be_missing=bool(calls))
+    }
 
 
 def _content(content: object, number: int, *, may_be_missing: bool) -> str:
@@ -95,10 +115,16 @@ def _content(content: object, number: int, *, may_be_missing: bool) -> str:
 
 
 def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return (
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
 
 
-def _with_arguments(messages: Sequence[Mapping[str, Any]], form: Callable[[Any], Any]) -> list[dict[str, Any]]:
+def _with_arguments(
+    messages: Sequence[Mapping[str, Any]], form: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
     changed = json.loads(json.dumps(messages))
     for message in changed:
         for call in message.get("tool_calls") or ():
@@ -116,4 +142,6 @@ def _as_object(arguments: Any) -> Any:
 
 
 def _as_string(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return (
+        arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    )

@@ -31,7 +31,10 @@ Notes = Mapping[str, int]
 
 
 def notes_of(
-    found: Mapping[str, Any], learned: Sequence[Mapping[str, Any]], text: str, ends: Sequence[bool]
+    found: Mapping[str, Any],
+    learned: Sequence[Mapping[str, Any]],
+    text: str,
+    ends: Sequence[bool],
 ) -> dict[str, int]:
     """Return how many learned answers a conversation has, and how many of them, or of it, lack something.
 
@@ -42,12 +45,20 @@ def notes_of(
         "end": ends.count(False),
         "reasoning": sum(_loses_reasoning(message, text) for message in learned),
         "tools": int(not all(map(text.__contains__, _names(found.get("tools") or ())))),
-        "system": int(not all(_has(m["content"], text) for m in messages if m["role"] in ("system", "developer"))),
+        "system": int(
+            not all(
+                _has(m["content"], text)
+                for m in messages
+                if m["role"] in ("system", "developer")
+            )
+        ),
     }
     return {ANSWERS: len(learned)} | {kind: number for kind, number in lacks.items() if number}
 
 
-def ends_of_spans(text: str, spans: Sequence[tuple[int, int]], special: Sequence[str]) -> list[bool]:
+def ends_of_spans(
+    text: str, spans: Sequence[tuple[int, int]], special: Sequence[str]
+) -> list[bool]:
     """Return whether each learned part of a text ends in a special token. Parts that touch are one part."""
     joined: list[list[int]] = []
     for start, stop in spans:
@@ -61,11 +72,17 @@ def ends_of_spans(text: str, spans: Sequence[tuple[int, int]], special: Sequence
 
 def sum_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return for each kind of the notes {"number", "first"}: the sum, and where the first one was."""
-    entries = sorted(((kind, entry) for one in notes for kind, entry in one.items()), key=lambda pair: pair[0])
+    entries = sorted(
+        ((kind, entry) for one in notes for kind, entry in one.items()),
+        key=lambda pair: pair[0],
+    )
     found = {}
     for kind, group in groupby(entries, key=lambda pair: pair[0]):
         of_kind = [entry for _, entry in group]
-        found[kind] = {"number": sum(entry["number"] for entry in of_kind), "first": of_kind[0]["first"]}
+        found[kind] = {
+            "number": sum(entry["number"] for entry in of_kind),
+            "first": of_kind[0]["first"],
+        }
     return found
 
 
@@ -88,7 +105,11 @@ def sentences(notes: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _loses_reasoning(message: Mapping[str, Any], text: str) -> bool:
     written = message.get("content", "").rpartition("</think>")[0].replace("<think>", "")
-    given = [part for part in (written, *(message.get(key) for key in REASONING)) if isinstance(part, str)]
+    given = [
+        part
+        for part in (written, *(message.get(key) for key in REASONING))
+        if isinstance(part, str)
+    ]
     given = [part for part in given if part.strip()]
     return bool(given) and not any(_has(part, text) for part in given)
 

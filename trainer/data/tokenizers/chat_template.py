@@ -39,10 +39,19 @@ TEMPLATES: Registry[str] = Registry("chat template")
 """Templates that packages add, as Jinja text; see `register_chat_template`."""
 _MARKS = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
 _USER = {"role": "user"}
-_TAILS = (16, 8, 4, 2, 1)  # characters of an answer by which its end is found; an earlier one may begin otherwise
+# characters of an answer by which its end is found; an earlier one may begin otherwise
+_TAILS = (16, 8, 4, 2, 1)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DEFAULT = Chat()
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class ChatTemplate:
@@ -56,14 +65,25 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, name: str, special: Mapping[str, str], chat: Chat = _DEFAULT, tokens: Iterable[str] = ()
+        self,
+        source: str,
+        name: str,
+        special: Mapping[str, str],
+        chat: Chat = _DEFAULT,
+        tokens: Iterable[str] = (),
     ) -> None:
         import jinja2
 
         self.source = source
-        self.name, self._chat, self._tokens = name, chat, sorted({*special.values(), *tokens})
+        self.name = name
+        self._chat = chat
+        self._tokens = sorted({*special.values(), *tokens})
         self._given = special | chat.values
-        how = "" if (given := (chat.arguments, chat.date, chat.answers)) == ((), None, "all") else f"\0{given}"
+        how = (
+            ""
+            if (given := (chat.arguments, chat.date, chat.answers)) == ((), None, "all")
+            else f"\0{given}"
+        )
         self.files = f"{source}\0{sorted(special.items())}"
         """The template and the special tokens that files say, without the settings of [chat]."""
         self.identity = f"{self.files}{how}"
@@ -71,9 +91,13 @@ class ChatTemplate:
         try:
             self._plain = _environment(("", ""), chat.date).from_string(source)
             marks = _GENERATION.search(source) is not None
-            self._marked = _environment(_MARKS, chat.date).from_string(source) if marks else None
+            self._marked = (
+                _environment(_MARKS, chat.date).from_string(source) if marks else None
+            )
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template {name} is no Jinja template ({error}); copy it again") from None
+            raise ConfigError(
+                f"the chat template {name} is no Jinja template ({error}); copy it again"
+            ) from None
 
     def render(self, found: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the characters [start, stop) of its answers with their end tokens.
@@ -81,13 +105,16 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses it, leaves out a message, or hides where an answer is.
         """
-        messages, how = _messages_of(found), _brought(found)
+        messages = _messages_of(found)
+        how = _brought(found)
         try:
             messages, text = self._written(messages, how)
             spans = self._answers(messages, text, how)
             return self._ended(messages, text, spans, how)
         except ConfigError as error:
-            raise ConfigError(f"{found['where']()}: the chat template {self.name} {error}") from None
+            raise ConfigError(
+                f"{found['where']()}: the chat template {self.name} {error}"
+            ) from None
 
     def prompt(self, found: Mapping[str, Any]) -> str:
         """Return the text that asks a model for the next answer: what `render` writes up to it.
@@ -98,11 +125,15 @@ class ChatTemplate:
             ConfigError: the template refuses the messages, or leaves one out.
         """
         try:
-            return self._written(found["messages"], _brought(found), prompts=found.get("asks", True))[1]
+            return self._written(
+                found["messages"], _brought(found), prompts=found.get("asks", True)
+            )[1]
         except ConfigError as error:
             raise ConfigError(f"the chat template {self.name} {error}") from None
 
-    def notes(self, found: Mapping[str, Any], text: str, spans: Sequence[tuple[int, int]]) -> dict[str, int]:
+    def notes(
+        self, found: Mapping[str, Any], text: str, spans: Sequence[tuple[int, int]]
+    ) -> dict[str, int]:
         """Return what a rendered conversation lacks, see `notes_of`. text, spans: of `render`."""
         messages = _messages_of(found)
         learned = [messages[i] for i in self._learned(messages)]
@@ -110,7 +141,11 @@ class ChatTemplate:
 
     def ends_of_answers(self) -> list[str]:
         """Return the special tokens that end an answer, and one that calls a tool; a template may write none."""
-        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "3"}}}
+        call = {
+            "id": "call00000",
+            "type": "function",
+            "function": {"name": "f", "arguments": {"a": "3"}},
+        }
         answers = [{"content": "2"}, {"content": "", "tool_calls": [call]}]
         found = []
         for answer in answers:
@@ -118,10 +153,14 @@ class ChatTemplate:
             with suppress(ConfigError):
                 text, spans = self.render({"messages": messages, "where": str})
                 written = text[spans[-1][0] : spans[-1][1]].rstrip()
-                found += [token for token in self._tokens if token and written.endswith(token)][-1:]
+                found += [token for token in self._tokens if token and written.endswith(token)][
+                    -1:
+                ]
         return found
 
-    def _written(self, messages: Messages, how: Mapping[str, Any], *, prompts: bool = False) -> tuple[Messages, str]:
+    def _written(
+        self, messages: Messages, how: Mapping[str, Any], *, prompts: bool = False
+    ) -> tuple[Messages, str]:
         """Return the messages, with arguments of calls in the form that the template takes, and the text of all."""
         reason = None
         for form in argument_forms(messages):
@@ -137,11 +176,15 @@ class ChatTemplate:
             )
         raise reason
 
-    def _answers(self, messages: Messages, text: str, how: Mapping[str, Any]) -> list[tuple[int, int]]:
+    def _answers(
+        self, messages: Messages, text: str, how: Mapping[str, Any]
+    ) -> list[tuple[int, int]]:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learnt = self._learned(messages)
         if self._marked is None:
-            finder = Answers(messages, text, partial(self._text, self._plain, **how), self._tokens)
+            finder = Answers(
+                messages, text, partial(self._text, self._plain, **how), self._tokens
+            )
             return [finder.span(i) for i in learnt]
         spans = _spans_by_marks(self._text(self._marked, messages, **how), text)
         if learnt == answers:
@@ -155,26 +198,48 @@ class ChatTemplate:
 
     def _learned(self, messages: Messages) -> list[int]:
         """Return the numbers of the messages that are learned."""
-        found = [i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight", 1)]
+        found = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("weight", 1)
+        ]
         return found[-1:] if self._chat.answers == "last" else found
 
     def _ended(
-        self, messages: Messages, text: str, spans: list[tuple[int, int]], how: Mapping[str, Any]
+        self,
+        messages: Messages,
+        text: str,
+        spans: list[tuple[int, int]],
+        how: Mapping[str, Any],
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the answers; the last answer has the end that earlier ones have.
 
         Some templates, as GLM-4.5's, write no end: the start of the next message is the end of an answer, and the last
         answer has no message behind it.
         """
-        is_last = bool(spans) and spans[-1][1] == len(text) and messages[-1]["role"] == "assistant"
-        if self._marked is not None or not is_last or text.endswith(tuple(filter(None, self._tokens))):
+        is_last = (
+            bool(spans) and spans[-1][1] == len(text) and messages[-1]["role"] == "assistant"
+        )
+        if (
+            self._marked is not None
+            or not is_last
+            or text.endswith(tuple(filter(None, self._tokens)))
+        ):
             return text, spans
-        asks = {"role": "tool", "name": "f", "tool_call_id": "call00000"} if messages[-1].get("tool_calls") else _USER
+        asks = (
+            {"role": "tool", "name": "f", "tool_call_id": "call00000"}
+            if messages[-1].get("tool_calls")
+            else _USER
+        )
         with suppress(ConfigError):
             longer = self._text(self._plain, [*messages, {**asks, "content": _MARKS[0]}], **how)
             for size in _TAILS:
-                _, found, behind = longer.partition(_MARKS[0])[0].rpartition(text[spans[-1][0] :][-size:])
-                end = next((token for token in self._tokens if token and behind.startswith(token)), "")
+                _, found, behind = longer.partition(_MARKS[0])[0].rpartition(
+                    text[spans[-1][0] :][-size:]
+                )
+                end = next(
+                    (token for token in self._tokens if token and behind.startswith(token)), ""
+                )
                 if found and end:
                     return text + end, [*spans[:-1], (spans[-1][0], len(text) + len(end))]
         return text, spans
@@ -188,19 +253,30 @@ class ChatTemplate:
         values: Mapping[str, Any],
         prompts: bool = False,
     ) -> str:
-        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompts}
+        given = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompts,
+        }
         try:
             return template.render(**self._given | values | given)
         except Exception as error:  # a template is a program: anything can go wrong in it
             reason = str(error).strip().split("\n")[0] or type(error).__name__
-            what = "set chat.date" if "strftime_now" in reason else "change the line or the template"
+            what = (
+                "set chat.date"
+                if "strftime_now" in reason
+                else "change the line or the template"
+            )
             raise ConfigError(f"refuses it ({reason}); {what}") from None
 
 
 def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
     parts = re.split("|".join(_MARKS), marked)
     if "".join(parts) != text or any(mark in text for mark in _MARKS):
-        raise ConfigError("changes text after {% generation %} has marked it; keep the block where the text is written")
+        raise ConfigError(
+            "changes text after {% generation %} has marked it; keep the block where the text is written"
+        )
     if not any(parts[1::2]):
         raise ConfigError(f"marks no answer in it; {MARK_ANSWERS}")
     ends = list(accumulate(map(len, parts)))
@@ -210,7 +286,9 @@ def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
 def _messages_of(found: Mapping[str, Any]) -> Messages:
     """Return the messages of a conversation, which may be a prompt and an answer."""
     roles = {"user": found.get("prompt"), "assistant": found.get("answer")}
-    return found.get("messages") or [{"role": role, "content": text} for role, text in roles.items()]
+    return found.get("messages") or [
+        {"role": role, "content": text} for role, text in roles.items()
+    ]
 
 
 def _brought(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +297,10 @@ def _brought(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_template(
-    tokenizer_path: str, chat_template: str | None, chat: Chat = _DEFAULT, ends: Mapping[str, str] | None = None
+    tokenizer_path: str,
+    chat_template: str | None,
+    chat: Chat = _DEFAULT,
+    ends: Mapping[str, str] | None = None,
 ) -> ChatTemplate | None:
     """Return the template in the file `chat_template`, or the registered one, or that of the tokenizer's folder.
 
@@ -235,7 +316,8 @@ def find_template(
         return None
     tokenizer = Path(tokenizer_path)
     folders = [tokenizer if tokenizer.is_dir() else tokenizer.absolute().parent]
-    if not tokenizer.is_dir() and folders[0].name == "original":  # Meta's is in a folder inside that of the model
+    # Meta's is in a folder inside that of the model
+    if not tokenizer.is_dir() and folders[0].name == "original":
         folders.append(folders[0].parent)
     settings = [(folder, read_settings(folder / "tokenizer_config.json")) for folder in folders]
     special = next((_special_tokens(found) for _, found in settings if found), ends or {})
@@ -259,14 +341,20 @@ def find_template(
             return made(file.read_text(encoding="utf-8"), str(file))
         source = found.get("chat_template")
         if isinstance(source, list):  # several, by name
-            named = (entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default")
+            named = (
+                entry
+                for entry in source
+                if isinstance(entry, dict) and entry.get("name") == "default"
+            )
             source = next(named, {}).get("template")
         if isinstance(source, str):
             return made(source, str(folder / "tokenizer_config.json"))
     return None
 
 
-def end_ids(tokenizer: Tokenizer, folders: Iterable[Path | None], template: ChatTemplate | None) -> set[int]:
+def end_ids(
+    tokenizer: Tokenizer, folders: Iterable[Path | None], template: ChatTemplate | None
+) -> set[int]:
     """Return the tokenizer's end, all that a `generation_config.json` names, and those of the template's answers."""
     ends: set[Any] = {tokenizer.eos_id}
     for folder in set(folders) - {None}:
@@ -279,7 +367,10 @@ def end_ids(tokenizer: Tokenizer, folders: Iterable[Path | None], template: Chat
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     entries = {name: settings.get(name) for name in _SPECIAL}
-    texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in entries.items()}
+    texts = {
+        name: entry.get("content") if isinstance(entry, dict) else entry
+        for name, entry in entries.items()
+    }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -332,7 +423,9 @@ class ConversationEncoder:
         self._tokenizer, self._template = tokenizer, template
 
     @classmethod
-    def of(cls, tokenizer_path: str, chat_template: str | None, chat: Chat) -> "ConversationEncoder":
+    def of(
+        cls, tokenizer_path: str, chat_template: str | None, chat: Chat
+    ) -> "ConversationEncoder":
         """Return the encoder for a tokenizer and a template; it raises as `open_tokenizer` and `find_template`."""
         tokenizer = open_tokenizer(tokenizer_path)
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
@@ -368,9 +461,11 @@ class ConversationEncoder:
         end = len(prompt) + len(answer)
         tokenizer = self._tokenizer
         if tokenizer.bos_id is not None:
-            ids, places = np.append(tokenizer.bos_id, ids), np.concatenate([[[-1, 0]], places])
+            ids = np.append(tokenizer.bos_id, ids)
+            places = np.concatenate([[[-1, 0]], places])
         if tokenizer.eos_id is not None:
-            ids, places = np.append(ids, tokenizer.eos_id), np.concatenate([places, [[end, end + 1]]])
+            ids = np.append(ids, tokenizer.eos_id)
+            places = np.concatenate([places, [[end, end + 1]]])
         notes = {ANSWERS: 1} | ({"end": 1} if tokenizer.eos_id is None else {})
         return _marked(ids, places, [(len(prompt), end + 1)])._replace(notes=notes)
 

@@ -22,8 +22,21 @@ SPLIT_PATTERN = (
 )
 NUM_SPECIAL_TOKENS = 256
 _NAMES = (
-    *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1", "finetune_right_pad_id"),
-    *("reserved_special_token_2", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag"),
+    *(
+        "begin_of_text",
+        "end_of_text",
+        "reserved_special_token_0",
+        "reserved_special_token_1",
+        "finetune_right_pad_id",
+    ),
+    *(
+        "reserved_special_token_2",
+        "start_header_id",
+        "end_header_id",
+        "eom_id",
+        "eot_id",
+        "python_tag",
+    ),
     *(f"reserved_special_token_{i}" for i in range(3, NUM_SPECIAL_TOKENS - 8)),
 )
 # Llama 3.1's names in the order of their ids: 128,000 ranks give <|begin_of_text|> = 128000, vocab_size = 128256.
@@ -33,8 +46,21 @@ _SPECIAL = re.compile(f"({'|'.join(map(re.escape, SPECIAL_TOKENS))})")
 # The longest run of white space, or of anything else, that is passed to tiktoken (characters, as Llama 3 has it). Its
 # regex overflows its stack on a million blanks, and its merges are slow on very long words.
 MAX_RUN = 25_000
-_BLANKS = (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
-_IS_BLANK = np.zeros(0x3002, dtype=bool)  # by code point; the last entry stands for all that are higher
+_BLANKS = (
+    *range(9, 14),
+    32,
+    0x85,
+    0xA0,
+    0x1680,
+    *range(0x2000, 0x200B),
+    0x2028,
+    0x2029,
+    0x202F,
+    0x205F,
+    0x3000,
+)
+# by code point; the last entry stands for all that are higher
+_IS_BLANK = np.zeros(0x3002, dtype=bool)
 _IS_BLANK[list(_BLANKS)] = True
 
 
@@ -51,15 +77,21 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         ranks = read_ranks(file, given)
-        special = self._special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
+        special = self._special = {
+            name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)
+        }
         self._encoding = tiktoken.Encoding(
             "llama3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
         self.vocab_size = len(ranks) + NUM_SPECIAL_TOKENS
-        self.bos_id, self.eos_id = special["<|begin_of_text|>"], special["<|end_of_text|>"]
+        self.bos_id = special["<|begin_of_text|>"]
+        self.eos_id = special["<|end_of_text|>"]
 
     def ids_of(self, text: str) -> Sequence[np.ndarray]:
-        return [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in split_long_runs(text)]
+        return [
+            self._encoding.encode_to_numpy(piece, disallowed_special=())
+            for piece in split_long_runs(text)
+        ]
 
     def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
         parts = _SPECIAL.split(text) if special else [text]
@@ -71,7 +103,11 @@ class TiktokenTokenizer(Tokenizer):
         # The character of each byte; a character that is cut belongs to both tokens.
         starts_one = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
         character = np.cumsum(starts_one, dtype=np.int64) - 1
-        places = np.stack([character[stops - lengths], character[stops - 1] + 1], axis=1) if ids else np.empty((0, 2))
+        places = (
+            np.stack([character[stops - lengths], character[stops - 1] + 1], axis=1)
+            if ids
+            else np.empty((0, 2))
+        )
         return np.array(ids, dtype=np.int64), places.astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -114,10 +150,14 @@ def read_ranks(file: str, given: str) -> dict[bytes, int]:
                 f" `base64 rank`){HINT}"
             ) from None
     if len(set(ranks.values())) != len(ranks) or set(ranks.values()) != set(range(len(ranks))):
-        raise ConfigError(f"model.tokenizer_path = {given!r} must number its tokens 0, 1, 2, ... without a gap{HINT}")
+        raise ConfigError(
+            f"model.tokenizer_path = {given!r} must number its tokens 0, 1, 2, ... without a gap{HINT}"
+        )
     missing = sum(bytes([value]) not in ranks for value in range(256))
     if missing:
-        raise ConfigError(f"model.tokenizer_path = {given!r} lacks {missing} of the 256 single-byte tokens{HINT}")
+        raise ConfigError(
+            f"model.tokenizer_path = {given!r} lacks {missing} of the 256 single-byte tokens{HINT}"
+        )
     return ranks
 
 

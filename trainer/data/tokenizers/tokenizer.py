@@ -90,12 +90,18 @@ class Tokenizer(ABC):
             parts = self.ids_of(replace_surrogates(text))
         first = [self.bos_id] if bos and self.bos_id is not None else []
         last = [self.eos_id] if eos and self.eos_id is not None else []
-        return np.concatenate([np.asarray(part, dtype=np.int64) for part in (first, *parts, last)])
+        return np.concatenate(
+            [np.asarray(part, dtype=np.int64) for part in (first, *parts, last)]
+        )
 
 
 def replace_surrogates(text: str) -> str:
     """Return `text` as legal Unicode: surrogate pairs joined, lone surrogates as U+FFFD (tiktoken's rule)."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return (
+        text
+        if text.isascii()
+        else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    )
 
 
 def open_tokenizer(path: str | None = None) -> Tokenizer:
@@ -148,7 +154,9 @@ def _found(path: str | None) -> tuple[Any, str, str]:
     except FileNotFoundError:
         raise MissingFile(f"model.tokenizer_path = {path!r} does not exist{HINT}") from None
     except OSError as error:
-        raise ConfigError(f"model.tokenizer_path = {path!r} cannot be read ({error.strerror}){HINT}") from None
+        raise ConfigError(
+            f"model.tokenizer_path = {path!r} cannot be read ({error.strerror}){HINT}"
+        ) from None
     # A message of protobuf, whose first field is a piece: a tag, a length, a tag.
     if start[:1] == b"\n" and start[2:3] == b"\n":
         raise ConfigError(

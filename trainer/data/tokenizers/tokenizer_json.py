@@ -49,13 +49,18 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = not special
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         self._tokenizer.encode_special_tokens = True
-        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int64), np.array(
+            encoding.offsets, dtype=np.int64
+        ).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _added_before_text(self, given: str) -> int | None:
-        text, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        text, whole = (
+            self._tokenizer.encode("a", add_special_tokens=special).ids
+            for special in (False, True)
+        )
         begin = whole[: next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)]
         if len(begin) > 1:
             raise ConfigError(
@@ -67,7 +72,8 @@ class JsonTokenizer(Tokenizer):
     def _end(self, folder: Path, given: str) -> int:
         settings = read_settings(folder / "tokenizer_config.json")
         name = settings.get("eos_token")
-        name = name.get("content") if isinstance(name, Mapping) else name  # which older files write as an object
+        # which older files write as an object
+        name = name.get("content") if isinstance(name, Mapping) else name
         end = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
         for name in ("generation_config.json", "config.json"):
             if end is None and "eos_token" not in settings:

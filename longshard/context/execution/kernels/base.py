@@ -52,7 +52,13 @@ class Kernel(Protocol):
     capabilities: Capabilities
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, relation: Relation, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        relation: Relation,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, as q, and lse."""
 

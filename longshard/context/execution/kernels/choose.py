@@ -20,9 +20,12 @@ from longshard.context.planning.capabilities import able_kernels, auto_kernel, k
 
 logger = logging.getLogger("longshard")
 CUDA_KERNELS: tuple[Kernel, ...] = tuple(
-    HeadGroups(kernel) for kernel in (CudaFlash(), Efficient(), Cudnn(), Varlen(), CudnnVarlen())
+    HeadGroups(kernel)
+    for kernel in (CudaFlash(), Efficient(), Cudnn(), Varlen(), CudnnVarlen())
 )
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())}
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())
+}
 
 
 def choose_kernel(
@@ -48,7 +51,9 @@ def choose_kernel(
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     kind = device_type, str(dtype).removeprefix("torch."), head_dim
-    able = able_kernels(name, *kind, bands=bands, deterministic=deterministic, softcap=bool(softcap))
+    able = able_kernels(
+        name, *kind, bands=bands, deterministic=deterministic, softcap=bool(softcap)
+    )
     on_gpu = device_type == "cuda"
     capability, package = (gpu_capability(), newer_flash(head_dim)) if on_gpu else (None, None)
     machine = {"capability": capability, "newer_flash": package is not None}

@@ -17,7 +17,9 @@ class CpuFlash:
 
     def forward(self, q, k, v, *, relation, scale):
         causal, mask = self._mask(q, k, relation)
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
         causal, mask = self._mask(q, k, relation)
@@ -26,7 +28,9 @@ class CpuFlash:
         )
 
     @staticmethod
-    def _mask(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> tuple[bool, torch.Tensor | None]:
+    def _mask(
+        q: torch.Tensor, k: torch.Tensor, relation: Relation
+    ) -> tuple[bool, torch.Tensor | None]:
         """Return (the kernel's own `is_causal`, mask in q's dtype)."""
         square = q.shape[2] == k.shape[2]
         if relation is Relation.FULL or (relation is Relation.CAUSAL and square):
@@ -66,11 +70,15 @@ class Math:
         dq = ds @ repeated(k_, q.shape[1])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, relation: Relation, scale: float) -> torch.Tensor:
+    def _scores(
+        self, q: torch.Tensor, k: torch.Tensor, relation: Relation, scale: float
+    ) -> torch.Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
         scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
         if self._softcap:
             scores = self._softcap * torch.tanh(scores / self._softcap)
         if relation is not Relation.FULL:
-            scores = scores.masked_fill(hidden_pairs(relation, *scores.shape[-2:], q.device), -torch.inf)
+            scores = scores.masked_fill(
+                hidden_pairs(relation, *scores.shape[-2:], q.device), -torch.inf
+            )
         return scores

@@ -39,7 +39,9 @@ class CudaFlash(_Aten):
     capabilities = CAPABILITIES["cuda_flash"]
 
     def forward(self, q, k, v, *, relation, scale):
-        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        n = q.shape[2]
+        m = k.shape[2]
+        size = q.shape[3]
         out, lse, *_ = self._ops._flash_attention_forward(
             *map(_rows, (q, k, v)), None, None, n, m, 0.0, relation is Relation.CAUSAL, False,
             scale=scale, **_window(relation, m - n),
@@ -47,7 +49,9 @@ class CudaFlash(_Aten):
         return _heads(out, size), lse
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
-        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        n = q.shape[2]
+        m = k.shape[2]
+        size = q.shape[3]
         grads = self._ops._flash_attention_backward(
             *map(_rows, (dout.to(q.dtype), q, k, v, out.to(q.dtype))), lse.contiguous(), None, None, n, m,
             0.0, relation is Relation.CAUSAL, *_random_state(torch.uint64, q.device), scale=scale,
@@ -63,7 +67,9 @@ class Efficient(_Aten):
     capabilities = CAPABILITIES["efficient"]
 
     def forward(self, q, k, v, *, relation, scale):
-        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        n = q.shape[2]
+        m = k.shape[2]
+        size = q.shape[3]
         out, lse, *_ = self._ops._efficient_attention_forward(
             *map(_rows, (q, repeated(k, q.shape[1]), repeated(v, q.shape[1]))), self._bias(q, m, relation),
             None, None, n, m, 0.0, self._mask_type(relation), True, scale=scale,
@@ -71,7 +77,9 @@ class Efficient(_Aten):
         return _heads(out, size), lse[..., :n]
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
-        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        n = q.shape[2]
+        m = k.shape[2]
+        size = q.shape[3]
         k_, v_ = (repeated(x, q.shape[1]) for x in (k, v))
         dout, out = (_rows(x.to(q.dtype)).contiguous() for x in (dout, out))
         # A padded row has probabilities exp(score - inf) = 0, as with the operator's own padding.
@@ -93,7 +101,9 @@ class Efficient(_Aten):
             return None
         b, h, n, _ = q.shape
         bias = q.new_zeros(n, m + -m % 16)[:, :m]
-        return bias.masked_fill_(hidden_pairs(relation, n, m, q.device), -torch.inf).expand(b, h, n, m)
+        return bias.masked_fill_(hidden_pairs(relation, n, m, q.device), -torch.inf).expand(
+            b, h, n, m
+        )
 
 
 class Cudnn(_Aten):
@@ -114,14 +124,23 @@ class Cudnn(_Aten):
             return self._single.forward(q, k, v, relation=relation, scale=scale)
         _check_square(relation, q.shape[2], k.shape[2])
         out, lse, *_ = self._ops._scaled_dot_product_cudnn_attention(
-            *map(_aligned, (q, k, v)), None, True, 0.0, relation is Relation.CAUSAL, False, scale=scale
+            *map(_aligned, (q, k, v)),
+            None,
+            True,
+            0.0,
+            relation is Relation.CAUSAL,
+            False,
+            scale=scale,
         )
         return out, lse.squeeze(-1) if lse.ndim == 4 else lse
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
         if 1 in (q.shape[2], k.shape[2]):
-            return self._single.backward(dout, q, k, v, out, lse, relation=relation, scale=scale)
-        n, m = q.shape[2], k.shape[2]
+            return self._single.backward(
+                dout, q, k, v, out, lse, relation=relation, scale=scale
+            )
+        n = q.shape[2]
+        m = k.shape[2]
         _check_square(relation, n, m)
         dout, out = _alike(*(_aligned(x.to(q.dtype)) for x in (dout, out)))
         return self._ops._scaled_dot_product_cudnn_attention_backward(
@@ -137,7 +156,9 @@ class _ManyTiles(_Aten):
         return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
-        return self.backward_many(BackwardInputs(dout, q, k, v, out, lse), _whole(q, k, relation), scale=scale)
+        return self.backward_many(
+            BackwardInputs(dout, q, k, v, out, lse), _whole(q, k, relation), scale=scale
+        )
 
 
 class Varlen(_ManyTiles):
@@ -150,7 +171,8 @@ class Varlen(_ManyTiles):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and lse of a launch; their rows are those of its calls, one after another."""
-        batch, size = q.shape[0], q.shape[3]
+        batch = q.shape[0]
+        size = q.shape[3]
         rows = _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv)
         out, lse, *_ = self._ops._flash_attention_forward(
             *rows, *_shape(launch, batch, q.device),
@@ -164,10 +186,14 @@ class Varlen(_ManyTiles):
         given: all rows, out and lse over all keys.
         """
         batch, _, _, size = given.q.shape
-        device, (dout, q, k, v, out, lse) = given.q.device, given
+        device = given.q.device
+        (dout, q, k, v, out, lse) = given
         rows = (_gathered(x.to(q.dtype), launch.q) for x in (dout, q))
         keys = (_gathered(x, launch.kv) for x in (k, v))
-        results = _gathered(out.to(q.dtype), launch.q), _gathered_rows(lse, launch.q).t().contiguous()
+        results = (
+            _gathered(out.to(q.dtype), launch.q),
+            _gathered_rows(lse, launch.q).t().contiguous(),
+        )
         grads = self._ops._flash_attention_backward(
             *rows, *keys, *results, *_shape(launch, batch, device), 0.0, launch.kind[0] is Relation.CAUSAL,
             *_random_state(torch.uint64, device), scale=scale, **_window(*launch.kind),
@@ -187,7 +213,8 @@ class CudnnVarlen(_ManyTiles):
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         super().__init__(ops)
-        self._large, self._others = Cudnn(ops), Varlen(ops)
+        self._large = Cudnn(ops)
+        self._others = Varlen(ops)
         self._shapes: set[tuple] = set()
 
     def forward_many(
@@ -197,7 +224,8 @@ class CudnnVarlen(_ManyTiles):
         if not self._is_for_cudnn(q, k, launch):
             return self._others.forward_many(q, k, v, launch, scale=scale)
         (call,) = launch.calls
-        rows, keys = slice(*call.q), slice(*call.kv)
+        rows = slice(*call.q)
+        keys = slice(*call.kv)
         inputs = q[:, :, rows], k[:, :, keys], v[:, :, keys]
         return self._large.forward(*inputs, relation=call.relation, scale=scale)
 
@@ -206,7 +234,8 @@ class CudnnVarlen(_ManyTiles):
         if not self._is_for_cudnn(given.q, given.k, launch):
             return self._others.backward_many(given, launch, scale=scale)
         (call,) = launch.calls
-        rows, keys = slice(*call.q), slice(*call.kv)
+        rows = slice(*call.q)
+        keys = slice(*call.kv)
         places = (rows, rows, keys, keys, rows, rows)
         inputs = (x[:, :, place] for x, place in zip(given, places, strict=True))
         return self._large.backward(*inputs, relation=call.relation, scale=scale)
@@ -223,7 +252,8 @@ class CudnnVarlen(_ManyTiles):
 
 
 _MOST_SHAPES = 256  # half a minute of plans, and no more, in a run
-_CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left
+# custom_mask_type of the memory-efficient operators; 1 is from the top left
+_CAUSAL_FROM_BOTTOM_RIGHT = 2
 _LSE_MULTIPLE = 32  # to which they pad the log-sum-exp
 
 
@@ -243,7 +273,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
     They read 16 bytes at once along the last dimension, and address no element at an offset of `INDEX_LIMIT` or more.
     """
-    step, strides = 16 // x.element_size(), x.stride()
+    step = 16 // x.element_size()
+    strides = x.stride()
     last = sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
     fits = strides[-1] == 1 and x.storage_offset() % step == 0 and last < INDEX_LIMIT
     for stride, length in zip(strides[:-1], x.shape, strict=False) if fits else ():
@@ -278,18 +309,23 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """Return two tensors of one shape with the same strides; copies if they have others."""
     if a.stride() == b.stride():
         return a, b
-    b = torch.empty_like(a).copy_(b)  # strides as a has them, unless there are gaps between its rows
+    # strides as a has them, unless there are gaps between its rows
+    b = torch.empty_like(a).copy_(b)
     return (a if a.stride() == b.stride() else torch.empty_like(b).copy_(a)), b
 
 
 @lru_cache(maxsize=8)
-def _random_state(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_state(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the random state that backwards require and, without dropout, do not read.
 
     uint64 for the flash operators, whose first tensor has two numbers; int64, of one each, for all others.
     """
     shape = (2,) if dtype == torch.uint64 else ()
-    return torch.zeros(shape, dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(
+        (), dtype=dtype, device=device
+    )
 
 
 # ---- many tiles in one launch
@@ -299,7 +335,9 @@ def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Launch:
     return Launch((Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True),))
 
 
-def _shape(launch: Launch, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _shape(
+    launch: Launch, batch: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Return the cumulative lengths of queries and of keys, and the longest of each."""
     return _ends(launch.q, batch, device), _ends(launch.kv, batch, device), *launch.longest
 
@@ -334,4 +372,6 @@ def _places(spans: tuple[Range, ...], device: torch.device) -> torch.Tensor:
 def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
     """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
     lengths = [stop - start for _ in range(batch) for start, stop in spans]
-    return to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
+    return to_device(
+        torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device
+    )

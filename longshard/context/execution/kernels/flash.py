@@ -34,12 +34,18 @@ def newer_flash(head_dim: int) -> FlashPackage | None:
 
     The first call activates it. head_dim: of the attention, by which a package may refuse.
     """
-    return activated(gpu_capability(), head_dim, deterministic=torch.are_deterministic_algorithms_enabled())
+    return activated(
+        gpu_capability(), head_dim, deterministic=torch.are_deterministic_algorithms_enabled()
+    )
 
 
 def gpu_capability() -> tuple[int, int] | None:
     """Return the compute capability of the current GPU of NVIDIA; None without one."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() and torch.version.cuda else None
+    return (
+        torch.cuda.get_device_capability()
+        if torch.cuda.is_available() and torch.version.cuda
+        else None
+    )
 
 
 def is_installed(module: str) -> bool:
@@ -53,7 +59,10 @@ def is_installed(module: str) -> bool:
 
 
 def usable(
-    capability: tuple[int, int] | None, *, deterministic: bool, installed: Callable[[str], bool] = is_installed
+    capability: tuple[int, int] | None,
+    *,
+    deterministic: bool,
+    installed: Callable[[str], bool] = is_installed,
 ) -> list[FlashPackage]:
     """Return the packages that are installed here and compute on a GPU of this compute capability, the first first.
 
@@ -65,7 +74,9 @@ def usable(
     return [
         package
         for package in FLASH_PACKAGES
-        if package.implementation in known and package.runs_on(capability) and installed(package.module)
+        if package.implementation in known
+        and package.runs_on(capability)
+        and installed(package.module)
     ]
 
 
@@ -78,11 +89,17 @@ def try_out(head_dim: int, device: str = "cuda", ops: Any = torch.ops.aten) -> N
         RuntimeError: a gradient is not finite.
         Exception: whatever the package raises.
     """
-    q, k = (torch.ones(1, heads, 256, head_dim, dtype=torch.bfloat16, device=device) for heads in (2, 1))
+    q, k = (
+        torch.ones(1, heads, 256, head_dim, dtype=torch.bfloat16, device=device)
+        for heads in (2, 1)
+    )
     spans = ((0, 100), (0, 164)), ((100, 256), (36, 256))
-    launch, kernel = Launch(tuple(Call(*span, Relation.BI_CAUSAL, fresh=True) for span in spans)), Varlen(ops)
+    launch = Launch(tuple(Call(*span, Relation.BI_CAUSAL, fresh=True) for span in spans))
+    kernel = Varlen(ops)
     out, lse = kernel.forward_many(q, k, k, launch, scale=1.0)
-    for gradient in kernel.backward_many(BackwardInputs(out, q, k, k, out, lse), launch, scale=1.0):
+    for gradient in kernel.backward_many(
+        BackwardInputs(out, q, k, k, out, lse), launch, scale=1.0
+    ):
         if not gradient.isfinite().all():
             raise RuntimeError("gradients of ragged attention in a window are not finite")
 
@@ -105,12 +122,17 @@ def activated(
         try:
             activate(package.implementation)
             attempt(head_dim)
-        except Exception as error:  # assertions, errors of a compiler: whatever a package raises
+        except Exception as error:
+            # assertions, errors of a compiler: whatever a package raises
             if current_flash_attention_impl() is not None:
                 restore_flash_attention_impl()
             reason = str(error).partition("\n")[0] or type(error).__name__
-            logger.warning(f"{package.module} is installed and cannot be used ({reason}); {package.name} is left out")
+            logger.warning(
+                f"{package.module} is installed and cannot be used ({reason}); {package.name} is left out"
+            )
             continue
-        logger.info(f"{package.name} ({package.module}) computes the kernels cuda_flash and varlen")
+        logger.info(
+            f"{package.name} ({package.module}) computes the kernels cuda_flash and varlen"
+        )
         return package
     return None

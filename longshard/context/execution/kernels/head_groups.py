@@ -17,19 +17,24 @@ class HeadGroups:
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        self._kernel, self.name, self.capabilities = kernel, kernel.name, kernel.capabilities
+        self._kernel = kernel
+        self.name = kernel.name
+        self.capabilities = kernel.capabilities
 
     def forward(self, q, k, v, *, relation, scale):
         def call(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return self._kernel.forward(*inputs, relation=relation, scale=scale)
 
-        return _forward(call, self._groups(q, k, 1, q.shape[2], k.shape[2]), q, k, v, q.shape[2])
+        return _forward(
+            call, self._groups(q, k, 1, q.shape[2], k.shape[2]), q, k, v, q.shape[2]
+        )
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
         def call(inputs: BackwardInputs) -> QKV:
             return self._kernel.backward(*inputs, relation=relation, scale=scale)
 
-        rows, keys = q.shape[2], k.shape[2]
+        rows = q.shape[2]
+        keys = k.shape[2]
         inputs = BackwardInputs(dout, q, k, v, out, lse)
         return _backward(call, self._groups(q, k, 1, rows, keys), inputs, rows, keys)
 
@@ -54,7 +59,9 @@ class HeadGroups:
         groups = self._groups(given.q, given.k, len(launch.calls), rows, keys)
         return _backward(call, groups, given, rows, keys)
 
-    def _groups(self, q: torch.Tensor, k: torch.Tensor, calls: int, rows: int, keys: int) -> list[tuple[slice, slice]]:
+    def _groups(
+        self, q: torch.Tensor, k: torch.Tensor, calls: int, rows: int, keys: int
+    ) -> list[tuple[slice, slice]]:
         elements = call_elements(q.shape[0], max(rows, keys), calls, q.shape[3])
         return head_groups(q.shape[1], k.shape[1], elements, self.capabilities.elements)
 
@@ -74,7 +81,9 @@ def _forward(
     out = q.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows, dtype=torch.promote_types(q.dtype, torch.float32))
     for query_heads, kv_heads in groups:
-        out[:, query_heads], lse[:, query_heads] = call(q[:, query_heads], k[:, kv_heads], v[:, kv_heads])
+        out[:, query_heads], lse[:, query_heads] = call(
+            q[:, query_heads], k[:, kv_heads], v[:, kv_heads]
+        )
     return out, lse
 
 
@@ -88,15 +97,23 @@ def _backward(
     """Return dq (B, H, rows, D), dk and dv (B, K, keys, D), group by group of the heads."""
     if len(groups) == 1:
         return call(given)
-    q, k = given.q, given.k
+    q = given.q
+    k = given.k
     batch, heads, _, head_dim = q.shape
     is_shared = len(groups) > k.shape[1]
     sum_dtype = torch.promote_types(k.dtype, torch.float32) if is_shared else k.dtype
     dq = q.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
-    dk, dv = (k.new_zeros(batch, keys, k.shape[1], head_dim, dtype=sum_dtype).transpose(1, 2) for _ in range(2))
+    dk, dv = (
+        k.new_zeros(batch, keys, k.shape[1], head_dim, dtype=sum_dtype).transpose(1, 2)
+        for _ in range(2)
+    )
     for query_heads, kv_heads in groups:
-        places = BackwardInputs(query_heads, query_heads, kv_heads, kv_heads, query_heads, query_heads)
-        part_q, part_k, part_v = call(BackwardInputs(*(x[:, place] for x, place in zip(given, places, strict=True))))
+        places = BackwardInputs(
+            query_heads, query_heads, kv_heads, kv_heads, query_heads, query_heads
+        )
+        part_q, part_k, part_v = call(
+            BackwardInputs(*(x[:, place] for x, place in zip(given, places, strict=True)))
+        )
         dq[:, query_heads] = part_q
         dk[:, kv_heads] += part_k
         dv[:, kv_heads] += part_v
