@@ -144,7 +144,7 @@ FAMILIES = (
     Mutant(
         "a text that grows beyond the original length keeps the short factors of LongRoPE",
         "trainer/models/decoder.py",
-        "return scaling.original_max_seq_len if length <= scaling.original_max_seq_len else math.inf",
+        "return (scaling.original_max_seq_len if length <= scaling.original_max_seq_len else math.inf)",
         "return math.inf",
         "tests/unit/test_longrope_lengths.py",
     ),

@@ -107,8 +107,8 @@ HYBRID = (
     Mutant(
         "kernels run on through the start of a document",
         f"{_CP}/execution/linear_kernels.py",
-        "decay.masked_fill(begins, RESET), ~begins",
-        "decay, ~begins",
+        "decay = decay.masked_fill(begins, RESET)",
+        "decay = decay",
         _INTERPRETED,
     ),
     Mutant(

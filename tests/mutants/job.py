@@ -187,8 +187,8 @@ DATA = (
     Mutant(
         "neighbours of an order stay neighbours",
         "trainer/data/order/streams.py",
-        "_ROUNDS = 4 ",
-        "_ROUNDS = 1 ",
+        "_ROUNDS = 4\n",
+        "_ROUNDS = 1\n",
         "tests/unit/test_permutation.py",
     ),
     Mutant(
@@ -264,8 +264,8 @@ DATA = (
     Mutant(
         "labels are not shifted",
         "trainer/data/packing.py",
-        "labels[:-1] = ids[1:] if",
-        "labels[:-1] = ids[:-1] if",
+        "ids[1:]\n        if",
+        "ids[:-1]\n        if",
         "tests/unit/test_data_packing.py",
     ),
     Mutant(
@@ -665,8 +665,8 @@ PROCESSES = (
     Mutant(
         "a new group waits half an hour",
         "trainer/runtime/process_group.py",
-        "    distributed_c10d._get_default_timeout = lambda _backend: group_timeout(dist.group.WORLD, device)\n",
-        "",
+        "_get_default_timeout = lambda _backend: group_timeout(",
+        "_unused = lambda _backend: group_timeout(",
         "tests/distributed/test_communicators.py::"
         "test_a_group_has_the_time_out_that_the_group_of_the_job_has_when_it_is_made",
     ),
@@ -729,8 +729,8 @@ PROCESSES = (
     Mutant(
         "a message is waited for as long as when its group was made",
         "longshard/sharding/exchange.py",
-        'if dist.get_backend(group) == "gloo":  # its',
-        'if dist.get_backend(group) != "gloo":  # its',
+        'if dist.get_backend(group) == "gloo":\n        timeout',
+        'if dist.get_backend(group) != "gloo":\n        timeout',
         "tests/distributed/test_timeouts.py",
     ),
     Mutant(
@@ -918,8 +918,8 @@ PROCESSES = (
     Mutant(
         "a launcher's ranks are counted once for each node",
         "trainer/commands/start.py",
-        "return self.of_job or self.ranks_here",
-        "return self.ranks_here",
+        "self.of_job\n            or self.ranks_here(config, machine) * Nodes.from_environment(os.environ).count",
+        "self.ranks_here(config, machine)",
         "tests/unit/test_start.py::test_a_rank_of_several_nodes_checks_the_job_of_its_launcher",
     ),
     Mutant(

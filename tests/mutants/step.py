@@ -68,7 +68,7 @@ LOSS = (
     Mutant(
         "gradients of the forward, which the first backward has scaled, serve the second one",
         "trainer/models/chunked_loss.py",
-        "gradients, ctx.gradients = ctx.gradients, None\n",
+        "gradients = ctx.gradients\n        ctx.gradients = None\n",
         "gradients = ctx.gradients\n",
         f"{_CHUNKS}::test_a_sum_of_losses_needs_the_logits_once",
     ),
@@ -205,8 +205,8 @@ GRADIENTS = (
     Mutant(
         "the update of the next step is launched before a step is read",
         "trainer/trainer.py",
-        "        self.read_step()  # the step before; no update is launched after a step that ends the run\n",
-        "",
+        '        self.read_step()\n        with region("grad_norm")',
+        '        with region("grad_norm")',
         "tests/distributed/test_late_read.py tests/distributed/test_skipped_steps.py",
     ),
     Mutant(
@@ -226,8 +226,8 @@ GRADIENTS = (
     Mutant(
         "a late step has the learning rate of the next one",
         "trainer/trainer.py",
-        "lr, at_once = scheduled_rate(",
-        "self.lr_scheduler.step(); lr, at_once = scheduled_rate(",
+        "lr = scheduled_rate(",
+        "self.lr_scheduler.step(); lr = scheduled_rate(",
         "tests/distributed/test_late_read.py",
     ),
     Mutant(

@@ -55,7 +55,8 @@ def to_peft(given: argparse.Namespace) -> str:
     check_output(given.output)
     write_peft(given.output, config, args, saved)
     there = checkpoint_folder(config).step(saved)
-    return f"{given.output} holds the adapters of {there}; peft loads them with PeftModel.from_pretrained(model, folder)"
+    call = "PeftModel.from_pretrained(model, folder)"
+    return f"{given.output} holds the adapters of {there}; peft loads them with {call}"
 
 
 def add_tokens(given: argparse.Namespace) -> str:

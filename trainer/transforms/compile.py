@@ -145,7 +145,8 @@ def keep_caches_apart(dims: ParallelDims) -> None:
     a second run would find another rank's code, and be wrong without an error (pytorch issue 188390).
     """
     settings = torch.compiler.config
-    settings.cache_key_tag = f"{settings.cache_key_tag.partition(_TAG)[0]}{_TAG}{dims.rank('world')} {dims.group_names()}"
+    others = settings.cache_key_tag.partition(_TAG)[0]
+    settings.cache_key_tag = f"{others}{_TAG}{dims.rank('world')} {dims.group_names()}"
 
 
 def _check_async_version() -> None:
