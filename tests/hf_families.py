@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer.families.args import ExpertArgs, LatentArgs
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
+from trainer.families.mixers import LatentArgs
 from trainer.families.registry import hf_config
 
 LLAMA = TransformerArgs(

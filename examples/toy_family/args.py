@@ -6,7 +6,10 @@ from typing import ClassVar
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
-from trainer.families.decoder_args import decoder_linear_shapes, decoder_modules
+from trainer.families.decoder_args import decoder_modules
+from trainer.families.feed_forward_args import DenseArgs
+from trainer.families.layers import Layer, NormArgs
+from trainer.families.mixers import AttentionArgs
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,18 @@ class ToyArgs:
     def window_of_layer(self, layer: int) -> int | None:
         return None
 
+    def layer(self, number: int) -> Layer:
+        """Return the record of each layer: the trainer asks it for shapes, parameters and FLOPs."""
+        attention = AttentionArgs(self.n_heads, self.n_kv_heads, self.head_dim, bias=True, output_bias=True)
+        return Layer(attention, DenseArgs(self.hidden_dim, bias=True), NormArgs("layernorm"))
+
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
-        return decoder_linear_shapes(
-            dim=self.dim,
-            query_dim=self.n_heads * self.head_dim // tp,
-            kv_dim=self.n_kv_heads * self.head_dim // tp,
-            hidden_dim=self.hidden_dim // tp,
-            n_layers=self.n_layers,
-            vocab_size=self.vocab_size // tp,
-        )
+        shapes = {
+            f"layers.{number}.{name}": shape
+            for number in range(self.n_layers)
+            for name, shape in self.layer(number).linear_shapes(self.dim, tp).items()
+        }
+        return shapes | {"output": (self.vocab_size // tp, self.dim)}
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return {"key/value heads": self.n_kv_heads, "channels": self.hidden_dim, "tokens": self.vocab_size}

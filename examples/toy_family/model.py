@@ -8,6 +8,7 @@ from trainer.models.attention import Attention
 from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.feed_forward import FeedForward
 from trainer.models.rotary import apply_rope_to_halves, precompute_freqs_cis
+from trainer.parallel.tensor_parallel import Styles, tokens_divided
 
 
 class ToyBlock(nn.Module):
@@ -18,18 +19,11 @@ class ToyBlock(nn.Module):
 
     def __init__(self, args: ToyArgs) -> None:
         super().__init__()
+        layer = args.layer(0)
         self.attention_norm = nn.LayerNorm(args.dim)
-        self.attention = Attention(
-            args.dim,
-            n_heads=args.n_heads,
-            n_kv_heads=args.n_kv_heads,
-            head_dim=args.head_dim,
-            bias=True,
-            output_bias=True,
-            rotate=apply_rope_to_halves,
-        )
+        self.attention = Attention(args.dim, layer.mixer, layer.norms, rotate=apply_rope_to_halves)
         self.ffn_norm = nn.LayerNorm(args.dim)
-        self.feed_forward = FeedForward(args.dim, args.hidden_dim, bias=True)
+        self.feed_forward = FeedForward(args.dim, layer.feed_forward)
         self.penalty = AuxiliaryLoss()
         self.register_buffer("bias", torch.empty(args.dim))
         self.register_buffer("counts", torch.empty(2, args.dim, dtype=torch.int64), persistent=False)
@@ -43,6 +37,9 @@ class ToyBlock(nn.Module):
             positive = (x > 0).flatten(0, 1)
             self.counts.add_(torch.stack((positive.sum(0), torch.ones_like(positive).sum(0))))
         return x + self.feed_forward(self.ffn_norm(x))
+
+    def tensor_parallel_styles(self) -> Styles:
+        return tokens_divided(("attention_norm", "ffn_norm"))
 
 
 class ToyDecoder(nn.Module):

@@ -24,8 +24,8 @@ from torch import nn
 
 from longshard.sharding import exchange
 from scripts.benchmarks.teams import Row, Team, Times, span
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.feed_forward_args import DenseArgs, ExpertArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.models.decoder import Transformer
 from trainer.models.experts import ExpertWeights, expert_sums
@@ -60,7 +60,7 @@ class Layer:
         how = {"dtype": getattr(torch, settings.dtype), "device": settings.device}
         self.moe = MoE(settings.dim, self.args).to(**how)
         self.moe.router.init_buffers(torch.device(settings.device))
-        self.dense = FeedForward(settings.dim, settings.hidden * settings.per_token).to(**how)
+        self.dense = FeedForward(settings.dim, DenseArgs(settings.hidden * settings.per_token)).to(**how)
         for parameter in (*self.moe.parameters(), *self.dense.parameters()):
             nn.init.normal_(parameter, 0.0, 0.05)
         x = torch.randn(settings.tokens, settings.dim, **how)

@@ -30,8 +30,8 @@ from trainer.config.data import CONVERSATIONS
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.job import ResolvedJob, resolve
 from trainer.models import decoder

@@ -22,7 +22,7 @@ from tests.distributed.test_host_reads import TOTALS
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
-from trainer.families.args import ExpertArgs
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.models import moe
 from trainer.models.experts import Experts
 from trainer.models.initialization import initialize

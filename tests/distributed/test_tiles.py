@@ -16,7 +16,7 @@ from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ActivationCheckpoint
-from trainer.families.args import ExpertArgs
+from trainer.families.feed_forward_args import DenseArgs, ExpertArgs
 from trainer.models.decoder import Transformer
 from trainer.models.experts import Experts
 from trainer.models.feed_forward import FeedForward
@@ -53,7 +53,7 @@ def test_nor_do_they_with_documents(pool: WorkerPool, layout: str) -> None:
 @pytest.mark.parametrize("tiles", [2, 5, 9])  # of 7 positions: uneven parts, and empty ones
 def test_a_network_in_parts_equals_the_whole(tiles: int) -> None:
     torch.manual_seed(0)
-    network = FeedForward(6, 10).double()
+    network = FeedForward(6, DenseArgs(10)).double()
     network.w3.weight.requires_grad_(False)  # as the weights below an adapter
     x, cotangent = torch.randn(2, 7, 6, dtype=torch.float64), torch.randn(2, 7, 6, dtype=torch.float64)
     results = []

@@ -64,14 +64,14 @@ EXPERTS = (
     ),
     Mutant(
         "bfloat16 is multiplied expert by expert",
-        "trainer/families/args.py",
+        "trainer/families/feed_forward_args.py",
         'return dtype == "bfloat16" and all(',
         'return dtype == "float16" and all(',
         f"{_ONE}::test_bfloat16_is_multiplied_in_groups_where_rows_are_aligned",
     ),
     Mutant(
         "rows that are not aligned are multiplied in groups",
-        "trainer/families/args.py",
+        "trainer/families/feed_forward_args.py",
         'return dtype == "bfloat16" and all(width % 8 == 0 for width in widths)',
         'return dtype == "bfloat16"',
         f"{_ONE}::test_bfloat16_is_multiplied_in_groups_where_rows_are_aligned",

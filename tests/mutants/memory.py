@@ -296,16 +296,16 @@ TILES = (
     ),
     Mutant(
         "a compiled block runs its network in parts eagerly",
-        "trainer/models/parallelize.py",
-        '[(block, "with_attention"), (block, "with_feed_forward")]',
-        '[(block, "with_attention")]',
+        "trainer/models/decoder.py",
+        'return [*parts, (self, "with_feed_forward")]',
+        "return parts",
         "tests/distributed/test_compile.py::test_attention_and_the_parts_of_a_network_are_graphs_of_their_own",
     ),
     Mutant(
         "a network is never computed in parts",
         "trainer/models/parallelize.py",
-        "if job.mlp_tiles > 1:",
-        "if False:",
+        "if job.mlp_tiles == 1:",
+        "if True:",
         f"{_TILES}::test_a_job_computes_in_parts",
     ),
 )

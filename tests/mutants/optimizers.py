@@ -227,8 +227,8 @@ QK_CLIP = (
     Mutant(
         "rotated queries get the root of the factor",
         "trainer/components/qk_clip.py",
-        "(args.rope_dim, factors)",
-        "(args.rope_dim, root)",
+        "(latent.rope_dim, factors)",
+        "(latent.rope_dim, root)",
         _CLIPPED,
     ),
     Mutant(

@@ -103,8 +103,8 @@ LOSS = (
     Mutant(
         "a pipeline keeps gradients from the forward to the backward",
         "trainer/models/parallelize.py",
-        "in_forward = job.pipeline is None and",
-        "in_forward = True and",
+        "in_forward=job.pipeline is None and",
+        "in_forward=True and",
         "tests/distributed/test_chunked_loss.py::test_a_pipeline_makes_no_gradient_in_the_forward",
     ),
     Mutant(
@@ -455,7 +455,7 @@ FAMILIES = (
     ),
     Mutant(
         "the norm of keys is no part of tensor parallelism: ranks add up the gradients of their own heads alone",
-        "trainer/models/parallelize.py",
+        "trainer/models/attention.py",
         '{"q_norm": norm, "k_norm": norm}',
         '{"q_norm": norm}',
         f"{_FAMILY}::test_families_of_the_decoder_equal_one_process[qwen3_biased-fsdp2+tp2]",

@@ -19,8 +19,8 @@ from tests.hf_tensors import from_hf
 from trainer.checkpoint import export
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.registry import hf_config
 from trainer.hugging_face import reader as hf_reader

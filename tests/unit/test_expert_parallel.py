@@ -9,7 +9,7 @@ import torch
 
 from longshard.sharding import exchange
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.families.args import ExpertArgs
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.models.experts import ExpertWeights, expert_sums
 from trainer.parallel import expert_parallel

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from trainer.components.optimizer import build_optimizer
 from trainer.config.schema import JobConfig, LoRA, Optimizer
-from trainer.families.args import ExpertArgs
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.registry import MODELS
 from trainer.models import experts as experts_module
 from trainer.models import moe
@@ -197,7 +197,7 @@ def test_biases_bring_experts_to_equal_loads() -> None:
 
 def test_a_model_whose_layers_are_all_dense_has_no_loads() -> None:
     """Published settings may have experts, and a list of dense layers that names all of them."""
-    args = SimpleNamespace(experts=ExpertArgs(6, 2, 8), n_layers=2, layer=lambda _: SimpleNamespace(experts=False))
+    args = SimpleNamespace(experts=ExpertArgs(6, 2, 8), n_layers=2, layer=lambda _: SimpleNamespace(has_experts=False))
     args.router_aux_loss_coef, args.router_aux_loss_load = 0.01, "step_before"
     part = torch.nn.Module()
     part.args = args

@@ -10,9 +10,9 @@ from trainer.components.optimizer import build_optimizer
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig, LoRA
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.job import resolve
 from trainer.job.lora import adapter_names, adapter_sizes, check_lora, flops_beside
 from trainer.models.decoder import Transformer

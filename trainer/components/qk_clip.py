@@ -42,9 +42,8 @@ class QKClip(Observer):
             int(n): layer.attention for n, layer in layers if isinstance(layer.attention, kinds)
         }
         self._places = {layer: place for place, layer in enumerate(self._layers)}
-        heads = max(
-            (_queries(layer)[1] for layer in self._layers.values()), default=0
-        ) // dims.size("tp")
+        heads = max((layer.args.n_heads for layer in self._layers.values()), default=0)
+        heads //= dims.size("tp")
         shape = (len(self._layers), heads)
         device = dims["world"].device_type
         self._seen = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)
@@ -105,16 +104,6 @@ class QKClip(Observer):
         return {"attention_logit": logit, "clipped_heads": int(heads)}
 
 
-def _queries(attention: nn.Module) -> tuple[nn.Linear, int]:
-    """Return what makes queries, and the number of its heads over all ranks."""
-    if isinstance(attention, LatentAttention):
-        module = attention.wq if attention.args.query_rank is None else attention.wq_b
-        return module, module.out_features // attention.args.head_dim
-    return attention.wq, attention.wq.out_features // (
-        attention.head_dim * (2 if attention.gate else 1)
-    )
-
-
 def _row_factors(
     attention: nn.Module, factors: torch.Tensor
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
@@ -123,19 +112,19 @@ def _row_factors(
     factors: of its heads' logits.
     """
     if isinstance(attention, LatentAttention):
-        args = attention.args
+        latent = attention.args.latent
         root = factors.sqrt()
-        queries = _rows((args.nope_dim, root), (args.rope_dim, factors))
-        keys = _rows((args.nope_dim, root), (args.value_dim, torch.ones_like(factors)))
-        return [(_queries(attention)[0].weight, queries), (attention.wkv_b.weight, keys)]
+        queries = _rows((latent.nope_dim, root), (latent.rope_dim, factors))
+        keys = _rows((latent.nope_dim, root), (latent.value_dim, torch.ones_like(factors)))
+        return [(attention.queries.weight, queries), (attention.wkv_b.weight, keys)]
     queries = attention.wq
     keys = attention.wk
-    groups = factors.unflatten(
-        0, (-1, _queries(attention)[1] * attention.head_dim // keys.out_features)
-    )
+    groups = factors.unflatten(0, (-1, attention.args.n_heads // attention.args.n_kv_heads))
     of_keys = groups.amin(1).sqrt()
     of_queries = [(attention.head_dim, (groups / of_keys[:, None]).flatten())]
-    of_queries += [(attention.head_dim, torch.ones_like(factors))] if attention.gate else []
+    of_queries += (
+        [(attention.head_dim, torch.ones_like(factors))] if attention.args.gate else []
+    )
     rows = {queries: _rows(*of_queries), keys: _rows((attention.head_dim, of_keys))}
     return [
         (p, of_rows)

@@ -1,9 +1,10 @@
 """The arguments of a model, as the job, its checks and its checkpoints use them. Torch-free."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from trainer.config.schema import Model
+from trainer.families.feed_forward_args import ExpertArgs
+from trainer.families.mixers import LatentArgs
 
 Self = TypeVar("Self", bound="ModelArgs")
 
@@ -69,84 +70,6 @@ class DecoderArgs(ModelArgs, Protocol):
         """Return (outputs, inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
 
 
-@dataclass(frozen=True)
-class ExpertArgs:
-    """The experts of a layer, and how a token chooses among them."""
-
-    number: int
-    per_token: int
-    """Experts that a token chooses."""
-    hidden_dim: int
-    """Width of one expert."""
-    normalise: bool = True
-    """Whether the weights of a token's experts have the sum one: a softmax over the chosen ones, not over all."""
-    biases: bool = False
-    """Of the router and of the experts."""
-    clamped: bool = False
-    """The gated unit of gpt-oss in the place of SwiGLU."""
-    sigmoid: bool = False
-    """Scores are sigmoids, to which a bias of the weights is added for the choice (DeepSeek-V3, arXiv 2412.19437)."""
-    groups: int = 1
-    """Groups of neighbouring experts; a group counts as much as its two best experts."""
-    groups_per_token: int = 1
-    """Groups that a token chooses its experts in."""
-    scale: float = 1.0
-    """Factor of the weights of a token's experts."""
-    shared_dim: int = 0
-    """Width of an expert that all tokens have, beside the chosen ones; 0: there is none."""
-    shared_gate: bool = False
-    """Whether each token multiplies the shared expert's output by a sigmoid of its own."""
-
-    def weights(self, dim: int) -> int:
-        """Return the parameters of one expert."""
-        return 3 * dim * self.hidden_dim + (2 * self.hidden_dim + dim) * self.biases
-
-
-def has_grouped_product(dtype: str, *widths: int) -> bool:
-    """Return whether one kernel computes all experts: in bfloat16, with rows of matrices at multiples of 16 bytes."""
-    return dtype == "bfloat16" and all(width % 8 == 0 for width in widths)
-
-
-@dataclass(frozen=True)
-class LatentArgs:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
-
-    rank: int
-    """Width of what keys and values of all heads are computed from."""
-    nope_dim: int
-    """Channels of a head's query and key that are not rotated."""
-    rope_dim: int
-    """Channels behind them that are rotated; all heads share those of a key."""
-    value_dim: int
-    """Channels of a head's value, at most those of its key."""
-    query_rank: int | None = None
-    """Width of what queries are computed from; None: they are computed from the hidden states."""
-
-    @property
-    def head_dim(self) -> int:
-        """Return the channels of a head's query and key."""
-        return self.nope_dim + self.rope_dim
-
-    def linear_shapes(self, dim: int, n_heads: int, tp: int = 1) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of its linear modules on one of `tp` tensor-parallel ranks."""
-        queries = n_heads * self.head_dim // tp
-        shapes = {"wq": (queries, dim)}
-        if self.query_rank is not None:
-            shapes = {"wq_a": (self.query_rank, dim), "wq_b": (queries, self.query_rank)}
-        return shapes | {
-            "wkv_a": (self.rank + self.rope_dim, dim),
-            "wo": (dim, n_heads * self.value_dim // tp),
-        }
-
-    def up_projection(self, n_heads: int) -> int:
-        """Return the weights that make keys and values of latents."""
-        return n_heads * (self.nope_dim + self.value_dim) * self.rank
-
-    def vectors(self) -> int:
-        """Return the parameters of its norms."""
-        return self.rank + (self.query_rank or 0)
-
-
 def experts_of(args: ModelArgs) -> ExpertArgs | None:
     """Return the experts of a layer; None: the family, or the model, has none."""
     return getattr(args, "experts", None)
@@ -177,20 +100,20 @@ def expert_layers(args: ModelArgs) -> list[int]:
     """Return the layers that have experts."""
     if experts_of(args) is None:
         return []
-    kind = getattr(args, "layer", None)  # a package's model may have no kinds
-    return [layer for layer in all_layers(args) if kind is None or kind(layer).experts]
+    record = getattr(args, "layer", None)  # a package's model may have no records of layers
+    return [layer for layer in all_layers(args) if record is None or record(layer).has_experts]
 
 
 def kind_of_layer(args: DecoderArgs, layer: int) -> Any:
     """Return what tells a layer from those of other kinds."""
-    return args.window_of_layer(layer), args.layer(layer) if hasattr(args, "layer") else None
+    return args.layer(layer) if hasattr(args, "layer") else args.window_of_layer(layer)
 
 
 def rotary_tables(args: DecoderArgs) -> int:
     """Return how many rotary tables the layers use."""
-    if not hasattr(args, "theta_of_layer"):
+    if not hasattr(args, "layer"):
         return 1
-    return len({args.theta_of_layer(layer) for layer in all_layers(args)} - {0.0})
+    return len({args.layer(layer).mixer.rope_theta for layer in all_layers(args)} - {0.0})
 
 
 def has_windows(args: DecoderArgs) -> bool:

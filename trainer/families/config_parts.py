@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.rotary_entries import FULL, SLIDING, rope_entries, rotary
 from trainer.hugging_face.files import Entries
 
@@ -157,9 +157,9 @@ def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
         }
 
     def write(args: TransformerArgs) -> Fields:
-        own = {
-            args.layer(i).rope_theta for i in range(args.n_layers) if args.layer(i).window
-        } - {None}
+        own = {args.kind(i).rope_theta for i in range(args.n_layers) if args.kind(i).window} - {
+            None
+        }
         local = {"rope_type": "default", "rope_theta": own.pop() if own else args.rope_theta}
         whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
         return part.write(args) | {"rope_parameters": {FULL: whole, SLIDING: local}}
@@ -228,7 +228,7 @@ def _read_sparse(config: Entries) -> Fields:
 
 
 def _write_sparse(args: TransformerArgs) -> Fields:
-    dense = [layer for layer in range(args.n_layers) if not args.layer(layer).experts]
+    dense = [layer for layer in range(args.n_layers) if not args.kind(layer).experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 

@@ -9,9 +9,18 @@ from typing import Any, ClassVar
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
 from trainer.config.toml import load_toml
-from trainer.families.args import ExpertArgs, LatentArgs, all_layers, expert_layers
+from trainer.families.args import all_layers
+from trainer.families.feed_forward_args import DenseArgs, ExpertArgs, FeedForwardArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling, in_turns
-from trainer.families.linear_args import LinearArgs, linear_args, state_flops
+from trainer.families.layers import Layer, NormArgs
+from trainer.families.linear_args import LinearArgs, linear_args
+from trainer.families.mixers import (
+    AttentionArgs,
+    LatentArgs,
+    LatentAttentionArgs,
+    Mixer,
+    Shapes,
+)
 
 TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
 """Sizes of families, and what their architectures assume."""
@@ -30,39 +39,13 @@ def decoder_modules(n_layers: int, mtp_layers: int = 0) -> tuple[str, ...]:
     )
 
 
-def decoder_linear_shapes(
-    *, dim: int, query_dim: int, kv_dim: int, hidden_dim: int, n_layers: int, vocab_size: int
-) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of every linear module of a decoder with `Attention` and `FeedForward`, by name.
-
-    query_dim, kv_dim: heads times head size. On a tensor-parallel rank, these, hidden_dim and vocab_size are its share.
-    """
-    of_a_layer = {
-        "attention.wq": (query_dim, dim),
-        "attention.wk": (kv_dim, dim),
-        "attention.wv": (kv_dim, dim),
-        "attention.wo": (dim, query_dim),
-        **_feed_forward("feed_forward", dim, hidden_dim),
-    }
-    shapes = {
-        f"layers.{i}.{name}": shape
-        for i in range(n_layers)
-        for name, shape in of_a_layer.items()
-    }
-    return shapes | {"output": (vocab_size, dim)}
-
-
-def _feed_forward(name: str, dim: int, hidden_dim: int) -> dict[str, tuple[int, int]]:
-    return {
-        f"{name}.w1": (hidden_dim, dim),
-        f"{name}.w2": (dim, hidden_dim),
-        f"{name}.w3": (hidden_dim, dim),
-    }
-
-
 @dataclass(frozen=True)
 class TransformerArgs:
-    """Arguments of one decoder. `vocab_size` and `max_seq_len` come from the tokenizer and `training.seq_len`."""
+    """The table of one decoder: entries of sizes.toml, of `config.json` and of checkpoints.
+
+    `layer` makes the record of a layer from it, and everything else asks these records. `vocab_size` and `max_seq_len`
+    come from the tokenizer and `training.seq_len`.
+    """
 
     task: ClassVar[str] = "tokens"
     # The same weights serve other lengths and other positions.
@@ -170,8 +153,13 @@ class TransformerArgs:
         return self.head_dim**-0.5 * (self.rope_scaling.score_factor if stretched else 1.0)
 
     @property
+    def norms(self) -> NormArgs:
+        """Return the norms of the layers and of the model."""
+        return NormArgs(self.norm_type, self.norm_eps, self.norm_offset, self.norm_place)
+
+    @property
     def norms_have_parameters(self) -> bool:
-        return self.norm_type != "np_layernorm"
+        return self.norms.parameters(1) > 0
 
     def configured(
         self, settings: Model, *, vocab_size: int, max_seq_len: int
@@ -233,97 +221,89 @@ class TransformerArgs:
         """Return the kinds of layers with a window in every n-th layer from the first on."""
         layers = range(math.lcm(len(self.layers), every))
         return in_turns(
-            [replace(self.layer(layer), window=layer % every == 0) for layer in layers]
+            [replace(self.kind(layer), window=layer % every == 0) for layer in layers]
         )
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        dense = len(expert_layers(self)) < len(all_layers(self))
-        shared = self.experts.shared_dim if self.experts else 0
-        return {
-            "attention heads": self.n_heads,
-            "key/value heads": self.n_kv_heads,
-            **(self.linear.tensor_parallel_sizes() if self.linear else {}),
-            **({"feed-forward channels": self.ffn_hidden_dim} if dense else {}),
-            **({"channels of the shared expert": shared} if shared else {}),
-            "tokens in the vocabulary": self.vocab_size,
-        }
+        layers = sorted(self._all_layers(), key=lambda layer: layer.mixer.is_recurrent)
+        sizes: dict[str, int] = {}
+        for part in ("mixer", "feed_forward"):
+            for layer in layers:
+                sizes |= getattr(layer, part).tensor_parallel_sizes()
+        return sizes | {"tokens in the vocabulary": self.vocab_size}
 
     def module_names(self) -> tuple[str, ...]:
         return decoder_modules(self.n_layers, self.mtp_layers)
 
-    def layer(self, number: int) -> LayerKind:
-        """Return the kind of a layer; one for further tokens is as the last one that has attention."""
+    def kind(self, number: int) -> LayerKind:
+        """Return the kind of a layer. A layer for further tokens is as the last one that has attention."""
         if number >= self.n_layers:
             last = self.n_layers - 1
-            number = next((i for i in range(last, -1, -1) if not self.layer(i).linear), last)
+            number = next((i for i in range(last, -1, -1) if not self.kind(i).linear), last)
         return self.layers[number % len(self.layers)]
 
-    def window_of_layer(self, layer: int) -> int | None:
-        kind = self.layer(layer)
-        return self.sliding_window if kind.window and not kind.linear else None
+    def layer(self, number: int) -> Layer:
+        """Return the record of a layer."""
+        return _layer(self, self.kind(number), number >= self.n_layers)
 
-    def theta_of_layer(self, layer: int) -> float | None:
-        """Return the base of a layer's own frequencies; 0: it rotates nothing; None: it has those of the model."""
-        kind = self.layer(layer)
-        return kind.rope_theta if kind.rope and not kind.linear else 0.0
+    def _all_layers(self) -> list[Layer]:
+        return [self.layer(number) for number in all_layers(self)]
 
-    def linear_layers(self) -> list[int]:
-        """Return the layers that have linear attention."""
-        return [layer for layer in all_layers(self) if self.layer(layer).linear]
-
-    def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
-        shapes = decoder_linear_shapes(
-            dim=self.dim,
-            query_dim=self.n_heads * self.head_dim // tp,
-            kv_dim=self.n_kv_heads * self.head_dim // tp,
-            hidden_dim=self.ffn_hidden_dim // tp,
-            n_layers=len(all_layers(self)),
-            vocab_size=self.vocab_size // tp,
+    def mixer_of(self, kind: LayerKind) -> Mixer:
+        """Return the mixer of layers of a kind."""
+        if kind.linear:
+            return self.linear
+        window = self.sliding_window if kind.window else None
+        theta = kind.rope_theta if kind.rope else 0.0
+        if self.latent is not None:
+            return LatentAttentionArgs(
+                self.n_heads, self.latent, self.score_scale, window, theta
+            )
+        return AttentionArgs(
+            self.n_heads,
+            self.n_kv_heads,
+            self.head_dim,
+            window,
+            theta,
+            scale=self.attention_scale,
+            softcap=self.attention_softcap,
+            sinks=self.attention_sinks,
+            short_conv_kernel=self.short_conv_kernel,
+            bias=self.attention_bias,
+            output_bias=self.output_bias,
+            qk_norm=self.qk_norm,
+            norm_all_heads=self.qk_norm_of_all_heads,
+            gate=self.attention_gate,
         )
-        for layer in all_layers(self):
-            name = f"layers.{layer}.attention"
-            others = None
-            if self.layer(layer).linear:
-                others = self.linear.linear_shapes(self.dim, tp)
-            elif self.latent is not None:
-                others = self.latent.linear_shapes(self.dim, self.n_heads, tp)
-            if others is not None:
-                for part in ("wq", "wk", "wv", "wo"):
-                    del shapes[f"{name}.{part}"]
-                shapes |= {f"{name}.{part}": shape for part, shape in others.items()}
-            elif self.attention_gate:
-                shapes[f"{name}.wq"] = 2 * shapes[f"{name}.wq"][0], self.dim
-        for layer in expert_layers(self):
-            name = f"layers.{layer}.feed_forward"
-            experts = self.experts
-            for part in _feed_forward(name, 0, 0):
-                del shapes[part]
-            shapes[f"{name}.router.gate"] = experts.number, self.dim
-            if experts.shared_dim:
-                shapes |= _feed_forward(f"{name}.shared", self.dim, experts.shared_dim // tp)
-            if experts.shared_gate:
-                shapes[f"{name}.shared_gate"] = 1, self.dim
-        further = all_layers(self)[self.n_layers :]
-        return shapes | {
-            f"layers.{layer}.projection": (self.dim, 2 * self.dim) for layer in further
+
+    def feed_forward_of(self, kind: LayerKind) -> FeedForwardArgs:
+        """Return the feed-forward network of layers of a kind."""
+        if self.experts is not None and kind.experts:
+            return self.experts
+        return DenseArgs(self.ffn_hidden_dim, self.activation)
+
+    def window_of_layer(self, layer: int) -> int | None:
+        return self.layer(layer).mixer.window
+
+    def recurrent_layers(self) -> list[int]:
+        """Return the layers that have linear attention."""
+        return [layer for layer in all_layers(self) if self.kind(layer).linear]
+
+    def linear_shapes(self, tp: int = 1) -> Shapes:
+        shapes = {
+            f"layers.{number}.{name}": shape
+            for number in all_layers(self)
+            for name, shape in self.layer(number).linear_shapes(self.dim, tp).items()
         }
+        return shapes | {"output": (self.vocab_size // tp, self.dim)}
 
     def n_params(self) -> int:
-        norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
+        matrix = self.vocab_size * self.dim
+        norms = 1 + self.mtp_layers
         return (
-            sum(map(math.prod, self.linear_shapes().values()))
-            + len(all_layers(self)) * (4 if self.norm_place == "around" else 2) * norm
-            + (len(all_layers(self)) - len(self.linear_layers())) * self._vectors()
-            + len(self.linear_layers()) * (self.linear.vectors() if self.linear else 0)
-            + (
-                len(expert_layers(self)) * self.experts.number * self.experts.biases
-                if self.experts
-                else 0
-            )
-            + self._other_weights()
-            + self._expert_weights(self.experts.number if self.experts else 0)
-            + (1 + 3 * self.mtp_layers) * norm
-            + (0 if self.tie_embeddings else self.vocab_size * self.dim)
+            sum(layer.parameters(self.dim) for layer in self._all_layers())
+            + norms * self.norms.parameters(self.dim)
+            + (matrix if self.tie_embeddings else 2 * matrix)
         )
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
@@ -336,22 +316,11 @@ class TransformerArgs:
         does. Of the experts those count that a token chooses. Linear attention counts as its recurrence, whatever the
         length. The output counts once for each token that is predicted.
         """
-        active = self._other_weights() + self._expert_weights(
-            self.experts.per_token if self.experts else 0
+        outputs = 6.0 * (1 + self.mtp_layers) * self.vocab_size * self.dim
+        full, causal = zip(
+            *(layer.flops(self.dim, seq_len) for layer in self._all_layers()), strict=True
         )
-        further = self.mtp_layers * self.vocab_size * self.dim
-        matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + active + further)
-        attention = 6.0 * self.n_heads * (self.head_dim + self.value_dim)
-        linear = self.linear_layers()
-        if self.linear is not None:
-            convolved = sum(self.linear.convolved().values()) * self.linear.kernel
-            matrices += len(linear) * (3.0 * state_flops(self.linear) + 6.0 * convolved)
-        keys = [
-            self._keys_per_query(layer, seq_len)
-            for layer in all_layers(self)
-            if layer not in linear
-        ]
-        return matrices + attention * len(keys) * seq_len, matrices + attention * sum(keys)
+        return outputs + sum(full), outputs + sum(causal)
 
     def words(self) -> str:
         heads = f"{self.n_heads} query and {self.n_kv_heads} key/value heads of {self.head_dim}"
@@ -362,9 +331,7 @@ class TransformerArgs:
         if self.linear is not None:
             number, keys, values = self.linear.states
             states = f"{number} states of {keys} x {values}"
-            words = (
-                f"{words}, in {len(self.linear_layers())} layers linear attention with {states}"
-            )
+            words = f"{words}, in {len(self.recurrent_layers())} layers linear attention with {states}"
         if self.mtp_layers:
             words = f"{words}, {self.mtp_layers} for further tokens"
         if (experts := self.experts) is None:
@@ -374,48 +341,18 @@ class TransformerArgs:
 
     def n_active_params(self) -> int:
         """Return the parameters that a token meets: all but those of the experts that it does not choose."""
-        experts = self.experts
-        return self.n_params() - (
-            self._expert_weights(experts.number - experts.per_token) if experts else 0
+        unused = (
+            layer.feed_forward.expert_weights(self.dim, active=False)
+            - layer.feed_forward.expert_weights(self.dim, active=True)
+            for layer in self._all_layers()
         )
+        return self.n_params() - sum(unused)
 
-    def _vectors(self) -> int:
-        """Return the parameters of a layer but for norms of its block, matrices, convolutions and mixtures."""
-        if self.latent is not None:
-            return self.latent.vectors()
-        normalised = self.n_heads + self.n_kv_heads if self.qk_norm_of_all_heads else 2
-        return (
-            self.n_heads * self.attention_sinks
-            + normalised * self.head_dim * self.qk_norm
-            + (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.attention_bias
-            + self.n_heads * self.head_dim * self.attention_bias * self.attention_gate
-            + self.dim * self.output_bias
-        )
 
-    def _expert_weights(self, number: int) -> int:
-        """Return the parameters of so many experts of every layer that has some."""
-        return (
-            len(expert_layers(self)) * number * self.experts.weights(self.dim)
-            if self.experts
-            else 0
-        )
-
-    def _other_weights(self) -> int:
-        """Return the parameters of short convolutions and of what makes keys and values of latents."""
-        layers = len(all_layers(self)) - len(self.linear_layers())
-        if self.latent is not None:
-            return layers * self.latent.up_projection(self.n_heads)
-        return (
-            layers
-            * (self.n_heads + 2 * self.n_kv_heads)
-            * self.head_dim
-            * self.short_conv_kernel
-        )
-
-    def _keys_per_query(self, layer: int, seq_len: int) -> float:
-        """Return the mean number of keys that a query of this layer sees."""
-        window = min(self.window_of_layer(layer) or seq_len, seq_len)
-        return window - window * (window - 1) / 2 / seq_len
+@cache
+def _layer(args: TransformerArgs, kind: LayerKind, predicts_further: bool) -> Layer:
+    mixer, feed_forward = args.mixer_of(kind), args.feed_forward_of(kind)
+    return Layer(mixer, feed_forward, args.norms, predicts_further)
 
 
 @cache

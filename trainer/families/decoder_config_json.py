@@ -194,9 +194,9 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
     layers = range(args.n_layers)
     kinds = [
         (
-            args.layer(i).linear,
-            args.theta_of_layer(i),
-            args.experts is not None and args.layer(i).experts,
+            args.kind(i).linear,
+            args.layer(i).mixer.rope_theta,
+            args.experts is not None and args.kind(i).experts,
         )
         for i in layers
     ]

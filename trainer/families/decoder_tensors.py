@@ -10,53 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layers import Layer
+from trainer.families.mixers import AttentionArgs
 from trainer.hugging_face.files import HFTensor
 
 if TYPE_CHECKING:
     import torch
 
 _MODULES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-_OF_LAYER = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.in_qkvz": "linear_attn.in_proj_qkvz",
-    "attention.in_ba": "linear_attn.in_proj_ba",
-    "attention.q_conv": "linear_attn.conv1d",
-    "attention.k_conv": "linear_attn.conv1d",
-    "attention.v_conv": "linear_attn.conv1d",
-    "attention.decay.a_log.weight": "linear_attn.A_log",
-    "attention.decay.dt_bias.weight": "linear_attn.dt_bias",
-    "linear.wo": "linear_attn.out_proj",
-    "attention.norm": "linear_attn.norm",
-    "attention.sinks.weight": "self_attn.sinks",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.router.gate": "mlp.gate",
-    "feed_forward.experts.w13": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
-    "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
-    "feed_forward.shared.w1": "mlp.shared_expert.gate_proj",
-    "feed_forward.shared.w2": "mlp.shared_expert.down_proj",
-    "feed_forward.shared.w3": "mlp.shared_expert.up_proj",
-    "feed_forward.shared_gate": "mlp.shared_expert_gate",
-}
-_NORMS = {
-    "before": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
-    "after": {
-        "attention_post_norm": "post_attention_layernorm",
-        "ffn_post_norm": "post_feedforward_layernorm",
-    },
-    "around": {
-        "attention_norm": "input_layernorm",
-        "attention_post_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "ffn_post_norm": "post_feedforward_layernorm",
-    },
-}
 _ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 _FUSED = (
     ("attention.wq", "attention.wk", "attention.wv"),
@@ -83,22 +44,21 @@ def hf_tensor(
 ) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter; None: a buffer of routers, which it does not have.
 
-    names: modules of a layer, or their parameters -> their names there, in the place of the usual ones; {} stands for
-    the number of an expert, whose rows several names divide; without it, one tensor has all experts. `linear.wo` is
-    the output of linear attention. layers: how the names of a layer begin. Modules of one name have parts of one
-    tensor. The two rows of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
+    names: modules of a layer, or their parameters -> their names there, where those of its record do not hold. In the
+    name of experts, {} stands for the number of an expert, and several names divide its rows; without {}, one tensor
+    has all experts. layers: how the names of a layer begin. Modules of one name have parts of one tensor. The two rows
+    of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
     """
     module, kind = name.rsplit(".", 1)
     if module in _MODULES:
         return HFTensor(f"{_MODULES[module]}.{kind}")
-    _, layer, part = name.split(".", 2)
-    prefix = layers.format(layer)
-    table = {**_OF_LAYER, **_NORMS[args.norm_place], **(names or {})}
+    _, number, part = name.split(".", 2)
+    prefix = layers.format(number)
+    layer = args.layer(int(number))
+    table = {**layer.names, **(names or {})}
     if part in ("feed_forward.router.load", SELECTION_BIAS):
         there = table.get(part)
         return None if there is None else HFTensor(prefix + there)
-    if part == "attention.wo.weight" and args.layer(int(layer)).linear:
-        return HFTensor(f"{prefix}{table['linear.wo']}.weight")
     if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):
         return _of_gpt_oss(f"{prefix}mlp", part.removeprefix("feed_forward."))
     if part.startswith("feed_forward.experts."):
@@ -111,29 +71,24 @@ def hf_tensor(
         )
     if part in table:
         return HFTensor(
-            prefix + table[part], **_place(args, int(layer), part.rpartition(".")[0], table)
+            prefix + table[part], **_place(layer, args.dim, part.rpartition(".")[0], table)
         )
     part = part.rpartition(".")[0]
-    there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(args, int(layer), part, table))
-    if (
-        part not in _ROTATED or args.latent is not None or args.layer(int(layer)).linear
-    ):  # latent attention has adjacent pairs there, too
-        return there
-    sizes = (
-        args.head_dim * (2 if args.attention_gate and part == "attention.wq" else 1),
-        args.rotary_dim,
-    )
+    there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(layer, args.dim, part, table))
+    mixer = layer.mixer
+    if part not in _ROTATED or not isinstance(mixer, AttentionArgs):
+        return there  # other mixers have adjacent pairs there, too
+    doubled = 2 if mixer.gate and part == "attention.wq" else 1
+    sizes = mixer.head_dim * doubled, args.rotary_dim
     to_hf, from_hf = (partial(_swap, *sizes, order) for order in ((-1, 2), (2, -1)))
     return replace(there, to_hf=to_hf, from_hf=from_hf, moves_rows=True)
 
 
-def _place(
-    args: TransformerArgs, layer: int, part: str, table: Mapping[str, str]
-) -> dict[str, int]:
+def _place(layer: Layer, dim: int, part: str, table: Mapping[str, str]) -> dict[str, int]:
     """Return where the rows of a module are in a tensor there that it shares with others."""
     groups: list[dict[str, int]] = []
-    if args.layer(layer).linear:
-        convolved = args.linear.convolved().items()
+    if layer.mixer.is_recurrent:
+        convolved = layer.mixer.convolved().items()
         groups += [
             {f"attention.{name}_{kind}": rows for name, rows in convolved}
             for kind in ("conv", "bias")
@@ -146,8 +101,8 @@ def _place(
         ),
         None,
     ):
-        shapes = args.linear_shapes()
-        groups.append({each: shapes[f"layers.{layer}.{each}"][0] for each in parts})
+        shapes = layer.linear_shapes(dim)
+        groups.append({each: shapes[each][0] for each in parts})
     for group in groups:
         shared = {table.get(each, table.get(f"{each}.weight")) for each in group}
         if part in group and len(shared) == 1:

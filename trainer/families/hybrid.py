@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import ExpertArgs
 from trainer.families.config_parts import (
     NORMALISE,
     SHARED,
@@ -22,11 +21,11 @@ from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.decoder_tensors import FURTHER_AS_LAYERS
 from trainer.families.dense import SCALARS
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.rotary_entries import FULL
 from trainer.families.sparse import (
     LATENT,
-    LATENT_NAMES,
     NO_BIASES,
     SIGMOID_EXPERTS,
     SIGMOID_NAMES,
@@ -40,7 +39,7 @@ _INFINITE = float("inf"), "Infinity", {"__float__": "Infinity"}  # as JSON has i
 
 
 def _linear(args: TransformerArgs) -> list[bool]:
-    return [args.layer(layer).linear for layer in range(args.n_layers)]
+    return [args.kind(layer).linear for layer in range(args.n_layers)]
 
 
 def _types(args: TransformerArgs) -> list[str]:
@@ -171,7 +170,7 @@ def _write_kimi_experts(args: TransformerArgs) -> Fields:
         **{known.get(key, key): value for key, value in SIGMOID_EXPERTS.write(args).items()},
         "model_max_length": args.max_seq_len,
         "mlp_layer_types": [
-            "sparse" if args.layer(layer).experts else "dense" for layer in range(args.n_layers)
+            "sparse" if args.kind(layer).experts else "dense" for layer in range(args.n_layers)
         ],
     }
 
@@ -219,7 +218,7 @@ def _read_mamba(config: Entries) -> Fields:
 def _write_mamba(args: TransformerArgs) -> Fields:
     linear = args.linear or MambaArgs(args.n_heads, 2 * args.dim // args.n_heads, 128)
     rotates = {
-        args.layer(layer).rope for layer, is_linear in enumerate(_linear(args)) if not is_linear
+        args.kind(layer).rope for layer, is_linear in enumerate(_linear(args)) if not is_linear
     }
     return {
         "layer_types": _types(args),
@@ -258,13 +257,6 @@ def _write_granite_experts(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
-_OF_KIMI = {
-    "wb": "b_proj",
-    "f_a": "f_a_proj",
-    "f_b": "f_b_proj",
-    "g_a": "g_a_proj",
-    "g_b": "g_b_proj",
-}
 _EXPERT = "block_sparse_moe.experts.{}"
 _DENSE = {
     "w1": "shared_mlp.input_linear",
@@ -307,13 +299,6 @@ FAMILIES = {
             LATENT,
         ),
         names={
-            **LATENT_NAMES,
-            **{f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in _OF_KIMI.items()},
-            **{f"attention.{part}_conv": f"self_attn.{part}_conv1d" for part in "qkv"},
-            "attention.decay.a_log.weight": "self_attn.A_log",
-            "attention.decay.dt_bias.weight": "self_attn.dt_bias",
-            "attention.norm": "self_attn.o_norm",
-            "linear.wo": "self_attn.o_proj",
             **{
                 ours: theirs.replace("mlp.", "block_sparse_moe.")
                 for ours, theirs in SIGMOID_NAMES.items()
@@ -334,14 +319,6 @@ FAMILIES = {
             *SCALARS,
         ),
         names={
-            **{f"attention.in_{part}": "mamba.in_proj" for part in ("z", "x", "b", "c", "dt")},
-            **{f"attention.{part}_conv": "mamba.conv1d" for part in "xbc"},
-            **{f"attention.{part}_bias.weight": "mamba.conv1d.bias" for part in "xbc"},
-            "attention.decay.a_log.weight": "mamba.A_log",
-            "attention.decay.dt_bias.weight": "mamba.dt_bias",
-            "attention.skip.weight": "mamba.D",
-            "attention.norm": "mamba.norm",
-            "linear.wo": "mamba.out_proj",
             "feed_forward.router.gate": "block_sparse_moe.router.layer",
             "feed_forward.experts.w13": "block_sparse_moe.input_linear",
             "feed_forward.experts.w2": "block_sparse_moe.output_linear",

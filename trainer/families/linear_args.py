@@ -1,45 +1,45 @@
 """Arguments of the layers of linear attention. Torch-free."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-Shapes = dict[str, tuple[int, int]]
+from trainer.families.mixers import Mixer, Shapes
 
 
-class LinearArgs(Protocol):
-    """One kind of layer. A layer has states of (K, V) numbers."""
+class LinearArgs(Mixer):
+    """What the kinds of linear attention share. A layer has states of (K, V) numbers, and rotates nothing."""
 
+    is_recurrent = True
+    window = None
+    rope_theta = 0.0
     kernel: int
     """Tokens of its short convolutions."""
     convolution_bias: bool
-    gates: tuple[str, ...]
+    gates: ClassVar[tuple[str, ...]]
     """Linear modules whose outputs are decays, steps or gates of heads, and the matrices before them."""
 
     @property
     def states(self) -> tuple[int, int, int]:
         """Return how many states a layer has, K and V."""
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Return what tensor-parallel ranks divide, by the words of a message."""
+        raise NotImplementedError
 
     def convolved(self) -> dict[str, int]:
         """Return the channels of each convolution by its name, in the order of the tensor that some files have."""
+        raise NotImplementedError
 
-    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one of `tp` tensor-parallel ranks."""
+    def other_weights(self) -> int:
+        return sum(self.convolved().values()) * self.kernel
 
-    def vectors(self) -> int:
-        """Return the parameters of all its other modules."""
-
-
-def state_flops(args: LinearArgs) -> int:
-    """Return the FLOPs of a token's forward that read and change the states: three products of (K, V) each."""
-    states, keys, values = args.states
-    return 6 * states * keys * values
+    def flops(self, seq_len: int) -> tuple[float, float]:
+        """Count the recurrence, whatever the length: a token's forward reads and changes states in three products."""
+        states, keys, values = self.states
+        recurrence = 18.0 * states * keys * values
+        return recurrence, recurrence
 
 
 @dataclass(frozen=True)
-class GatedDeltaArgs:
+class GatedDeltaArgs(LinearArgs):
     """Gated DeltaNet (arXiv 2412.06464)."""
 
     key_heads: int
@@ -50,6 +50,15 @@ class GatedDeltaArgs:
     kernel: int = 4
     convolution_bias = False
     gates = ("in_ba",)
+    names: ClassVar[Mapping[str, str]] = {
+        "in_qkvz": "linear_attn.in_proj_qkvz",
+        "in_ba": "linear_attn.in_proj_ba",
+        **{f"{part}_conv": "linear_attn.conv1d" for part in "qkv"},
+        "decay.a_log.weight": "linear_attn.A_log",
+        "decay.dt_bias.weight": "linear_attn.dt_bias",
+        "norm": "linear_attn.norm",
+        "wo": "linear_attn.out_proj",
+    }
 
     @property
     def states(self) -> tuple[int, int, int]:
@@ -70,14 +79,12 @@ class GatedDeltaArgs:
             "wo": (dim, values // tp),
         }
 
-    def vectors(self) -> int:
-        return (
-            sum(self.convolved().values()) * self.kernel + 2 * self.value_heads + self.value_dim
-        )
+    def vectors(self, dim: int) -> int:
+        return 2 * self.value_heads + self.value_dim
 
 
 @dataclass(frozen=True)
-class KimiDeltaArgs:
+class KimiDeltaArgs(LinearArgs):
     """Kimi Delta Attention (arXiv 2510.26692)."""
 
     heads: int
@@ -85,6 +92,14 @@ class KimiDeltaArgs:
     kernel: int = 4
     convolution_bias = False
     gates = "wb", "f_a", "f_b", "g_a", "g_b"
+    names: ClassVar[Mapping[str, str]] = {
+        **{f"w{part}": f"self_attn.{part}_proj" for part in "qkvbo"},
+        **{part: f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+        **{f"{part}_conv": f"self_attn.{part}_conv1d" for part in "qkv"},
+        "decay.a_log.weight": "self_attn.A_log",
+        "decay.dt_bias.weight": "self_attn.dt_bias",
+        "norm": "self_attn.o_norm",
+    }
 
     @property
     def states(self) -> tuple[int, int, int]:
@@ -110,13 +125,13 @@ class KimiDeltaArgs:
             "wo": (dim, channels),
         }
 
-    def vectors(self) -> int:
+    def vectors(self, dim: int) -> int:
         channels = self.heads * self.head_dim
-        return 3 * channels * self.kernel + self.heads + channels + self.head_dim
+        return self.heads + channels + self.head_dim
 
 
 @dataclass(frozen=True)
-class MambaArgs:
+class MambaArgs(LinearArgs):
     """Mamba-2 (arXiv 2405.21060)."""
 
     heads: int
@@ -127,6 +142,16 @@ class MambaArgs:
     kernel: int = 4
     convolution_bias: bool = True
     gates: ClassVar[tuple[str, ...]] = ("in_dt",)
+    names: ClassVar[Mapping[str, str]] = {
+        **{f"in_{part}": "mamba.in_proj" for part in ("z", "x", "b", "c", "dt")},
+        **{f"{part}_conv": "mamba.conv1d" for part in "xbc"},
+        **{f"{part}_bias.weight": "mamba.conv1d.bias" for part in "xbc"},
+        "decay.a_log.weight": "mamba.A_log",
+        "decay.dt_bias.weight": "mamba.dt_bias",
+        "skip.weight": "mamba.D",
+        "norm": "mamba.norm",
+        "wo": "mamba.out_proj",
+    }
 
     @property
     def states(self) -> tuple[int, int, int]:
@@ -153,13 +178,9 @@ class MambaArgs:
         }
         return {**{name: (size, dim) for name, size in rows.items()}, "wo": (dim, values)}
 
-    def vectors(self) -> int:
-        channels = sum(self.convolved().values())
-        return (
-            channels * (self.kernel + self.convolution_bias)
-            + 3 * self.heads
-            + self.heads * self.head_dim
-        )
+    def vectors(self, dim: int) -> int:
+        biases = sum(self.convolved().values()) * self.convolution_bias
+        return biases + 3 * self.heads + self.heads * self.head_dim
 
 
 _KINDS: dict[str, type] = {

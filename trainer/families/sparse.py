@@ -1,7 +1,6 @@
 """Architectures of transformers with experts; sizes.toml has the sizes and their sources. Torch-free."""
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import LatentArgs
 from trainer.families.config_parts import (
     BIASES,
     EXPERTS,
@@ -22,6 +21,7 @@ from trainer.families.config_parts import (
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
+from trainer.families.mixers import LatentArgs
 from trainer.hugging_face.files import Entries
 
 
@@ -60,7 +60,7 @@ def _write_sigmoid(args: TransformerArgs) -> Fields:
         "topk_group": args.experts.groups_per_token,
         "routed_scaling_factor": args.experts.scale,
         "first_k_dense_replace": sum(
-            not args.layer(layer).experts for layer in range(args.n_layers)
+            not args.kind(layer).experts for layer in range(args.n_layers)
         ),
     }
 
@@ -107,14 +107,6 @@ def _write_latent(args: TransformerArgs) -> Fields:
 
 NO_BIASES = only("attention_bias", False, written=True)
 LATENT = Part(_read_latent, _write_latent, ("latent", "latent attention"))
-LATENT_NAMES = {
-    "attention.wq_a": "self_attn.q_a_proj",
-    "attention.q_a_norm": "self_attn.q_a_layernorm",
-    "attention.wq_b": "self_attn.q_b_proj",
-    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
-    "attention.wkv_b": "self_attn.kv_b_proj",
-}
 _FURTHER = Part(lambda config: {}, lambda args: {"num_nextn_predict_layers": args.mtp_layers})
 
 
@@ -242,7 +234,7 @@ FAMILIES = {
             LATENT,
             _FURTHER,
         ),
-        names=SIGMOID_NAMES | LATENT_NAMES,
+        names=SIGMOID_NAMES,
         further=FURTHER_AS_LAYERS,
     ),
 }

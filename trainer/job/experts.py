@@ -5,7 +5,8 @@ import math
 from longshard.sharding.ranges import aligned
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.families.args import ExpertArgs, ModelArgs, experts_of
+from trainer.families.args import ModelArgs, experts_of
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.job.degrees import Degrees
 
 

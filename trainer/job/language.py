@@ -11,13 +11,8 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.chat_template import find_template
 from trainer.data.tokenizers.tokenizer import vocab_size_of
-from trainer.families.args import (
-    DecoderArgs,
-    experts_of,
-    has_grouped_product,
-    has_windows,
-    mtp_layers_of,
-)
+from trainer.families.args import DecoderArgs, experts_of, has_windows, mtp_layers_of
+from trainer.families.feed_forward_args import has_grouped_product
 from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, resolve_attention
 from trainer.job.data import (

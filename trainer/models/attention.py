@@ -5,15 +5,28 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import SequenceParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from longshard.context.attention import ContextParallelAttention
+from longshard.context.convolution import ContextParallelConvolution
 from longshard.context.execution.kernels.flash import newer_flash
 from longshard.context.execution.latent import expanded
 from longshard.context.planning.capabilities import FLASH2_BROKEN, INDEX_LIMIT, call_elements
+from longshard.context.planning.options import ContextParallelOptions
+from trainer.families.layers import NormArgs
+from trainer.families.mixers import AttentionArgs
 from trainer.models.initialization import fill
+from trainer.models.norms import NormOfHeads, build_rms_norm
 from trainer.models.rotary import apply_rope
 from trainer.models.short_convolution import ShortConvolution
 from trainer.models.weights import Weights
+from trainer.parallel.tensor_parallel import (
+    LocalParameter,
+    ShardedNorm,
+    Styles,
+    sequence_gathered,
+)
 
 _CUDNN, _FLASH, *_OTHERS = (
     SDPBackend.CUDNN_ATTENTION,
@@ -43,6 +56,14 @@ class InnerAttention(nn.Module):
     def __init__(self, sliding_window: int | None = None, softcap: float | None = None) -> None:
         super().__init__()
         self.sliding_window, self.softcap = sliding_window, softcap
+
+    def planned(self, options: ContextParallelOptions) -> ContextParallelAttention:
+        """Return the style that replaces it by planned attention with the same window and soft-cap."""
+        return ContextParallelAttention(
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
+            keep_exchanged=options.keep_exchanged,
+        )
 
     def forward(
         self,
@@ -107,55 +128,44 @@ class AttentionSinks(Weights):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    softcap, scale: of the scores, the scale by default `head_dim ** -0.5`; short_conv_kernel: tokens of a
-    `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm: builds a norm of some width for the
-    query and the key of each head (arXiv 2302.05442), whose weights the heads share, None for no norm; norm_all_heads:
-    it is one norm over the queries, or keys, of all heads; rotate: `apply_rope`, or a function with the same arguments,
-    None for no rotation; gate: whether the output of each head is multiplied by a sigmoid (arXiv 2505.06708), whose
-    rows in `wq` follow those of the head's query; branches: of the model, see `initialization.draw`.
+    Args:
+        dim: channels of the hidden states.
+        args: heads, and which parts there are.
+        norms: of the model; queries and keys have an RMSNorm of this epsilon and offset, whose weights heads share.
+        rotate: `apply_rope`, or a function with the same arguments.
+        branches: of the model, see `initialization.draw`.
     """
 
     def __init__(
         self,
         dim: int,
+        args: AttentionArgs,
+        norms: NormArgs,
         *,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        sinks: bool = False,
-        short_conv_kernel: int = 0,
-        bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: Callable[[int], nn.Module] | None = None,
-        norm_all_heads: bool = False,
-        rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = apply_rope,
-        gate: bool = False,
+        rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = apply_rope,
         branches: int = 1,
     ) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.scale = scale
-        self.rotate = rotate
+        self.args = args
+        self.head_dim = args.head_dim
+        self.rotate = None if args.rope_theta == 0 else rotate
         self.branches = branches
-        self.gate = gate
-        self.wq = nn.Linear(dim, n_heads * head_dim * (2 if gate else 1), bias=bias)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=output_bias)
-        self.norm_all_heads = norm_all_heads
-        self.q_norm, self.k_norm = (
-            None if qk_norm is None else qk_norm(head_dim * (heads if norm_all_heads else 1))
-            for heads in (n_heads, n_kv_heads)
-        )
-        self.sinks = AttentionSinks(n_heads) if sinks else None
-        sizes = n_heads * head_dim, n_kv_heads * head_dim
-        self.short_conv = (
-            ShortConvolution(*sizes, short_conv_kernel) if short_conv_kernel else None
-        )
-        self.inner_attention = InnerAttention(sliding_window, softcap)
+        queries, keys = args.sizes
+        self.wq = nn.Linear(dim, queries * (2 if args.gate else 1), bias=args.bias)
+        self.wk = nn.Linear(dim, keys, bias=args.bias)
+        self.wv = nn.Linear(dim, keys, bias=args.bias)
+        self.wo = nn.Linear(queries, dim, bias=args.output_bias)
+        self.q_norm = self.k_norm = None
+        if args.norm_all_heads:
+            self.q_norm = NormOfHeads(queries, eps=norms.eps)
+            self.k_norm = NormOfHeads(keys, eps=norms.eps)
+        elif args.qk_norm:
+            self.q_norm = build_rms_norm(norms, args.head_dim)
+            self.k_norm = build_rms_norm(norms, args.head_dim)
+        self.sinks = AttentionSinks(args.n_heads) if args.sinks else None
+        kernel = args.short_conv_kernel
+        self.short_conv = ShortConvolution(queries, keys, kernel) if kernel else None
+        self.inner_attention = InnerAttention(args.window, args.softcap)
 
     def forward(
         self,
@@ -172,18 +182,18 @@ class Attention(nn.Module):
         of_adapters: passed to the linear modules, see `transforms/lora.py`.
         """
         q, k, v = (w(x, **of_adapters) for w in (self.wq, self.wk, self.wv))
-        if self.gate:
+        if self.args.gate:
             q, gate = (
                 part.flatten(-2) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
             )
         if self.short_conv is not None:
             q, k, v = self.short_conv(q, k, v, positions=positions, plan=attention_plan)
-        if self.norm_all_heads:
+        if self.args.norm_all_heads:
             q = self.q_norm(q)
             k = self.k_norm(k)
         # -1: with tensor parallelism each rank has some of the heads.
         q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in (q, k, v))  # (B, S, H, D)
-        if self.q_norm is not None and not self.norm_all_heads:
+        if self.q_norm is not None and not self.args.norm_all_heads:
             q = self.q_norm(q)
             k = self.k_norm(k)
         if self.rotate is not None:
@@ -194,9 +204,47 @@ class Attention(nn.Module):
         # (B, H, S, D), (B, K, S, D) twice
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         sinks = self.sinks() if self.sinks is not None else None
-        out = self.inner_attention(q, k, v, scale=self.scale, sinks=sinks, plan=attention_plan)
+        out = self.inner_attention(
+            q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
+        )
         out = out.transpose(1, 2).flatten(2)
-        return self.wo(out * gate.sigmoid() if self.gate else out, **of_adapters)  # (B, S, dim)
+        return self.wo(
+            out * gate.sigmoid() if self.args.gate else out, **of_adapters
+        )  # (B, S, dim)
+
+    def rows_of_heads(self) -> dict[str, list[int]]:
+        """Return the numbers of rows that each head has in a parameter, one for each of its matrices."""
+        size = self.head_dim
+        queries = [size, size] if self.args.gate else [size]
+        return {"wq.weight": queries, "wk.weight": [size], "wv.weight": [size]}
+
+    @property
+    def queries(self) -> nn.Linear:
+        """Return the module that makes queries."""
+        return self.wq
+
+    def tensor_parallel_styles(self) -> Styles:
+        """Return how tensor-parallel ranks divide its heads, by the names of its modules."""
+        styles = sequence_gathered("wq", "wk", "wv")
+        for name in ("sinks", "short_conv.q", "short_conv.k", "short_conv.v"):
+            if getattr(self, name.partition(".")[0]) is not None:
+                styles[name] = LocalParameter()
+        if self.q_norm is not None:
+            # A norm of all heads together, or of (B, S, H, D); each rank has the gradient of its own heads.
+            norm = (
+                ShardedNorm()
+                if self.args.norm_all_heads
+                else SequenceParallel(sequence_dim=2, use_local_output=True)
+            )
+            styles |= {"q_norm": norm, "k_norm": norm}
+        return styles
+
+    def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
+        """Return how `ranks` context-parallel ranks share a sequence, by the names of its modules."""
+        styles: Styles = {"inner_attention": self.inner_attention.planned(options)}
+        if self.short_conv is not None and ranks > 1:
+            styles["short_conv.inner_convolution"] = ContextParallelConvolution()
+        return styles
 
     def init_parameter(
         self, name: str, parameter: torch.Tensor, generator: torch.Generator

@@ -5,6 +5,7 @@ Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06
 """
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 
@@ -14,67 +15,38 @@ from torch import nn
 from longshard.context.live import of_layer, own_positions
 from trainer.families.args import all_layers, expert_layers
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.feed_forward_args import DenseArgs, FeedForwardArgs
+from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
+from trainer.families.mixers import AttentionArgs, LatentAttentionArgs, Mixer
 from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
 from trainer.models.initialization import fill
 from trainer.models.latent_attention import LatentAttention
-from trainer.models.linear_attention import LINEAR_LAYERS
+from trainer.models.linear_attention import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from trainer.models.moe import MoE, routers_of
-from trainer.models.norms import NormOfHeads, OffsetNorm, build_norm
-from trainer.models.rotary import apply_rope, freqs_cis_at, rope_frequencies
+from trainer.models.norms import build_norm
+from trainer.models.rotary import freqs_cis_at, rope_frequencies
 from trainer.models.tiles import in_tiles
+from trainer.parallel.tensor_parallel import Styles, tokens_divided
+
+MIXERS: dict[type[Mixer], Callable[..., nn.Module]] = {
+    AttentionArgs: Attention,
+    LatentAttentionArgs: LatentAttention,
+    GatedDeltaArgs: GatedDeltaNet,
+    KimiDeltaArgs: KimiDeltaAttention,
+    MambaArgs: Mamba2,
+}
+"""Record of a mixer -> its module, built of (channels of hidden states, the record, norms of the model)."""
 
 
-def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
+def build_feed_forward(args: TransformerArgs, feed_forward: FeedForwardArgs) -> nn.Module:
     """Return the feed-forward network of a layer, or its experts."""
-    if args.experts is None or not args.layer(layer).experts:
-        return FeedForward(
-            args.dim,
-            args.ffn_hidden_dim,
-            activation=args.activation,
-            branches=2 * args.n_layers,
-        )
+    branches = 2 * args.n_layers
+    if isinstance(feed_forward, DenseArgs):
+        return FeedForward(args.dim, feed_forward, branches=branches)
     coefficient = args.router_aux_loss_coef / len(expert_layers(args))
     rates = {"aux_loss_coef": coefficient, "bias_update_rate": args.router_bias_update_rate}
-    return MoE(args.dim, args.experts, branches=2 * args.n_layers, **rates)
-
-
-def build_attention(args: TransformerArgs, layer: int) -> nn.Module:
-    """Return the attention of a layer, or its linear attention."""
-    if args.layer(layer).linear:
-        kind = LINEAR_LAYERS[type(args.linear)]
-        return kind(args.dim, args.linear, norm_eps=args.norm_eps, branches=2 * args.n_layers)
-    of_layer = {
-        "n_heads": args.n_heads,
-        "sliding_window": args.window_of_layer(layer),
-        "rotate": apply_rope if args.layer(layer).rope else None,
-        "branches": 2 * args.n_layers,
-    }
-    if args.latent is not None:
-        how = {"scale": args.score_scale, "norm_eps": args.norm_eps}
-        return LatentAttention(args.dim, args.latent, **how, **of_layer)
-    kind = (
-        NormOfHeads
-        if args.qk_norm_of_all_heads
-        else OffsetNorm
-        if args.norm_offset
-        else nn.RMSNorm
-    )
-    return Attention(
-        args.dim,
-        n_kv_heads=args.n_kv_heads,
-        head_dim=args.head_dim,
-        softcap=args.attention_softcap,
-        scale=args.attention_scale,
-        sinks=args.attention_sinks,
-        short_conv_kernel=args.short_conv_kernel,
-        bias=args.attention_bias,
-        output_bias=args.output_bias,
-        qk_norm=partial(kind, eps=args.norm_eps) if args.qk_norm else None,
-        norm_all_heads=args.qk_norm_of_all_heads,
-        gate=args.attention_gate,
-        **of_layer,
-    )
+    return MoE(args.dim, feed_forward, branches=branches, **rates)
 
 
 class TransformerBlock(nn.Module):
@@ -82,17 +54,17 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, args: TransformerArgs, layer: int) -> None:
         super().__init__()
-        before, behind = (args.norm_place in (place, "around") for place in ("before", "after"))
-        norm = partial(
-            build_norm, args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset
-        )
-        self.attention_norm = norm() if before else None
-        self.attention = build_attention(args, layer)
-        self.attention_post_norm = norm() if behind else None
-        self.ffn_norm = norm() if before else None
-        self.feed_forward = build_feed_forward(args, layer)
-        self.ffn_post_norm = norm() if behind else None
-        self.theta = args.theta_of_layer(layer)
+        record = args.layer(layer)
+        norms = record.norms
+        build = MIXERS[type(record.mixer)]
+        self.attention_norm = build_norm(norms, args.dim) if norms.before else None
+        self.attention = build(args.dim, record.mixer, norms, branches=2 * args.n_layers)
+        self.attention_post_norm = build_norm(norms, args.dim) if norms.after else None
+        self.ffn_norm = build_norm(norms, args.dim) if norms.before else None
+        self.feed_forward = build_feed_forward(args, record.feed_forward)
+        self.ffn_post_norm = build_norm(norms, args.dim) if norms.after else None
+        self.has_experts = record.has_experts
+        self.theta = record.mixer.rope_theta
         self.residual_scale = args.residual_scale
         self.tiles = 1
         """Parts of the sequence in which the norm, the feed-forward network and the residual sum are computed."""
@@ -107,7 +79,7 @@ class TransformerBlock(nn.Module):
     ) -> torch.Tensor:
         """x: (B, S, dim) -> the same shape. freqs_cis: of this layer's frequencies, None if it rotates nothing."""
         x = self.with_attention(x, freqs_cis, attention_plan, positions, **of_adapters)
-        if isinstance(self.feed_forward, MoE):
+        if self.has_experts:
             return self.with_experts(x, positions)
         # With sequence parallelism x has some of the tokens, and the network sees those of all ranks: (B, S / tp, tp).
         tokens = x.shape[1]
@@ -154,6 +126,18 @@ class TransformerBlock(nn.Module):
             x, self.feed_forward(normed, **of_adapters), self.ffn_post_norm
         )
 
+    def tensor_parallel_styles(self) -> Styles:
+        """Return how tensor-parallel ranks divide the norms of branches: each normalises its own tokens."""
+        norms = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
+        return tokens_divided(name for name in norms if getattr(self, name) is not None)
+
+    def compiled_methods(self) -> list[tuple[nn.Module, str]]:
+        """Return its methods that are compiled where it is not compiled as a whole."""
+        parts = [(self, "with_attention")]
+        if self.has_experts:
+            return parts + self.feed_forward.compiled_methods()
+        return [*parts, (self, "with_feed_forward")]
+
     def _with_branch(
         self, x: torch.Tensor, out: torch.Tensor, norm: nn.Module | None
     ) -> torch.Tensor:
@@ -174,12 +158,14 @@ class FurtherTokenLayer(TransformerBlock):
 
     def __init__(self, args: TransformerArgs, layer: int) -> None:
         super().__init__(args, layer)
-        norm = partial(
-            build_norm, args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset
-        )
-        self.embedding_norm = norm()
-        self.hidden_norm = norm()
+        self.embedding_norm = build_norm(args.norms, args.dim)
+        self.hidden_norm = build_norm(args.norms, args.dim)
         self.projection = nn.Linear(2 * args.dim, args.dim, bias=False)
+
+    def tensor_parallel_styles(self) -> Styles:
+        """Return how tensor-parallel ranks divide its norms and its projection: by their own tokens."""
+        own = tokens_divided(("embedding_norm", "hidden_norm", "projection"))
+        return super().tensor_parallel_styles() | own
 
     def forward(
         self, x: torch.Tensor, *args: torch.Tensor | None, **of_adapters: torch.Tensor
@@ -225,7 +211,7 @@ class Transformer(nn.Module):
             for i in all_layers(args)
         }
         self.layers = nn.ModuleDict({str(i): kind(args, i) for i, kind in kinds.items()})
-        self.norm = build_norm(args.norm_type, args.dim, args.norm_eps, offset=args.norm_offset)
+        self.norm = build_norm(args.norms, args.dim)
         further = all_layers(args)[args.n_layers :]
         self.mtp_norms = nn.ModuleDict({str(i): deepcopy(self.norm) for i in further})
         cap = args.logits_softcap
@@ -239,7 +225,7 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         pairs = args.table_dim // 2
         self.thetas = sorted(
-            {theta for i in all_layers(args) if (theta := args.theta_of_layer(i))}
+            {theta for i in all_layers(args) if (theta := args.layer(i).mixer.rope_theta)}
         )
         self.register_buffer("frequencies", torch.empty(pairs), persistent=False)
         for theta in self.thetas:

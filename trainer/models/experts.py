@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from longshard.sharding.tensors import added_rows, in_parts
-from trainer.families.args import ExpertArgs, has_grouped_product
+from trainer.families.feed_forward_args import ExpertArgs, has_grouped_product
 from trainer.models.feed_forward import gated
 from trainer.models.initialization import draw
 from trainer.transforms.lora import is_adapter

@@ -8,8 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
 
+from trainer.families.feed_forward_args import DenseArgs
 from trainer.models.initialization import fill
+from trainer.parallel.tensor_parallel import Styles
 
 
 class Activation(NamedTuple):
@@ -52,30 +60,32 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
 
 
 class FeedForward(nn.Module):
-    """SwiGLU or GEGLU (arXiv 2002.05202).
+    """SwiGLU or GEGLU (arXiv 2002.05202). branches: of the model, see `initialization.draw`."""
 
-    activation: of the gates, of `ACTIVATIONS`; branches: of the model, see `initialization.draw`.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        *,
-        bias: bool = False,
-        activation: str = "silu",
-        branches: int = 1,
-    ) -> None:
+    def __init__(self, dim: int, args: DenseArgs, *, branches: int = 1) -> None:
         super().__init__()
-        self.activation, self.branches = activation, branches
-        self.w1 = nn.Linear(dim, hidden_dim, bias=bias)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=bias)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=bias)
+        self.activation = args.activation
+        self.branches = branches
+        self.w1 = nn.Linear(dim, args.hidden_dim, bias=args.bias)
+        self.w2 = nn.Linear(args.hidden_dim, dim, bias=args.bias)
+        self.w3 = nn.Linear(dim, args.hidden_dim, bias=args.bias)
 
     def forward(self, x: torch.Tensor, **of_adapters: torch.Tensor) -> torch.Tensor:
         """x: (B, S, dim) -> the same shape. of_adapters: passed to the linear modules, see `transforms/lora.py`."""
         hidden = gated(self.activation, self.w1(x, **of_adapters), self.w3(x, **of_adapters))
         return self.w2(hidden, **of_adapters)
+
+    def tensor_parallel_styles(self) -> Styles:
+        """Return how tensor-parallel ranks divide its channels, by the names of its modules."""
+        whole = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
+        return {
+            "": whole,
+            "w1": ColwiseParallel(),
+            "w2": RowwiseParallel(output_layouts=Shard(1)),
+            "w3": ColwiseParallel(),
+        }
 
     def init_parameter(
         self, name: str, parameter: torch.Tensor, generator: torch.Generator

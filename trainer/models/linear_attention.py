@@ -6,13 +6,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel
 
+from longshard.context.convolution import ContextParallelConvolution
 from longshard.context.linear_attention import linear_attention
+from longshard.context.planning.options import ContextParallelOptions
+from trainer.families.layers import NormArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, LinearArgs, MambaArgs
 from trainer.models.initialization import fill
 from trainer.models.norms import NormOfHeads
 from trainer.models.short_convolution import InnerConvolution, Taps
 from trainer.models.weights import Weights
+from trainer.parallel.tensor_parallel import (
+    LocalParameter,
+    Replicated,
+    ShardedNorm,
+    Styles,
+    sequence_gathered,
+)
 
 
 class InnerLinearAttention(nn.Module):
@@ -81,6 +92,9 @@ class LinearAttention(nn.Module):
     whole: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
 
+    norm_style: ParallelStyle = SequenceParallel(sequence_dim=2, use_local_output=True)
+    """Of the norm of (B, S, H, D)."""
+
     def __init__(self, dim: int, args: LinearArgs, *, branches: int) -> None:
         super().__init__()
         self.args, self.branches = args, branches
@@ -123,6 +137,19 @@ class LinearAttention(nn.Module):
             mixed = mixed + torch.cat([self.get_submodule(f"{name}_bias")() for name in names])
         return F.silu(mixed).split([part.shape[-1] for part in parts], -1)
 
+    def tensor_parallel_styles(self) -> Styles:
+        """Return how tensor-parallel ranks divide its heads, by the names of its modules."""
+        styles = sequence_gathered() | {"norm": self.norm_style}
+        for name in self.divided:
+            is_linear = isinstance(self.get_submodule(name), nn.Linear)
+            styles[name] = ColwiseParallel() if is_linear else LocalParameter()
+        styles |= {name: Replicated(is_local=True) for name in self.whole}
+        return styles | {name: Replicated(is_local=False) for name in self.first}
+
+    def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
+        """Return how `ranks` context-parallel ranks share a sequence: the recurrence asks for its plan itself."""
+        return {"inner_convolution": ContextParallelConvolution()} if ranks > 1 else {}
+
     def init_parameter(
         self, name: str, parameter: torch.Tensor, generator: torch.Generator
     ) -> None:
@@ -145,11 +172,11 @@ class GatedDeltaNet(LinearAttention):
     divided = "in_qkvz", "in_ba", "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
 
     def __init__(
-        self, dim: int, args: GatedDeltaArgs, *, norm_eps: float, branches: int = 1
+        self, dim: int, args: GatedDeltaArgs, norms: NormArgs, *, branches: int = 1
     ) -> None:
         super().__init__(dim, args, branches=branches)
         self.decay = Decay(args.value_heads)
-        self.norm = nn.RMSNorm(args.value_dim, eps=norm_eps)
+        self.norm = nn.RMSNorm(args.value_dim, eps=norms.eps)
 
     def mixed(
         self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor
@@ -169,6 +196,12 @@ class GatedDeltaNet(LinearAttention):
         out = self.inner_attention(q, k, v, log_decay, beta, scale=args.key_dim**-0.5, **where)
         return (self.norm(out) * F.silu(z)).flatten(2)
 
+    def rows_of_heads(self) -> dict[str, list[int]]:
+        """Return the numbers of rows that each head has in a parameter, one for each of its matrices."""
+        args = self.args
+        values = args.value_heads // args.key_heads * args.value_dim
+        return {"in_qkvz.weight": [args.key_dim, args.key_dim, values, values]}
+
 
 class KimiDeltaAttention(LinearAttention):
     """Kimi Delta Attention (arXiv 2510.26692): the delta rule, with a decay for each channel of a key."""
@@ -180,11 +213,11 @@ class KimiDeltaAttention(LinearAttention):
     first = "f_a", "g_a"
 
     def __init__(
-        self, dim: int, args: KimiDeltaArgs, *, norm_eps: float, branches: int = 1
+        self, dim: int, args: KimiDeltaArgs, norms: NormArgs, *, branches: int = 1
     ) -> None:
         super().__init__(dim, args, branches=branches)
         self.decay = Decay(args.heads, args.head_dim)
-        self.norm = nn.RMSNorm(args.head_dim, eps=norm_eps)
+        self.norm = nn.RMSNorm(args.head_dim, eps=norms.eps)
 
     def mixed(
         self, x: torch.Tensor, where: dict[str, Any], **of_adapters: torch.Tensor
@@ -209,15 +242,17 @@ class Mamba2(LinearAttention):
     What the papers call C, B and x are queries, keys and values, which here are multiplied by the step.
     """
 
+    norm_style = ShardedNorm()  # over all heads
+
     def __init__(
-        self, dim: int, args: MambaArgs, *, norm_eps: float, branches: int = 1
+        self, dim: int, args: MambaArgs, norms: NormArgs, *, branches: int = 1
     ) -> None:
         super().__init__(dim, args, branches=branches)
         self.decay = Decay(args.heads)
         self.skip = Weights(args.heads)
-        self.norm_eps = norm_eps
+        self.norm_eps = norms.eps
         values = args.heads * args.head_dim
-        self.norm = NormOfHeads(values, eps=norm_eps) if args.groups == 1 else Weights(values)
+        self.norm = NormOfHeads(values, eps=norms.eps) if args.groups == 1 else Weights(values)
         kinds = ("conv", "bias") if args.convolution_bias else ("conv",)
         of_groups = "in_b", "in_c", *(f"{part}_{kind}" for part in "bc" for kind in kinds)
         of_heads = (
@@ -258,14 +293,6 @@ class Mamba2(LinearAttention):
             F.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=self.norm_eps).flatten(2)
             * self.norm()
         )
-
-
-LINEAR_LAYERS = {
-    GatedDeltaArgs: GatedDeltaNet,
-    KimiDeltaArgs: KimiDeltaAttention,
-    MambaArgs: Mamba2,
-}
-"""The layer of each kind of arguments."""
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,8 @@ from torch import nn
 
 from longshard.sharding.ranges import Range, Ranges
 from trainer.config.errors import ConfigError
-from trainer.models.attention import Attention
 from trainer.models.experts import Experts
-from trainer.models.latent_attention import LatentAttention
-from trainer.models.linear_attention import GatedDeltaNet, LinearAttention
+from trainer.models.linear_attention import LinearAttention
 
 _NO_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -109,29 +107,12 @@ def _rows_within(
                 for start in range(0, hidden * 2 * len(module.w13), hidden)
             )
         }
-    if isinstance(module, Attention):
-        kinds = [module.head_dim] * (2 if module.gate else 1)
-        parts = {
-            module.wq.weight: kinds,
-            module.wk.weight: [module.head_dim],
-            module.wv.weight: [module.head_dim],
-        }
-    elif isinstance(module, LatentAttention):
-        args = module.args
-        queries = module.wq if args.query_rank is None else module.wq_b
-        parts = {
-            queries.weight: [args.head_dim],
-            module.wkv_b.weight: [args.nope_dim, args.value_dim],
-        }
-    elif isinstance(module, GatedDeltaNet):
-        args = module.args
-        values = module.args.value_heads // module.args.key_heads * module.args.value_dim
-        parts = {module.in_qkvz.weight: [args.key_dim, args.key_dim, values, values]}
-    else:
-        return {}
+    heads = getattr(module, "rows_of_heads", dict)()
     return {
-        parameter: _by_heads(parameter.shape[0], sizes, per_head)
-        for parameter, sizes in parts.items()
+        module.get_parameter(name): _by_heads(
+            module.get_parameter(name).shape[0], sizes, per_head
+        )
+        for name, sizes in heads.items()
     }
 
 

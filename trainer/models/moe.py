@@ -25,14 +25,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import SequenceParallel
 
 from longshard.sharding.exchange import all_reduce
-from trainer.families.args import ExpertArgs, expert_layers
+from trainer.families.args import expert_layers
+from trainer.families.feed_forward_args import DenseArgs, ExpertArgs
 from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.experts import Experts
 from trainer.models.feed_forward import FeedForward
 from trainer.observer import Observer
 from trainer.parallel.parallel_dims import ParallelDims
+from trainer.parallel.tensor_parallel import OwnPositions, Styles, prefixed
 
 
 class Gate(nn.Linear):
@@ -173,7 +176,9 @@ class MoE(nn.Module):
         )
         self.experts = Experts(dim, args, branches=branches)
         self.shared = (
-            FeedForward(dim, args.shared_dim, branches=branches) if args.shared_dim else None
+            FeedForward(dim, DenseArgs(args.shared_dim), branches=branches)
+            if args.shared_dim
+            else None
         )
         self.shared_gate = Gate(dim, 1, bias=False) if args.shared_gate else None
 
@@ -185,6 +190,20 @@ class MoE(nn.Module):
             rows, *self.router(rows, real), beside=partial(self.shared_output, x)
         )
         return out.view_as(x) if shared is None else out.view_as(x) + shared
+
+    def tensor_parallel_styles(self) -> Styles:
+        """Return how tensor-parallel ranks divide it: each has the experts' sums for its own tokens."""
+        gate = SequenceParallel(sequence_dim=0, use_local_output=True)
+        styles: Styles = {"": OwnPositions(), "router.gate": gate}
+        if self.shared is not None:
+            styles |= prefixed("shared", self.shared.tensor_parallel_styles())
+        if self.shared_gate is not None:
+            styles["shared_gate"] = SequenceParallel(use_local_output=True)
+        return styles
+
+    def compiled_methods(self) -> list[tuple[nn.Module, str]]:
+        """Return what is compiled of it. Numbers of rows are only known to the routing."""
+        return [] if self.shared is None else [(self, "shared_output")]
 
     def shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the output of the expert that all tokens share, None if there is none."""

@@ -9,15 +9,20 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from trainer.families.layers import NormArgs
 
-def build_norm(kind: str, dim: int, eps: float, *, offset: bool = False) -> nn.Module:
-    """Return RMSNorm, LayerNorm with a weight only, or LayerNorm without parameters (np_layernorm, as in OLMo).
 
-    offset: whether the weight of RMSNorm is its distance from one.
-    """
-    if kind == "rmsnorm":
-        return OffsetNorm(dim, eps=eps) if offset else nn.RMSNorm(dim, eps=eps)
-    return nn.LayerNorm(dim, eps=eps, elementwise_affine=kind == "layernorm", bias=False)
+def build_norm(norms: NormArgs, dim: int) -> nn.Module:
+    """Return a norm of `dim` channels, of a model with these norms."""
+    if norms.kind == "rmsnorm":
+        return build_rms_norm(norms, dim)
+    has_weight = norms.kind == "layernorm"
+    return nn.LayerNorm(dim, eps=norms.eps, elementwise_affine=has_weight, bias=False)
+
+
+def build_rms_norm(norms: NormArgs, dim: int) -> nn.RMSNorm:
+    """Return an RMSNorm, which queries and keys have whatever the other norms are."""
+    return (OffsetNorm if norms.offset else nn.RMSNorm)(dim, eps=norms.eps)
 
 
 class OffsetNorm(nn.RMSNorm):

@@ -4,7 +4,7 @@ Between blocks each tp rank holds a part of the sequence, (B, S / tp, dim). Insi
 the whole sequence and a part of the heads or of the hidden dimension (Korthikanti et al., arXiv 2205.05198).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -18,8 +18,40 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
+
+Styles = dict[str, ParallelStyle]
+"""How tensor-parallel ranks divide modules, by their names; "" is the module itself."""
+
+
+def prefixed(name: str, styles: Styles) -> Styles:
+    """Return the styles of a module's parts by their names in the module's owner."""
+    return {f"{name}.{part}" if part else name: style for part, style in styles.items()}
+
+
+def tokens_divided(modules: Iterable[str]) -> Styles:
+    """Return styles of modules that each rank has whole, and applies to its own tokens, (B, S / tp, dim)."""
+    return {name: SequenceParallel(use_local_output=True) for name in modules}
+
+
+def sequence_gathered(*matrices: str) -> Styles:
+    """Return styles of a module that takes (B, S / tp, dim) and two more inputs, and its first matrices.
+
+    It gets the whole sequence, its matrices give channels of this rank's heads, and `wo` adds up all ranks' heads.
+    """
+    whole = PrepareModuleInput(
+        input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+    )
+    styles: Styles = {"": whole, "wo": RowwiseParallel(output_layouts=Shard(1))}
+    return styles | {name: ColwiseParallel() for name in matrices}
 
 
 def shard_rows(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
@@ -140,9 +172,7 @@ def preserve_ties(module: nn.Module) -> Iterator[None]:
             setattr(owner, name, getattr(first, first_name))
 
 
-def apply_tensor_parallel(
-    module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]
-) -> None:
+def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
     """Apply `styles` (submodule name -> style) over the 1-D `mesh`; tied parameters stay tied."""
     with preserve_ties(module):
         parallelize_module(module, mesh, styles)

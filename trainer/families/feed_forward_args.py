@@ -1,0 +1,129 @@
+"""What follows the mixer of a layer: a dense feed-forward network, or experts. Torch-free."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from trainer.families.mixers import Shapes
+
+
+class FeedForwardArgs(Protocol):
+    """One kind of feed-forward network: its sizes, and what follows from them."""
+
+    names: ClassVar[Mapping[str, str]]
+    """Modules, or their parameters -> their names in a layer of Hugging Face's files, where families agree."""
+
+    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one of `tp` tensor-parallel ranks."""
+
+    def expert_weights(self, dim: int, *, active: bool) -> int:
+        """Return the number of parameters of its experts. active: of the experts that one token chooses."""
+
+    def vectors(self, dim: int) -> int:
+        """Return the number of its other parameters."""
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the sizes that tensor-parallel ranks divide, by their names in messages."""
+
+
+def gated_shapes(prefix: str, dim: int, hidden_dim: int) -> Shapes:
+    """Return the shapes of a gated network's three matrices, whose names begin with `prefix`."""
+    return {
+        f"{prefix}w1": (hidden_dim, dim),
+        f"{prefix}w2": (dim, hidden_dim),
+        f"{prefix}w3": (hidden_dim, dim),
+    }
+
+
+@dataclass(frozen=True)
+class DenseArgs:
+    """A gated network: SwiGLU or GEGLU (arXiv 2002.05202)."""
+
+    hidden_dim: int
+    activation: str = "silu"
+    """Of the gates: `silu`, or `gelu_tanh`."""
+    bias: bool = False
+
+    names: ClassVar[Mapping[str, str]] = {
+        "w1": "mlp.gate_proj",
+        "w2": "mlp.down_proj",
+        "w3": "mlp.up_proj",
+    }
+
+    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        return gated_shapes("", dim, self.hidden_dim // tp)
+
+    def expert_weights(self, dim: int, *, active: bool) -> int:
+        return 0
+
+    def vectors(self, dim: int) -> int:
+        return (2 * self.hidden_dim + dim) * self.bias
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        return {"feed-forward channels": self.hidden_dim}
+
+
+@dataclass(frozen=True)
+class ExpertArgs:
+    """The experts of a layer, and how a token chooses among them."""
+
+    number: int
+    per_token: int
+    """Experts that a token chooses."""
+    hidden_dim: int
+    """Width of one expert."""
+    normalise: bool = True
+    """Whether the weights of a token's experts have the sum one: a softmax over the chosen ones, not over all."""
+    biases: bool = False
+    """Of the router and of the experts."""
+    clamped: bool = False
+    """The gated unit of gpt-oss in the place of SwiGLU."""
+    sigmoid: bool = False
+    """Scores are sigmoids, to which a bias of the weights is added for the choice (DeepSeek-V3, arXiv 2412.19437)."""
+    groups: int = 1
+    """Groups of neighbouring experts; a group counts as much as its two best experts."""
+    groups_per_token: int = 1
+    """Groups that a token chooses its experts in."""
+    scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    shared_dim: int = 0
+    """Width of an expert that all tokens have, beside the chosen ones; 0: there is none."""
+    shared_gate: bool = False
+    """Whether each token multiplies the shared expert's output by a sigmoid of its own."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        "router.gate": "mlp.gate",
+        "experts.w13": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
+        "experts.w2": "mlp.experts.{}.down_proj",
+        "shared.w1": "mlp.shared_expert.gate_proj",
+        "shared.w2": "mlp.shared_expert.down_proj",
+        "shared.w3": "mlp.shared_expert.up_proj",
+        "shared_gate": "mlp.shared_expert_gate",
+    }
+
+    def weights(self, dim: int) -> int:
+        """Return the parameters of one expert."""
+        return 3 * dim * self.hidden_dim + (2 * self.hidden_dim + dim) * self.biases
+
+    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        shapes = {"router.gate": (self.number, dim)}
+        if self.shared_dim:
+            shapes |= gated_shapes("shared.", dim, self.shared_dim // tp)
+        if self.shared_gate:
+            shapes["shared_gate"] = 1, dim
+        return shapes
+
+    def expert_weights(self, dim: int, *, active: bool) -> int:
+        return (self.per_token if active else self.number) * self.weights(dim)
+
+    def vectors(self, dim: int) -> int:
+        return self.number * self.biases
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        shared = "channels of the shared expert"
+        return {shared: self.shared_dim} if self.shared_dim else {}
+
+
+def has_grouped_product(dtype: str, *widths: int) -> bool:
+    """Return whether one kernel computes all experts: in bfloat16, with rows of matrices at multiples of 16 bytes."""
+    return dtype == "bfloat16" and all(width % 8 == 0 for width in widths)

@@ -1,0 +1,194 @@
+"""What mixes the tokens of a layer: attention, or latent attention. linear_args.py has linear attention. Torch-free."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+Shapes = dict[str, tuple[int, int]]
+"""(outputs, inputs) of linear modules, by name."""
+
+
+class Mixer(Protocol):
+    """One kind of mixer: its sizes, and what follows from them.
+
+    A module of trainer/models computes it: `MIXERS` of trainer/models/decoder.py.
+    """
+
+    is_recurrent: ClassVar[bool]
+    """Whether a state of fixed size takes the place of keys and values: linear attention."""
+    names: ClassVar[Mapping[str, str]]
+    """Modules, or their parameters -> their names in a layer of Hugging Face's files, where families agree."""
+    window: int | None
+    """Tokens that a token sees, itself included. None: all tokens before it."""
+    rope_theta: float | None
+    """Base of the layer's own rotary frequencies. 0: nothing is rotated. None: the frequencies of the model."""
+
+    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one of `tp` tensor-parallel ranks."""
+
+    def other_weights(self) -> int:
+        """Return the number of its other weights that each token is multiplied by."""
+
+    def vectors(self, dim: int) -> int:
+        """Return the number of its other parameters: norms, biases, sinks, decays."""
+
+    def flops(self, seq_len: int) -> tuple[float, float]:
+        """Return FLOPs per token of a training step, without weights, as (full, causal) attention counts."""
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the sizes that tensor-parallel ranks divide, by their names in messages."""
+
+
+def visible_keys(window: int | None, seq_len: int) -> float:
+    """Return the mean number of keys that a query sees under a causal mask, with a window or without."""
+    reach = min(window or seq_len, seq_len)
+    return reach - reach * (reach - 1) / 2 / seq_len
+
+
+@dataclass(frozen=True)
+class AttentionArgs:
+    """Grouped-query attention."""
+
+    n_heads: int
+    n_kv_heads: int
+    """Heads of keys and values. It divides `n_heads`."""
+    head_dim: int
+    window: int | None = None
+    rope_theta: float | None = None
+    scale: float | None = None
+    """Factor of the scores. None: `head_dim ** -0.5`."""
+    softcap: float | None = None
+    """Scores are c * tanh(score / c) for this c (Gemma 2, arXiv 2408.00118)."""
+    sinks: bool = False
+    """Whether each head has the logit of a key without a value, which all tokens see (gpt-oss)."""
+    short_conv_kernel: int = 0
+    """Tokens of a short convolution of queries, keys and values. 0: there is none."""
+    bias: bool = False
+    """Whether queries, keys and values have a bias."""
+    output_bias: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys are normalised before the rotation (arXiv 2302.05442)."""
+    norm_all_heads: bool = False
+    """Whether one norm covers the queries, or the keys, of all heads together."""
+    gate: bool = False
+    """Whether each head's output is multiplied by a sigmoid (arXiv 2505.06708). Its rows in `wq` follow the query's."""
+
+    is_recurrent = False
+    names: ClassVar[Mapping[str, str]] = {
+        "wq": "self_attn.q_proj",
+        "wk": "self_attn.k_proj",
+        "wv": "self_attn.v_proj",
+        "wo": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "sinks.weight": "self_attn.sinks",
+    }
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the channels of the queries, and of the keys, of all heads."""
+        return self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+
+    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        queries, keys = (size // tp for size in self.sizes)
+        return {
+            "wq": (queries * (2 if self.gate else 1), dim),
+            "wk": (keys, dim),
+            "wv": (keys, dim),
+            "wo": (dim, queries),
+        }
+
+    def other_weights(self) -> int:
+        queries, keys = self.sizes
+        return (queries + 2 * keys) * self.short_conv_kernel
+
+    def vectors(self, dim: int) -> int:
+        queries, keys = self.sizes
+        normed = queries + keys if self.norm_all_heads else 2 * self.head_dim
+        biases = queries * (2 if self.gate else 1) + 2 * keys
+        return (
+            self.n_heads * self.sinks
+            + normed * self.qk_norm
+            + biases * self.bias
+            + dim * self.output_bias
+        )
+
+    def flops(self, seq_len: int) -> tuple[float, float]:
+        each_key = 12.0 * self.n_heads * self.head_dim
+        return each_key * seq_len, each_key * visible_keys(self.window, seq_len)
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        return {"attention heads": self.n_heads, "key/value heads": self.n_kv_heads}
+
+
+@dataclass(frozen=True)
+class LatentArgs:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    rank: int
+    """Width of the latent, from which keys and values of all heads are computed."""
+    nope_dim: int
+    """Channels of a head's query and key that are not rotated."""
+    rope_dim: int
+    """Channels behind them that are rotated; all heads share those of a key."""
+    value_dim: int
+    """Channels of a head's value, at most those of its key."""
+    query_rank: int | None = None
+    """Width of the latent of queries. None: queries are computed from the hidden states."""
+
+    @property
+    def head_dim(self) -> int:
+        """Return the channels of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    def up_projection(self, n_heads: int) -> int:
+        """Return the weights that make keys and values of latents."""
+        return n_heads * (self.nope_dim + self.value_dim) * self.rank
+
+
+@dataclass(frozen=True)
+class LatentAttentionArgs:
+    """Latent attention of one layer."""
+
+    n_heads: int
+    latent: LatentArgs
+    scale: float
+    """Factor of the scores."""
+    window: int | None = None
+    rope_theta: float | None = None
+
+    is_recurrent = False
+    names: ClassVar[Mapping[str, str]] = {
+        "wq": "self_attn.q_proj",
+        "wq_a": "self_attn.q_a_proj",
+        "q_a_norm": "self_attn.q_a_layernorm",
+        "wq_b": "self_attn.q_b_proj",
+        "wkv_a": "self_attn.kv_a_proj_with_mqa",
+        "kv_a_norm": "self_attn.kv_a_layernorm",
+        "wkv_b": "self_attn.kv_b_proj",
+        "wo": "self_attn.o_proj",
+    }
+
+    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        latent = self.latent
+        queries = self.n_heads * latent.head_dim // tp
+        shapes = {"wq": (queries, dim)}
+        if latent.query_rank is not None:
+            shapes = {"wq_a": (latent.query_rank, dim), "wq_b": (queries, latent.query_rank)}
+        return shapes | {
+            "wkv_a": (latent.rank + latent.rope_dim, dim),
+            "wo": (dim, self.n_heads * latent.value_dim // tp),
+        }
+
+    def other_weights(self) -> int:
+        return self.latent.up_projection(self.n_heads)
+
+    def vectors(self, dim: int) -> int:
+        return self.latent.rank + (self.latent.query_rank or 0)
+
+    def flops(self, seq_len: int) -> tuple[float, float]:
+        each_key = 6.0 * self.n_heads * (self.latent.head_dim + self.latent.value_dim)
+        return each_key * seq_len, each_key * visible_keys(self.window, seq_len)
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        return {"attention heads": self.n_heads}
