@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 
 from longshard.domain import whole
 from longshard.domain.domain import Domain
-from longshard.domain.halos import Halo, Reaches
 from longshard.domain.whole import flat
 
 Rule = Callable[..., Any]
@@ -80,8 +79,7 @@ def rule(
 class DomainTensor:
     """This rank's shard `local` of a tensor, sharded as `domain` says; axes of one rank count as whole.
 
-    base: set by `call` where torch has a view of another tensor; it is not changed in place. asked, halo: of a norm and
-    the functions by element behind it, what is asked of them, and rows that came already (halos.py).
+    base: set by `call` where torch has a view of another tensor; it is not changed in place.
 
     Raises:
         ValueError: the shard does not fit the domain.
@@ -91,8 +89,6 @@ class DomainTensor:
     local: torch.Tensor
     domain: Domain
     base: whole.Base | None = None
-    asked: Reaches | None = None
-    halo: Halo | None = None
     __iter__: ClassVar[None] = None  # else Python iterates by __getitem__
     # else a number of numpy on the left takes this for an array
     __array_ufunc__: ClassVar[None] = None
@@ -165,8 +161,6 @@ class DomainTensor:
 
     def register_hook(self, hook: Callable[["DomainTensor"], Any]) -> Any:
         """Call the hook with the gradient, as a domain tensor, as torch does; it may return another one."""
-        if self.halo is not None:
-            self.halo.give_up()
         return self.local.register_hook(lambda g: unwrapped(hook(DomainTensor(g, self.domain))))
 
     def __len__(self) -> int:

@@ -20,7 +20,6 @@ from longshard.domain.dispatch import (
     wrapped,
 )
 from longshard.domain.domain import Axis, Domain
-from longshard.domain.halos import current
 from longshard.domain.transfer import gather, move, reshard
 from longshard.sharding.placement import shard
 
@@ -88,31 +87,18 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     if is_in_place and x.base is not None:
         raise refused(name, x, f"{VIEW}; change a `clone` of it")
 
-    def applied(rows: torch.Tensor | None = None) -> Any:
-        """Return the function of the shards, or of rows in place of the only one."""
+    def own(x: Any) -> Any:
+        is_tensor = isinstance(x, DomainTensor | torch.Tensor)
+        return own_part(x, domain, shape) if is_tensor else x
 
-        def own(x: Any) -> Any:
-            if not isinstance(x, DomainTensor | torch.Tensor):
-                return x
-            return own_part(x, domain, shape) if rows is None else rows
-
-        return function(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
-
-    halo = current(x.halo, x.local) if is_alone else None
-    result = applied()
+    result = function(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
     if getattr(result, "shape", None) != domain.local_shape(shape):
         raise refused(
             name,
             next(filter(is_sharded, operands)),
             "its result has another shape than its operands",
         )
-    result = x if is_in_place else wrapped(result, domain)
-    if is_alone:
-        result.asked, result.halo = (
-            x.asked,
-            None if halo is None else halo.after(applied(halo.rows), result.local),
-        )
-    return result
+    return x if is_in_place else wrapped(result, domain)
 
 
 @rule("prelu", first_only=True)

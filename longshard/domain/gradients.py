@@ -42,8 +42,6 @@ def grad(
         else [grad_outputs] * len(outputs)
     )
     tensors = [t for t in (*outputs, *inputs) if isinstance(t, DomainTensor)]
-    for halo in (x.halo for x in inputs if isinstance(x, DomainTensor) and x.halo is not None):
-        halo.give_up()
     groups = {id(axis.group): axis.group for t in tensors for axis in t.domain.axes.values()}
 
     def lacking(x: Any) -> list[dist.ProcessGroup]:

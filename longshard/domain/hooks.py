@@ -73,7 +73,7 @@ def _whole(gradient: torch.Tensor | None, domain: Domain | None) -> Any:
 
 
 def _linked(x: Any, shard: Any) -> Any:
-    """Return x with the shard through which its gradient reaches the hooks; a halo's would not."""
+    """Return x with the shard through which its gradient reaches the hooks."""
     if not isinstance(x, DomainTensor):
         return shard
     return x if shard is x.local else DomainTensor(shard, x.domain, x.base)

@@ -12,7 +12,6 @@ they must have in common: layouts, shapes, types, and the states of random numbe
 
 import hashlib
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +26,6 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longshard.domain.dispatch import DomainOperatorError, is_sharded, map_tensors
-from longshard.domain.halos import Reaches
 from longshard.domain.neighborhood import neighborhood_attention
 from longshard.domain.tensor import DomainTensor
 from longshard.domain.whole import flat
@@ -50,34 +48,6 @@ _CIRCULAR = {
     cls: type(f"Domain{cls.__name__}", (_CircularConv, cls), {})
     for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 }
-
-
-_NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Modules whose statistics take along the halo of a convolution behind them (halos.py)."""
-_ASKED: weakref.WeakKeyDictionary[nn.Module, Reaches] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def _find_halos(model: nn.Module) -> Iterator[None]:
-    """Let a forward without data find what convolutions ask of norms, which are told it from then on."""
-    hooks = []
-    for module in model.modules():
-        asked = _ASKED.setdefault(module, {}) if isinstance(module, _NORMS) else None
-        if asked is not None and not asked:  # not yet of other layouts
-            hooks.append((asked, module.register_forward_pre_hook(partial(_ask, asked))))
-    try:
-        yield
-    finally:
-        for asked, hook in hooks:
-            if not asked:
-                hook.remove()
-
-
-def _ask(asked: Reaches, _: nn.Module, args: tuple) -> tuple:
-    if not (args and is_sharded(args[0])) or torch.compiler.is_compiling():
-        return args
-    x, *others = args
-    return DomainTensor(x.local, x.domain, x.base, asked), *others
 
 
 class NeighborhoodAttention(nn.Module):
@@ -121,7 +91,7 @@ def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for module in model.modules():
         if type(module) in _CIRCULAR and module.padding_mode == "circular":
             module.__class__ = _CIRCULAR[type(module)]  # parameters, buffers and hooks stay
-    with same_draws(tensors), _find_halos(model):
+    with same_draws(tensors):
         return dry_run(model, *args, **kwargs)
 
 

@@ -5,7 +5,7 @@ backward. Statistics are computed in at least float32.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -144,12 +144,11 @@ def moments(
     domain: Domain,
     dims: Sequence[int],
     dtype: torch.dtype,
-    send: Callable[[torch.Tensor, Axis, int], torch.Tensor] | None = None,
 ) -> Moments:
     """Return the moments over `dims`, of a dtype.
 
     Each axis gathers the ranks' means and squares, which are combined as in Chan, Golub and LeVeque (1983). One
-    collective for each sharded axis. send: how, if not by `gathered`: (the rank's, axis, dimension) -> all ranks'.
+    collective for each sharded axis.
     """
     dims = tuple(dims)
     sizes = {dim: x.shape[dim] for dim in dims}
@@ -161,10 +160,7 @@ def moments(
         axis = domain.axes[dim]
         sizes[dim] = axis.layout.length
         number = math.prod([*sizes.values()])
-        both = torch.stack([mean, squares])
-        means, parts = (gathered(both, axis) if send is None else send(both, axis, dim)).unbind(
-            1
-        )
+        means, parts = gathered(torch.stack([mean, squares]), axis).unbind(1)
         rows = torch.tensor(
             [axis.layout.local_length(rank) for rank in range(axis.degree)], dtype=means.dtype
         )

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule, wrapped
-from longshard.domain.halos import Reach, current
 from longshard.domain.reductions import wide
 from longshard.sharding.exchange import exchange
 from longshard.sharding.layout import AxisLayout, sized
@@ -50,7 +49,6 @@ def slide(
     must have gradients on every rank. periodic: rows beyond the ends are those of the other end, else zeros.
     """
     local = x.local
-    halo = None
     pieces = {}
     tiles = {}
     layouts = {}
@@ -65,17 +63,8 @@ def slide(
         layout, rank = (owned, 0) if axis is None else (axis.layout, axis.rank)
         plan = way(layout)
         wanted, source = plan_rows(layout.ranges, layout.length, plan.wanted, periodic)
-        reach = Reach(dim, plan.wanted, periodic)
-        if source == "ranks" and local is x.local and not pieces:
-            if x.is_meta and x.asked is not None:
-                x.asked.setdefault((dim, layout), reach)
-            found = current(x.halo, local)
-            if found is not None and found.reach == reach:
-                halo = found.rows
-                found.use.is_taken = True
-        if source == "ranks" and (halo is None or pieces):
-            local = put_together(local, halo, pieces)
-            halo = None
+        if source == "ranks":
+            local = put_together(local, pieces)
             pieces = {}
             local = exchange(local, layout, wanted, dim=dim, group=axis.group)
         elif source != "own":
@@ -83,7 +72,7 @@ def slide(
         layouts[dim] = plan.layout
         tiles[dim] = plan.tiles[rank]
         shape[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles[dim])
-    local = put_together(local, halo, pieces)
+    local = put_together(local, pieces)
     if channels is not None:
         shape[min(ways) - 1] = channels
     if 0 in shape:

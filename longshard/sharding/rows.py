@@ -97,66 +97,47 @@ def fetch(
     if source == "own":
         return x
     if source == "local":
-        return put_together(x, None, {dim: plan_pieces(owned[rank], length, wanted[rank])})
+        return put_together(x, {dim: plan_pieces(owned[rank], length, wanted[rank])})
     return exchange(x, axis.layout, wanted, dim=dim, group=axis.group)
 
 
-Pieces = tuple[tuple[int, int, int], ...]
-"""Rows of a dimension as parts (source, start, stop): 0 are zeros, 1 rows of the shard, 2 of the halo."""
+Pieces = tuple[tuple[bool, int, int], ...]
+"""Rows of a dimension as parts (is of the shard, start, stop); rows of the other parts are zeros."""
 
 
 @planned
 def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces:
-    """Return the rows wanted of an axis: what is not owned is of the halo, in order, and beyond the ends zeros."""
+    """Return the rows wanted of an axis, which are all owned, and zeros beyond the ends."""
     pieces = []
-    in_halo = 0
-    whole = ((0, length),)
     for part in wanted:
-        parts = [(*x, 0) for x in difference((part,), whole)]
-        parts += [(*x, 1) for x in intersection((part,), owned)]
-        parts += [(*x, 2) for x in difference(intersection((part,), whole), owned)]
-        for start, stop, source in sorted(parts):
-            place = 0
-            if source == 1:
-                place = size(intersection(owned, ((0, start),)))
-            elif source == 2:
-                place = in_halo
-                in_halo = in_halo + stop - start
-            pieces.append((source, place, place + stop - start))
+        parts = [(*x, False) for x in difference((part,), ((0, length),))]
+        parts += [(*x, True) for x in intersection((part,), owned)]
+        for start, stop, is_own in sorted(parts):
+            place = size(intersection(owned, ((0, start),))) if is_own else 0
+            pieces.append((is_own, place, place + stop - start))
     return tuple(pieces)
 
 
 @planned
 def _has_copies(pieces: Pieces) -> bool:
     """Return whether a row of the shard is there more than once, so that gradients are added up."""
-    taken = [(start, stop) for source, start, stop in pieces if source == 1]
+    taken = [(start, stop) for is_own, start, stop in pieces if is_own]
     return size(union(taken)) < size(taken)
 
 
-def put_together(
-    x: torch.Tensor, halo: torch.Tensor | None, pieces: dict[int, Pieces]
-) -> torch.Tensor:
-    """Return the rows that the pieces of each dimension name; differentiable, nothing is sent.
-
-    x: the shard. halo: rows of other ranks that have arrived, in the first of these dimensions; None if there are none.
-    """
+def put_together(x: torch.Tensor, pieces: dict[int, Pieces]) -> torch.Tensor:
+    """Return the rows of the shard x that the pieces of each dimension name; differentiable, nothing is sent."""
     for dim, parts in pieces.items():
         dtype = x.dtype
         shape = [*x.shape]
         if x.is_floating_point() and _has_copies(parts):
             x = x.to(torch.promote_types(dtype, torch.float32))
-        sources = [x] if halo is None else [x, halo]
-        # so that every rank joins the backward of each
-        rows = [source.narrow(dim, 0, 0) for source in sources]
-        for source, start, stop in parts:
+        # so that every rank joins the backward
+        rows = [x.narrow(dim, 0, 0)]
+        for is_own, start, stop in parts:
             shape[dim] = stop - start
-            rows.append(
-                sources[source - 1].narrow(dim, start, stop - start)
-                if source
-                else x.new_zeros(shape)
-            )
+            rows.append(x.narrow(dim, start, stop - start) if is_own else x.new_zeros(shape))
         x = torch.cat(rows, dim).to(dtype)
-        halo = None
     return x
 
 

@@ -16,7 +16,6 @@ _VIEWS_TESTS = "tests/distributed/test_domain_views.py"
 _ALONG, _ROWS = f"{_TENSOR}[along-3-1]", f"{_TENSOR}[rows-3-1]"
 _NOISE = "tests/distributed/test_domain_noise.py"
 _POINTS = "tests/distributed/test_domain_points.py"
-_HALOS = "tests/distributed/test_domain_halos.py"
 _RESAMPLE = "tests/distributed/test_domain_resample.py"
 _IN_PLACE = f"{_VIEWS_TESTS}::test_changes_in_place_are_refused_or_reach_what_they_reach_in_the_whole_tensor"
 _TENSOR_FILE = "tests/distributed/test_domain_tensor.py"
@@ -161,8 +160,8 @@ DOMAIN = (
     Mutant(
         "a function in place changes a copy",
         f"{_DOMAIN}/elementwise.py",
-        "return own_part(x, domain, shape) if rows is None else rows",
-        "return own_part(x, domain, shape).clone() if rows is None else rows",
+        "return own_part(x, domain, shape) if is_tensor else x",
+        "return own_part(x, domain, shape).clone() if is_tensor else x",
         _ELEMENTWISE,
     ),
     Mutant(
@@ -362,13 +361,6 @@ DOMAIN = (
         _ELEMENTWISE,
     ),
     Mutant(
-        "a module with hooks lets a halo pass by them",
-        f"{_DOMAIN}/hooks.py",
-        "DomainTensor(shard, x.domain, x.base)",
-        "DomainTensor(shard, x.domain, x.base, x.asked, x.halo)",
-        f"{_GRADIENTS}::test_hooks_of_modules_get_whole_gradients",
-    ),
-    Mutant(
         "old hooks of all modules are not seen",
         f"{_DOMAIN}/modules.py",
         "if of_all or (module",
@@ -552,55 +544,6 @@ DOMAIN = (
         "tests/distributed/test_domain_rows.py::test_rows_stay_at_their_owners",
     ),
     Mutant(
-        "a changed shard keeps its halo",
-        f"{_DOMAIN}/halos.py",
-        "or halo.version != version_of(shard):",
-        "or False:",
-        _HALOS,
-    ),
-    Mutant(
-        "a hook sees the gradient of own rows alone",
-        f"{_DOMAIN}/halos.py",
-        "if halo is None or halo.use.is_given_up",
-        "if halo is None",
-        _HALOS,
-    ),
-    Mutant(
-        "parts of a halo from behind",
-        f"{_DOMAIN}/norms.py",
-        "halo.narrow(dim, start, stop - start).copy_(part)",
-        "halo.narrow(dim, halo.shape[dim] - stop, stop - start).copy_(part)",
-        _HALOS,
-    ),
-    Mutant(
-        "rows of a halo are its first ones",
-        f"{_SHARDING}/rows.py",
-        "place = in_halo\n",
-        "place = 0\n",
-        _HALOS,
-    ),
-    Mutant(
-        "rows of a halo have no part in the gradient of the statistics",
-        f"{_DOMAIN}/norms.py",
-        "(g * rows).sum(within, keepdim=True) for g, rows in both)",
-        "(g * rows).sum(within, keepdim=True) for g, rows in both[:1])",
-        _HALOS,
-    ),
-    Mutant(
-        "sums of gradients are each rank's own",
-        f"{_DOMAIN}/norms.py",
-        "statistics = theirs.sum(0)",
-        "statistics = statistics * len(theirs)",
-        _HALOS,
-    ),
-    Mutant(
-        "no norm learns what a convolution asks of it",
-        f"{_DOMAIN}/windows.py",
-        "if x.is_meta and x.asked is not None:",
-        "if False:",
-        _HALOS,
-    ),
-    Mutant(
         "interpolation of a tile as if its first row were the first of the axis",
         f"{_DOMAIN}/interpolation.py",
         "rows = tuple(row - first for row, *_ in sources[start:stop])",
@@ -613,13 +556,6 @@ DOMAIN = (
         "ranges = sorted((start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own)",
         "ranges = [(start, stop, rank) for rank, own in enumerate(axis.layout.ranges) for start, stop in own]",
         "tests/distributed/test_domain_rows.py::test_rows_by_a_mask_are_in_their_order",
-    ),
-    Mutant(
-        "a norm forgets other layouts",
-        f"{_DOMAIN}/modules.py",
-        "asked = _ASKED.setdefault(module, {}) if isinstance(module, _NORMS) else None",
-        "asked = {} if isinstance(module, _NORMS) else None",
-        f"{_HALOS}::test_one_message_a_direction",
     ),
     Mutant(
         "tensors of numbers with one dimension between them count as side by side",

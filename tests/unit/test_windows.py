@@ -123,10 +123,13 @@ def test_a_plan_of_rows_keeps_the_wanted_rows_and_knows_who_lacks_some(examples:
             assert [row for part in after for row in range(*part)] == asked
             owned = {row for part in own for row in range(*part)}
             lacks |= any(0 <= row < layout.length and row not in owned for row in asked)
-            halo = [row for row in asked if 0 <= row < layout.length and row not in owned]
-            pieces = plan_pieces(own, layout.length, after)
-            taken = put_together(torch.tensor(sorted(owned)) + 1, torch.tensor(halo) + 1, {0: pieces}) - 1
-            assert taken.tolist() == [row if 0 <= row < layout.length else -1 for row in asked]
+        for own, after in zip(layout.ranges, found, strict=True):
+            if lacks:
+                break
+            rows = torch.tensor([row for part in own for row in range(*part)], dtype=torch.long)
+            taken = put_together(rows + 1, {0: plan_pieces(own, layout.length, after)}) - 1
+            wanted_rows = [row for part in after for row in range(*part)]
+            assert taken.tolist() == [row if 0 <= row < layout.length else -1 for row in wanted_rows]
         assert (source == "ranks") == lacks
         assert source != "own" or found == layout.ranges
 
