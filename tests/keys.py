@@ -138,9 +138,7 @@ _OFFLOAD = "tests/distributed/test_offload.py"
 _SHAPE = "--training.local_batch_size=4 --training.seq_len=24 --training.global_batch_size=12"
 _TRACE_TWO = f"{_TRACE} --profiling.save_traces_folder=t --profiling.profiler_warmup=1 --profiling.profiler_active=2"
 _TRACE_OFTEN = f"{_TRACE} --profiling.profile_freq=2 --profiling.profiler_warmup=0"
-_GPIPE = f"{_PP2} {_PP}schedule=GPipe {_PP}split_points layers.3"
-_LESS_FIRST = f"{_PP2} {_PP}microbatches=2 {_PP}first_stage_less_layers=3"
-_LESS_LAST = f"{_PP2} {_PP}microbatch_size=2 {_PP}last_stage_less_layers=3"
+_GPIPE = f"{_PP2} {_PP}schedule=GPipe {_PP}module_fqns tok_embeddings,layers.0,layers.1,layers.2 layers.3,norm,output"
 
 EFFECTS: dict[str, str | Seen] = {
     # ---- job
@@ -397,17 +395,11 @@ EFFECTS: dict[str, str | Seen] = {
     f"{_PP[2:]}schedule": Seen(
         _GPIPE, lambda off, on: (_forwards_first(off), _forwards_first(on)) == (2 * 2, 4 * 3), _PP2, ranks=2
     ),
-    f"{_PP[2:]}schedule_csv": Seen(
-        f"{_PP2} {_PP}schedule_csv={{data}}/gpipe.csv",
-        lambda off, on: (_forwards_first(off), _forwards_first(on)) == (2 * 2, 4 * 2),
+    f"{_PP[2:]}microbatch_size": Seen(
+        f"{_PP2} {_PP}microbatch_size=2",
+        lambda off, on: (len(off.inputs), len(on.inputs)) == (4, 2),
         _PP2,
         ranks=2,
-    ),
-    f"{_PP[2:]}microbatch_size": Seen(
-        _LESS_LAST, lambda off, on: (len(off.inputs), len(on.inputs)) == (4, 2), _PP2, ranks=2
-    ),
-    f"{_PP[2:]}microbatches": Seen(
-        _LESS_FIRST, lambda off, on: (len(off.inputs), len(on.inputs)) == (4, 2), _PP2, ranks=2
     ),
     f"{_PP[2:]}layers_per_stage": Seen(
         f"{_PP2} {_PP}schedule=LoopedBFS {_PP}layers_per_stage=3",
@@ -420,15 +412,6 @@ EFFECTS: dict[str, str | Seen] = {
         lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, set()),
         _PP2,
         ranks=2,
-    ),
-    f"{_PP[2:]}split_points": Seen(
-        _GPIPE, lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, {"0", "1", "2"}), _PP2, ranks=2
-    ),
-    f"{_PP[2:]}first_stage_less_layers": Seen(
-        _LESS_FIRST, lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, {"0"}), _PP2, ranks=2
-    ),
-    f"{_PP[2:]}last_stage_less_layers": Seen(
-        _LESS_LAST, lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, {"0", "1", "2"}), _PP2, ranks=2
     ),
     # ---- parallelism: FSDP and TP
     "parallelism.fsdp_reshard_after_forward": Seen(

@@ -79,9 +79,9 @@ def settings(run: dict[str, str], folder: Path) -> list[str]:
     if pp > 1:
         arguments += [f"{p}pipeline_parallel_schedule={run['schedule']}"]
         if _is_of_megatron(run):  # one sequence in each of four
-            arguments += ["--training.local_batch_size=4", f"{p}pipeline_parallel_microbatches=4"]
+            arguments += ["--training.local_batch_size=4"]
         else:
-            arguments += [f"{p}pipeline_parallel_microbatches={pp}"]
+            arguments += [f"{p}pipeline_parallel_microbatch_size={int(run['micro_batch']) // pp}"]
     mode = {"full": "full", "none": "none"}.get(run["ac"], "selective")
     arguments += [f"--activation_checkpoint.mode={mode}"]
     arguments += ["--activation_checkpoint.selective_ac_option=op"] if mode == "selective" else []

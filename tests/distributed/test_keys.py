@@ -244,8 +244,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 lines.write(json.dumps({"text": text[1000:1040]}) + "\n")
     ranks = (ROOT / "trainer/assets/python_4k.tiktoken").read_text().splitlines()
     (folder / "tokenizer.model").write_text("\n".join(ranks[:512]))
-    rows = [[f"{rank}{action}{i}" for action in "FB" for i in range(4)] for rank in (0, 1)]
-    (folder / "gpipe.csv").write_text("\n".join(",".join(row) for row in rows))
     return folder
 
 
@@ -311,7 +309,7 @@ def test_settings_without_effect_change_nothing(pool: WorkerPool, data: Path, tm
         "--parallelism.context_parallel_heads_per_pass=1 --parallelism.enable_async_tensor_parallel",
         "--parallelism.disable_loss_parallel --parallelism.fsdp_forward_prefetch=2 --comm.check_consistency",
         "--parallelism.fsdp_reshard_after_forward=never --training.mixed_precision_reduce=bfloat16",
-        "--parallelism.pipeline_parallel_schedule=GPipe --parallelism.pipeline_parallel_microbatches=2",
+        "--parallelism.pipeline_parallel_schedule=GPipe --parallelism.pipeline_parallel_microbatch_size=2",
     )
     bfloat16 = (
         "--float8.enable --float8.emulate --training.mixed_precision_param=bfloat16 --training.global_batch_size=6"

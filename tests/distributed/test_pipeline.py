@@ -1,7 +1,6 @@
 """Laws of pipelines beside parity: what runs how often, what each rank holds, and how what cannot run is said."""
 
 from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
 from trainer.components.norms import settle_gradients, squared_norm
 from trainer.components.step_outcome import StepTotals
-from trainer.config.errors import ConfigError
 from trainer.models.attention import InnerAttention
 from trainer.models.decoder import Transformer
 from trainer.parallel import pipeline_parallel
@@ -22,8 +20,9 @@ from trainer.parallel import pipeline_parallel
 PRECISION = "--training.dtype=float64"
 PP2 = LAYOUTS["pp2"][1]
 CP2_PP2 = LAYOUTS["cp2+pp2"][1]
-FOUR_ROWS = ["--training.local_batch_size=4", "--parallelism.pipeline_parallel_microbatches=2"]
-FOUR_STAGES = ["--parallelism.pipeline_parallel_module_fqns", "tok_embeddings", "layers.0", "layers.1", "norm,output"]
+FOUR_ROWS = ["--training.local_batch_size=4", "--parallelism.pipeline_parallel_microbatch_size=2"]
+STAGES = "--parallelism.pipeline_parallel_module_fqns"
+FOUR_STAGES = [STAGES, "tok_embeddings", "layers.0", "layers.1", "norm,output"]
 
 
 def counted_case(arguments: list[str]) -> tuple[Counter[str], list[str]]:
@@ -53,16 +52,16 @@ def test_stages_without_attention_are_fine_under_context_parallelism(pool: Worke
     schedule = ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B", *FOUR_STAGES]
     got = pool.run(4, run_layout, [PRECISION, *CP2_PP2, *schedule])
     assert_parity(got[0], reference(pool, PRECISION), 1e-10)
-    two_stages = ["--parallelism.pipeline_parallel_split_points", "norm"]  # the second rank has no attention at all
-    got = pool.run(4, run_layout, [PRECISION, *CP2_PP2, *two_stages])
+    # the second rank has no attention at all
+    two_stages = ["tok_embeddings,layers.0,layers.1", "norm,output"]
+    got = pool.run(4, run_layout, [PRECISION, *CP2_PP2, STAGES, *two_stages])
     assert_parity(got[0], reference(pool, PRECISION), 1e-10)
 
 
 @pytest.mark.slow
 def test_a_stage_may_end_with_the_norm_under_tensor_parallelism(pool: WorkerPool) -> None:
-    got = pool.run(
-        4, run_layout, [PRECISION, *LAYOUTS["tp2+pp2"][1], "--parallelism.pipeline_parallel_split_points", "output"]
-    )
+    stages = ["tok_embeddings,layers.0,layers.1,norm", "output"]
+    got = pool.run(4, run_layout, [PRECISION, *LAYOUTS["tp2+pp2"][1], STAGES, *stages])
     assert_parity(got[0], reference(pool, PRECISION), 1e-10)
 
 
@@ -114,32 +113,7 @@ def test_negative_control(pool: WorkerPool, case, layout: str) -> None:
         assert_parity(broken, reference(pool, PRECISION), 1e-3)
 
 
-# ---- a schedule of one's own, and other shapes
-
-
-def test_a_schedule_from_a_file_trains_alike(pool: WorkerPool, tmp_path: Path) -> None:
-    """Two micro-batches, the second stage splits its backward."""
-    (tmp_path / "schedule.csv").write_text("0F0,0F1,,0B0,0B1\n,1F0,1F1,1I0,1I1,1W0,1W1\n")
-    own = f"--parallelism.pipeline_parallel_schedule_csv={tmp_path}/schedule.csv"
-    got = pool.run(4, run_layout, [PRECISION, *LAYOUTS["fsdp2+pp2"][1], own])
-    assert_parity(got[0], reference(pool, PRECISION), 1e-10)
-
-
-def refused_case(arguments: list[str]) -> str:
-    try:
-        with trainer_of(arguments):
-            return ""
-    except ConfigError as error:
-        return str(error)
-
-
-def test_a_schedule_that_waits_for_itself_is_refused_by_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    """The second stage wants micro-batch 1 before it sends the gradient that the first one waits for."""
-    (tmp_path / "schedule.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    own = f"--parallelism.pipeline_parallel_schedule_csv={tmp_path}/schedule.csv"
-    for message in pool.run(2, refused_case, [*PP2, own]):
-        assert "cannot run (Malformed compute schedule" in message
-        assert "order the computations" in message
+# ---- other shapes
 
 
 def other_rows_case(arguments: list[str]) -> list[float]:

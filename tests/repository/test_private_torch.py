@@ -167,16 +167,6 @@ PRIVATE = {
         "the time-out of waiting for a message on CPUs",
         lambda: dist.ProcessGroup._get_backend,
     ),
-    "_PipelineScheduleRuntime": Private(
-        "trainer/parallel/pipeline_parallel.py",
-        "pipeline_parallel_schedule_csv",
-        imports("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime"),
-    ),
-    "_load_csv": Private(
-        "trainer/parallel/pipeline_parallel.py",
-        "pipeline_parallel_schedule_csv",
-        lambda: [*inspect.signature(torch_schedules()._PipelineScheduleRuntime._load_csv).parameters][1] == "filename",
-    ),
     "_grouped_mm": Private(
         "trainer/models/experts.py",
         "experts on GPUs before PyTorch 2.13",
@@ -287,12 +277,6 @@ OTHERS = frozenset(
     | {"_ex_iterable"}  # of the package datasets
 )
 OURS = frozenset({"_context_parallel_mark", "_forward_replaced_by", "_attn_implementation", "_tensor"})
-
-
-def torch_schedules():
-    from torch.distributed.pipelining import schedules
-
-    return schedules
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:

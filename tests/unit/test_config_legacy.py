@@ -33,16 +33,8 @@ CASES = [
         "parallelism.pipeline_parallel_schedule",
         "Interleaved1F1B",
     ),
-    ("experimental.pipeline_parallel_schedule_csv", "a.csv", "parallelism.pipeline_parallel_schedule_csv", "a.csv"),
     ("experimental.pipeline_parallel_microbatch_size", 2, "parallelism.pipeline_parallel_microbatch_size", 2),
-    ("experimental.pipeline_parallel_microbatches", 4, "parallelism.pipeline_parallel_microbatches", 4),
     ("experimental.pipeline_parallel_layers_per_stage", 2, "parallelism.pipeline_parallel_layers_per_stage", 2),
-    (
-        "experimental.pipeline_parallel_split_points",
-        ["layers.1,layers.2"],
-        "parallelism.pipeline_parallel_split_points",
-        ("layers.1", "layers.2"),
-    ),
     ("experimental.pipeline_parallel_schedule", "1f1b", "parallelism.pipeline_parallel_schedule", "1F1B"),
     ("parallelism.context_parallel_rotate_method", "alltoall", "parallelism.context_parallel_method", "ring"),
     (

@@ -268,7 +268,7 @@ FILES = {
     "[activation_checkpoint]\nselective_ac_option = 2": ["selective_ac_option = 2 ", 'a string; write "2"'],
     "[activation_checkpoint]\nmode = 'ful'": ["activation_checkpoint.mode = 'ful'", "did you mean 'full'"],
     "[parallelism]\npipeline_degree = 2": ["parallelism.pipeline_degree = 2", "pipeline_parallel_degree'"],
-    "[parallelism]\npipeline_parallel_split_points = 'layers.1'": ["split_points = 'layers.1'", "a list", '["a", "b"]'],
+    "[parallelism]\npipeline_parallel_module_fqns = 'layers.1'": ["module_fqns = 'layers.1'", "a list", '["a", "b"]'],
     "seq_len = 512": ["seq_len = 512", "'training.seq_len'"],
     "training = 3": ["training = 3", "[training]"],
     "[[training]]\nsteps = 1": ["training = [", "[training]"],

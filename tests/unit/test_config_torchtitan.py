@@ -286,14 +286,11 @@ def test_what_a_base_asks_for_is_judged_with_what_the_file_says(tmp_path):
 
 
 def test_older_values(tmp_path):
-    (tmp_path / "run.toml").write_text(
-        '[model]\nnorm_type = "fused_rmsnorm"\n[parallelism]\npipeline_parallel_schedule_csv = ""\n'
-    )
+    (tmp_path / "run.toml").write_text('[model]\nnorm_type = "fused_rmsnorm"\n')
     command = read(tmp_path / "run.toml", "--checkpoint.initial_load_path", "")
     assert (command.config.model.norm_type, command.config.checkpoint.initial_load_path) == ("rmsnorm", None)
-    assert command.config.parallelism.pipeline_parallel_schedule_csv is None
-    assert len(command.notes) == 3
-    for key, value in (("norm_type", "'rmsnorm'"), ("schedule_csv", "None"), ("initial_load_path", "None")):
+    assert len(command.notes) == 2
+    for key, value in (("norm_type", "'rmsnorm'"), ("initial_load_path", "None")):
         assert any(key in note and note.endswith(value) for note in command.notes)
 
 

@@ -68,8 +68,9 @@ def job_of(tmp_path: Path, *arguments: str, ranks: int = 1):
             [
                 INITIAL,
                 "--parallelism.pipeline_parallel_degree=2",
-                "--parallelism.pipeline_parallel_split_points",
-                "layers.0",
+                "--parallelism.pipeline_parallel_module_fqns",
+                "tok_embeddings",
+                "layers.0,layers.1,layers.2,layers.3,norm,output",
             ],
             2,
             "the first stage of a pipeline, and each of its ranks, must have a layer",
@@ -78,8 +79,9 @@ def job_of(tmp_path: Path, *arguments: str, ranks: int = 1):
             [
                 INITIAL,
                 "--parallelism.pipeline_parallel_degree=2",
-                "--parallelism.pipeline_parallel_split_points",
-                "norm",
+                "--parallelism.pipeline_parallel_module_fqns",
+                "tok_embeddings,layers.0,layers.1,layers.2,layers.3",
+                "norm,output",
             ],
             2,
             "the first stage of a pipeline, and each of its ranks, must have a layer",

@@ -1,6 +1,5 @@
 """Laws of the planner's traces: blocks of the allocator, layers, operations, micro-batches."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -162,12 +161,12 @@ def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
     assert attention == pytest.approx(tokens * of_attention / 2 * 7 / 6, rel=1e-6)  # the backward computes scores again
 
 
-@pytest.mark.parametrize("more", [(), ("--parallelism.pipeline_parallel_microbatches=8",)])
-def test_a_pipeline_is_traced_with_as_many_micro_batches_as_are_alive(more: Sequence[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_pipeline_is_traced_with_as_many_micro_batches_as_are_alive(size: int, tmp_path: Path) -> None:
     p = "--parallelism.pipeline_parallel_"
-    job = job_of(f"{p}degree=2", f"{p}schedule=1F1B", "--training.local_batch_size=8", *more, ranks=2)
-    traced = _traceable(job, str(tmp_path))
-    assert (traced.pipeline.micro_batches, traced.config.training.local_batch_size) == (2, 2)
+    sizes = ("--training.local_batch_size=8", f"{p}microbatch_size={size}")
+    traced = _traceable(job_of(f"{p}degree=2", f"{p}schedule=1F1B", *sizes, ranks=2), str(tmp_path))
+    assert (traced.pipeline.micro_batches, traced.config.training.local_batch_size) == (2, 2 * size)
 
 
 def test_more_micro_batches_repeat_forward_and_backward_alone() -> None:

@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "model_weights_only_fp32": (4, [f"{SAVES} --checkpoint.model_weights_only"]),
     "model_weights_only_bf16": (4, [f"{SAVES} --checkpoint.model_weights_only --checkpoint.export_dtype bfloat16"]),
     "pp_looped_zero_bubble": (4, [f"{PP}degree 4 {PP}schedule InterleavedZeroBubble"]),
-    "pp_zbv": (2, [f"{PP}degree 2 {PP}schedule ZBVZeroBubble {PP}microbatches 8"]),
+    "pp_zbv": (2, [f"{PP}degree 2 {PP}schedule ZBVZeroBubble {PP}microbatch_size 1"]),
     "pp_1f1b": (2, [f"{PP}degree 2 {PP}schedule 1F1B {SHARD} 1"]),
     "pp_gpipe": (2, [f"{PP}degree 2 {PP}schedule GPipe {SHARD} 1"]),
     "pp_dp_1f1b": (4, [f"{PP}degree 2 {PP}schedule 1F1B {SHARD} 2"]),
@@ -47,10 +47,6 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     ),
     "3d_compile": (8, [f"{PP}degree 2 {SHARD} 2 {TP2} --training.compile"]),
     "pp_looped_1f1b": (4, [f"{PP}degree 4 {PP}schedule Interleaved1F1B"]),
-    "pp_custom_csv": (
-        2,
-        [f"{PP}degree 2 {PP}schedule PipelineScheduleMulti {PP}schedule_csv CSV {PP}microbatches 8"],
-    ),
     "optimizer_foreach": (2, ["--optimizer.name AdamW --optimizer.implementation foreach"]),
     "optimizer_fused": (2, ["--optimizer.name AdamW --optimizer.implementation fused"]),
     "ddp": (4, [f"{SHARD}=1 {REPLICATE}=4"]),
@@ -72,19 +68,12 @@ RUNS: dict[str, tuple[int, list[str]]] = {
 }
 
 
-def options_of(name: str, folder: Path) -> list[list[str]]:
-    """The arguments of each run; the custom schedule is 1F1B of eight micro-batches on two ranks of one stage."""
-    csv = folder / "custom.csv"
-    rows = [["0F0", *(c for i in range(7) for c in (f"0F{i + 1}", f"0B{i}")), "0B7"], []]
-    rows[1] = [c for i in range(8) for c in (f"1F{i}", f"1B{i}")]
-    csv.write_text("\n".join(",".join(row) for row in rows) + "\n")
-    return [[*HERE, *options.replace("CSV", str(csv)).split()] for options in RUNS[name][1]]
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_read_as_it_is_written(name: str, tmp_path: Path) -> None:
-    for options in options_of(name, tmp_path):
-        command = parse_command_line(["--job.config_file", str(FILE), f"--job.dump_folder={tmp_path}/run", *options])
+    for options in RUNS[name][1]:
+        command = parse_command_line(
+            ["--job.config_file", str(FILE), f"--job.dump_folder={tmp_path}/run", *HERE, *options.split()]
+        )
         job = resolve(command.config, RUNS[name][0], "cpu")
         assert job.degrees.world_size == RUNS[name][0]
         notes = " ".join(command.notes)
@@ -100,9 +89,9 @@ def test_a_run_trains(name: str, tmp_path: Path) -> None:
     if "compile" in name and shutil.which("g++") is None:
         pytest.skip("compiling needs a C++ compiler")
     small = ["--training.seq_len=128", f"--job.dump_folder={tmp_path}/run"]
-    for options in options_of(name, tmp_path):
+    for options in RUNS[name][1]:
         result = subprocess.run(
-            [str(ROOT / "run_llama_train.sh"), *small, *options],
+            [str(ROOT / "run_llama_train.sh"), *small, *HERE, *options.split()],
             env={**os.environ, "CONFIG_FILE": str(FILE), "NGPU": str(RUNS[name][0])},
             cwd=tmp_path,
             capture_output=True,

@@ -96,11 +96,8 @@ TOLD = [
     (f"{CP[2:]}kernel", ["math"], 2, [CP2], "on plain causal attention"),
     (f"{CP[2:]}kernel", ["math"], 1, ["--training.attention_mask=document"], "on plain causal attention"),
     (f"{PP[2:]}schedule", ["GPipe"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
-    (f"{PP[2:]}schedule_csv", ["x.csv"], 1, None, "with parallelism.pipeline_parallel_degree = 1"),
     (f"{PP[2:]}microbatch_size", ["2"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
-    (f"{PP[2:]}microbatches", ["4"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
     (f"{PP[2:]}layers_per_stage", ["3"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
-    (f"{PP[2:]}split_points", ["layers.1"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
     (
         f"{PP[2:]}module_fqns",
         ["tok_embeddings,layers.0", "layers.1,layers.2,layers.3,norm,output"],
@@ -108,8 +105,6 @@ TOLD = [
         [f"{PP}degree=2"],
         "with parallelism.pipeline_parallel_degree = 1",
     ),
-    (f"{PP[2:]}first_stage_less_layers", ["0"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
-    (f"{PP[2:]}last_stage_less_layers", ["0"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
     ("parallelism.fsdp_reshard_after_forward", ["never"], 1, 2, "where parameters are not sharded"),
     ("parallelism.fsdp_forward_prefetch", ["2"], 1, 2, "where parameters are not sharded"),
     ("parallelism.fsdp_backward_prefetch", ["2"], 1, 2, "where parameters are not sharded"),
@@ -228,11 +223,6 @@ MORE = [
     ),
     (["--training.dtype=float64", "--training.mixed_precision_reduce=bfloat16"], 2, ["training.dtype = 'float64'"]),
     ([f"{CP}degree=4", f"{CP}hybrid_degrees", "2", "2"], 4, ["context_parallel_method = 'ring'"]),
-    (
-        [f"{PP}degree=2", f"{PP}split_points", "layers.1", f"{PP}first_stage_less_layers=2"],
-        2,
-        ["first_stage_less_layers = 2 has no effect beside"],
-    ),
     (
         [FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"],
         2,

@@ -65,15 +65,6 @@ _ALL_TO_ALL = needs_value(
     "all_to_all",
     remedy="leave it out, or use 'all_to_all'",
 )
-_DEALT = Condition(
-    lambda config, _: (
-        not (
-            config.parallelism.pipeline_parallel_module_fqns
-            or config.parallelism.pipeline_parallel_split_points
-        )
-    ),
-    "beside pipeline_parallel_module_fqns or pipeline_parallel_split_points, which say where stages begin",
-)
 _FREED = Condition(
     lambda config, _: config.parallelism.fsdp_reshard_after_forward != "never",
     "where the backward finds all parameters gathered (fsdp_reshard_after_forward = 'never')",
@@ -176,34 +167,16 @@ class Parallelism:
         "InterleavedZeroBubble",
         "ZBVZeroBubble",
         "DualPipeV",
-        "PipelineScheduleSingle",
-        "PipelineScheduleMulti",
     ] = key("1F1B", when=_WITH_PP)
-    """Order of the micro-batches' forwards and backwards; with PipelineSchedule... it is that of the file."""
-    pipeline_parallel_schedule_csv: str | None = key(None, when=_WITH_PP)
-    """File of a custom schedule: a line per rank, of cells such as 0F1 (stage, action, micro-batch)."""
+    """Order of the micro-batches' forwards and backwards."""
     pipeline_parallel_microbatch_size: int = key(1, AT_LEAST_ONE, "sequences", when=_WITH_PP)
     """Sequences of a micro-batch of the pipeline; divides training.local_batch_size."""
-    pipeline_parallel_microbatches: int | None = key(
-        None, AT_LEAST_ONE, "micro-batches", example=8, when=_WITH_PP
-    )
-    """Micro-batches of a pass, instead of their size; None: by the size."""
     pipeline_parallel_layers_per_stage: int | None = key(
         None, AT_LEAST_ONE, "layers", example=2, when=_WITH_PP
     )
     """Layers of a stage; None: one stage a rank, or two if the schedule can have several."""
     pipeline_parallel_module_fqns: tuple[str, ...] = key((), when=_WITH_PP)
     """Modules of each stage, as "tok_embeddings,layers.0", "layers.1,norm,output"; none: divided evenly."""
-    pipeline_parallel_split_points: tuple[str, ...] = key((), when=_WITH_PP)
-    """Modules at which a new stage begins, such as "layers.2", "layers.4"; none: divided evenly."""
-    pipeline_parallel_first_stage_less_layers: int = key(
-        1, NOT_NEGATIVE, "layers", when=(_WITH_PP, _DEALT)
-    )
-    """Number of layers that the embedding counts for when layers are divided evenly."""
-    pipeline_parallel_last_stage_less_layers: int = key(
-        1, NOT_NEGATIVE, "layers", when=(_WITH_PP, _DEALT)
-    )
-    """Number of layers that the last norm and the output count for when layers are divided evenly."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default", when=SHARDED
     )

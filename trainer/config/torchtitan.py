@@ -94,10 +94,6 @@ _CONVERSIONS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "fused": (bool, lambda on: "fused" if on else "foreach"),
     "list_of_one": (str, lambda name: (name,) if name else ()),
     "joined": (tuple[_STRINGS, ...], lambda stages: tuple(",".join(names) for names in stages)),
-    "split": (
-        _STRINGS,
-        lambda points: tuple(name.strip() for point in points for name in point.split(",")),
-    ),
     "rotation": (str, _one_of("context_parallel_rotate_method", _ROTATIONS, _METHODS)),
     "schedule": (str, _schedule),
     "fp8_linear": (

@@ -231,7 +231,7 @@ def _pipeline(job: ResolvedJob) -> str:
         return ""
     sizes = ", ".join(str(len(stage)) for stage in plan.stages)
     return (
-        f"{plan.csv or plan.schedule}: {len(plan.stages)} stages of {sizes} modules, {plan.micro_batches} micro-batches"
+        f"{plan.schedule}: {len(plan.stages)} stages of {sizes} modules, {plan.micro_batches} micro-batches"
         " in a pass"
     )
 

@@ -35,7 +35,7 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
     if pipeline.splits_backward:
         raise ConfigError(
             f"parallelism.pipeline_parallel_schedule = {pipeline.schedule!r} computes the gradients of weights apart, "
-            f"and lora.rank = {settings.rank} freezes most weights; use {pipeline.whole_backward}"
+            f"and lora.rank = {settings.rank} freezes most weights; use the schedule 'Interleaved1F1B'"
         )
     of_ranks = [
         [pipeline.stages[stage] for stage in pipeline.stages_of(rank)]

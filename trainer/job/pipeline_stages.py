@@ -4,13 +4,11 @@ A stage is a list of module names. The schedule places stages on ranks in a loop
 (rank r has stages r and 2P - 1 - r).
 """
 
-import csv
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, zip_longest
-from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig, Parallelism
@@ -57,14 +55,7 @@ class PipelinePlan:
     """The pipeline rank of each stage."""
     micro_batches: int
     schedule: str
-    csv: str | None = None
-    """File of a custom schedule, which replaces a named one."""
     splits_backward: bool = False
-
-    @property
-    def whole_backward(self) -> str:
-        """What to use where the backward may not be split, as the end of a message."""
-        return "a file without I and W" if self.csv else "the schedule 'Interleaved1F1B'"
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the numbers of the stages that a pipeline rank runs."""
@@ -103,7 +94,8 @@ def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None
     if plan.splits_backward and config.parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             f"parallelism.fsdp_reshard_after_forward = 'always' would free the parameters that the second half of a "
-            f"split backward needs, and {plan.schedule} splits it; use 'default', or {plan.whole_backward}"
+            f"split backward needs, and {plan.schedule} splits it; use 'default', or "
+            f"the schedule 'Interleaved1F1B'"
         )
     return plan
 
@@ -122,15 +114,8 @@ def pipeline_plan(
     if parallelism.pipeline_parallel_degree == 1:
         return None
     micro_batches = _micro_batches(parallelism, batch_size)
-    if parallelism.pipeline_parallel_schedule_csv is not None:
-        return _plan_of_csv(parallelism, modules, micro_batches, batch_size)
     name = parallelism.pipeline_parallel_schedule
     degree = parallelism.pipeline_parallel_degree
-    if name not in SCHEDULES:
-        raise ConfigError(
-            f"{_KEY}schedule = {name!r} is the kind of a custom schedule, and no order; name its file in "
-            f"{_KEY}schedule_csv, or use one of {', '.join(SCHEDULES)}"
-        )
     schedule = SCHEDULES[name]
     layers = sum(name.startswith("layers.") for name in modules)
     default = schedule.stages_per_rank or (2 if layers >= 2 * degree else 1)
@@ -165,19 +150,13 @@ def pipeline_plan(
 
 
 def _micro_batches(parallelism: Parallelism, batch_size: int) -> int:
-    number = parallelism.pipeline_parallel_microbatches
     size = parallelism.pipeline_parallel_microbatch_size
-    if number is not None and size != Parallelism.pipeline_parallel_microbatch_size:
-        raise ConfigError(
-            f"{_KEY}microbatches = {number} and {_KEY}microbatch_size = {size} are two ways to say one thing; keep one"
-        )
-    key, value = ("microbatches", number) if number is not None else ("microbatch_size", size)
-    if batch_size % value:
+    if batch_size % size:
         fitting = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
         raise ConfigError(
-            f"{_KEY}{key} = {value} must divide training.local_batch_size = {batch_size}; use one of {fitting}"
+            f"{_KEY}microbatch_size = {size} must divide training.local_batch_size = {batch_size}; use one of {fitting}"
         )
-    return value if number is not None else batch_size // value
+    return batch_size // size
 
 
 def _check_micro_batches(
@@ -198,11 +177,8 @@ def _check_micro_batches(
         )
         needed = degree
     if needed:
-        number = parallelism.pipeline_parallel_microbatches
         enough = math.ceil(micro_batches / needed) * needed
         works = f"a local_batch_size of {enough * (batch_size // micro_batches)}"
-        if number is not None:
-            works = f"{_KEY}microbatches = {enough} with a local_batch_size that it divides"
         raise ConfigError(
             f"{_KEY}schedule = {parallelism.pipeline_parallel_schedule!r} takes {rule}, and training.local_batch_size "
             f"= {batch_size} makes {micro_batches} of {batch_size // micro_batches} sequence(s); use {works}, or the "
@@ -213,32 +189,23 @@ def _check_micro_batches(
 def _stages(
     parallelism: Parallelism, modules: Sequence[str], default: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the modules of each stage: as listed, split at the named modules, or divided over `default` stages."""
-    ways = ("module_fqns", "split_points", "layers_per_stage")
-    given = [way for way in ways if getattr(parallelism, f"pipeline_parallel_{way}")]
-    if len(given) > 1:
+    """Return the modules of each stage: as listed, or divided over `default` stages."""
+    listed = parallelism.pipeline_parallel_module_fqns
+    if listed and parallelism.pipeline_parallel_layers_per_stage:
         raise ConfigError(
-            f"{_KEY}{given[0]} and {_KEY}{given[1]} both say where stages begin; keep one"
+            f"{_KEY}module_fqns and {_KEY}layers_per_stage both say where stages begin; keep one"
         )
-    if parallelism.pipeline_parallel_module_fqns:
-        return _listed(parallelism.pipeline_parallel_module_fqns, modules)
-    if parallelism.pipeline_parallel_split_points:
-        return _split(parallelism.pipeline_parallel_split_points, modules)
-    return _divided(parallelism, modules, default)
-
-
-def _check_names(way: str, names: Sequence[str], modules: Sequence[str]) -> None:
-    for name in names:
-        if name not in modules:
-            raise ConfigError(
-                f"{_KEY}{way} names {name!r}, which the model lacks{did_you_mean(name, modules)}"
-            )
+    return _listed(listed, modules) if listed else _divided(parallelism, modules, default)
 
 
 def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     stages = tuple(tuple(name.strip() for name in stage.split(",")) for stage in listed)
     names = [name for stage in stages for name in stage]
-    _check_names("module_fqns", names, modules)
+    for name in names:
+        if name not in modules:
+            raise ConfigError(
+                f"{_KEY}module_fqns names {name!r}, which the model lacks{did_you_mean(name, modules)}"
+            )
     if names != list(modules):
         pairs = zip_longest(names, modules, fillvalue="the end")
         wrong, right = next((a, b) for a, b in pairs if a != b)
@@ -249,29 +216,15 @@ def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, .
     return stages
 
 
-def _split(points: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    _check_names("split_points", points, modules)
-    places = [modules.index(point) for point in points]
-    if places != sorted(set(places)) or places[0] == 0:
-        raise ConfigError(
-            f"{_KEY}split_points = {list(points)} must name modules after the first one, {modules[0]!r}, each once and "
-            f"in the order of the forward"
-        )
-    edges = [0, *places, len(modules)]
-    return tuple(tuple(modules[a:b]) for a, b in pairwise(edges))
-
-
 def _divided(
     parallelism: Parallelism, modules: Sequence[str], number: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Assign layers to stages so that the fullest stage is as light as possible; both ends count as some layers."""
+    """Assign layers to stages so that the fullest stage is as light as possible; each end counts as one layer."""
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first = modules.index(layers[0])
     last = modules.index(layers[-1]) + 1
-    before = parallelism.pipeline_parallel_first_stage_less_layers
-    after = parallelism.pipeline_parallel_last_stage_less_layers
     if per_stage := parallelism.pipeline_parallel_layers_per_stage:
-        number = -(-(len(layers) + before + after) // per_stage)
+        number = -(-(len(layers) + 2) // per_stage)
     if number > len(layers):
         several = SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank != 1
         fewer = (
@@ -284,9 +237,7 @@ def _divided(
             f"{parallelism.pipeline_parallel_schedule!r} makes {number} stages, and the model has only "
             f"{len(layers)} layers; use fewer stages ({fewer}), or name each stage's modules in {_KEY}module_fqns"
         )
-    weights = [
-        1 + before * (stage == 0) + after * (stage == number - 1) for stage in range(number)
-    ]
+    weights = [1 + (stage == 0) + (stage == number - 1) for stage in range(number)]
     counts = [1] * number
     for _ in range(len(layers) - number):
         # Among equals the last one: earlier stages keep the activations of more micro-batches.
@@ -299,118 +250,10 @@ def _divided(
 
 
 def _source(parallelism: Parallelism) -> str:
-    for way in ("module_fqns", "split_points", "layers_per_stage"):
+    for way in ("module_fqns", "layers_per_stage"):
         if value := getattr(parallelism, f"pipeline_parallel_{way}"):
             return f"{_KEY}{way} = {list(value) if isinstance(value, tuple) else value}"
     return "the model"
-
-
-_ACTION = re.compile(r"([0-9]{1,6})(F|B|I|W)([0-9]{1,6})")
-
-
-def _plan_of_csv(
-    parallelism: Parallelism, modules: Sequence[str], micro_batches: int, batch_size: int
-) -> PipelinePlan:
-    path = parallelism.pipeline_parallel_schedule_csv
-    key = f"{_KEY}schedule_csv = {path!r}"
-    if parallelism.pipeline_parallel_schedule in SCHEDULES and (
-        parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule
-    ):
-        raise ConfigError(f"{key} takes the place of {_KEY}schedule; leave one of them out")
-    lines = _lines(path, key, parallelism.pipeline_parallel_degree)
-    actions, ranks = _actions(lines, key)
-    stages = max(ranks) + 1
-    _check_actions(actions, key, stages, micro_batches, batch_size)
-    split = any(action == "I" for _, action, _ in actions)
-    made = _stages(parallelism, modules, stages)
-    if len(made) != stages:
-        raise ConfigError(
-            f"{key} has {stages} stages, and {_source(parallelism)} makes {len(made)}; use as many"
-        )
-    return PipelinePlan(
-        made, tuple(ranks[s] for s in range(stages)), micro_batches, "csv", path, split
-    )
-
-
-def _lines(path: str, key: str, degree: int) -> list[list[str]]:
-    """Return the cells of the file, a line for each rank."""
-    try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            lines = [[cell.strip() for cell in line] for line in csv.reader(file)]
-    except (OSError, ValueError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"{key} cannot be read ({reason}); name a file with one line per pipeline rank"
-        ) from None
-    if len(lines) != degree:
-        raise ConfigError(
-            f"{key} has {len(lines)} lines, and {_KEY}degree = {degree}; give one line per rank"
-        )
-    return lines
-
-
-def _actions(
-    lines: list[list[str]], key: str
-) -> tuple[list[tuple[int, str, int]], dict[int, int]]:
-    """Return (stage, action, micro-batch) of every cell, rank by rank, and the rank of each stage."""
-    actions: list[tuple[int, str, int]] = []
-    ranks: dict[int, int] = {}
-    for rank, line in enumerate(lines):
-        for cell in filter(None, line):
-            match = _ACTION.fullmatch(cell)
-            if match is None:
-                raise ConfigError(
-                    f"{key} has the cell {cell!r} for rank {rank}; write stage, action and micro-batch, such as 0F0, "
-                    "with F forward, B backward, or I and W for its halves"
-                )
-            stage = int(match[1])
-            if ranks.setdefault(stage, rank) != rank:
-                raise ConfigError(
-                    f"{key} runs stage {stage} on ranks {ranks[stage]} and {rank}; give it one rank"
-                )
-            actions.append((stage, match[2], int(match[3])))
-        if rank not in ranks.values():
-            raise ConfigError(
-                f"{key} has no stage for rank {rank}; give every rank one at least"
-            )
-    return actions, ranks
-
-
-def _check_actions(
-    actions: list[tuple[int, str, int]],
-    key: str,
-    stages: int,
-    micro_batches: int,
-    batch_size: int,
-) -> None:
-    """Check that every stage runs every micro-batch, and the last stage its forwards in order."""
-    done: dict[tuple[int, int], str] = {}
-    for stage, action, micro_batch in actions:
-        done[stage, micro_batch] = done.get((stage, micro_batch), "") + action
-    for place in (
-        (stage, micro_batch) for stage in range(stages) for micro_batch in range(micro_batches)
-    ):
-        found = done.pop(place, "nothing")
-        if found not in ("FB", "FIW"):
-            raise ConfigError(
-                f"{key} does {found} for micro-batch {place[1]} of stage {place[0]}; each of the {micro_batches} "
-                "micro-batches needs, in this order, F and B, or F, I and W"
-            )
-    if done:
-        raise ConfigError(
-            f"{key} has micro-batch {min(done)[1]}, and training.local_batch_size = {batch_size} makes only "
-            f"{micro_batches}; use as many as the file has"
-        )
-    order = [
-        micro_batch
-        for stage, action, micro_batch in actions
-        if (stage, action) == (stages - 1, "F")
-    ]
-    if order != sorted(order):  # the schedule finds a loss by its place among the forwards
-        raise ConfigError(
-            f"{key} runs the forwards of the last stage, {stages - 1}, for the micro-batches {order}; run them in the "
-            f"order 0, 1, ..., as backwards and other stages need not"
-        )
 
 
 def layers_of(modules: Iterable[str]) -> list[int]:

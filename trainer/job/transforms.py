@@ -125,12 +125,12 @@ def check_activation_checkpoint(
     if not settings.whole_layers:
         raise ConfigError(
             f"activation_checkpoint.mode = {settings.mode!r} by operator allows one backward, and {pipeline.schedule} "
-            f"splits it; use 'none', 'full', compile.enable, or {pipeline.whole_backward}"
+            f"splits it; use 'none', 'full', compile.enable, or the schedule 'Interleaved1F1B'"
         )
     return (
         f"activation_checkpoint.mode = {settings.mode!r} recomputes a layer for each group of its weights, about ten "
         f"times, as {pipeline.schedule} splits the backward; faster are 'none', compile.enable, or "
-        f"{pipeline.whole_backward}",
+        f"the schedule 'Interleaved1F1B'",
     )
 
 
@@ -148,7 +148,7 @@ def _check_activations_of_layers(
         if compilation.splits_backward:
             why = (
                 f"computes the layers of a group for each part of a backward, and {pipeline.schedule} splits it; "
-                f"use 1, or {pipeline.whole_backward}"
+                f"use 1, or the schedule 'Interleaved1F1B'"
             )
         raise ConfigError(f"activation_checkpoint.group = {settings.group} {why}")
     if settings.offload != "none" and (few := least_offloadable(settings, stages)) is not None:

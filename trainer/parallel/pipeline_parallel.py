@@ -52,7 +52,7 @@ class Pipeline:
         hidden: What a stage sends to the next one.
 
     Raises:
-        ConfigError: the schedule of the plan's CSV file cannot run, or this PyTorch cannot run the schedule.
+        ConfigError: this PyTorch cannot run the schedule.
     """
 
     def __init__(
@@ -203,19 +203,6 @@ class Pipeline:
             "loss_fn": lambda hidden, labels: self._loss(self.model_parts[-1], hidden, labels)
         }
         settings["scale_grads"] = False
-        if self.plan.csv is not None:
-            schedule = torch_schedules._PipelineScheduleRuntime(
-                stages, self.plan.micro_batches, **settings
-            )
-            try:
-                schedule._load_csv(self.plan.csv)
-            except (AssertionError, ValueError) as error:
-                reason = str(error).split("\n")[0]
-                raise ConfigError(
-                    f"parallelism.pipeline_parallel_schedule_csv = {self.plan.csv!r} cannot run ({reason}); order the "
-                    "computations so that each comes after what it needs"
-                ) from None
-            return schedule
         kind = torch_schedules.get_schedule_class(self.plan.schedule)
         single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
         return kind(stages[0] if single else stages, self.plan.micro_batches, **settings)

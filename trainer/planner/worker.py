@@ -24,7 +24,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import Checkpoint, Parallelism, Profiling
+from trainer.config.schema import Checkpoint, Profiling
 from trainer.families.args import kind_of_layer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.pipeline_stages import layers_of_stages, resolve_pipeline
@@ -143,11 +143,8 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     if job.config.optimizer.name == "Muon" and owners <= _OWNERS:
         period = math.lcm(period, owners)
     stages = 1 if job.pipeline is None else len(job.pipeline.stages)
-    parallelism = job.config.parallelism
-    given = (
-        parallelism.pipeline_parallel_split_points or parallelism.pipeline_parallel_module_fqns
-    )
-    if stages > 1 and (period > 1 or special or job.pipeline.csv or given):
+    given = job.config.parallelism.pipeline_parallel_module_fqns
+    if stages > 1 and (period > 1 or special or given):
         return None
     layers = model.n_layers // stages
     least = SHALLOW + special
@@ -198,20 +195,13 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
     config = job.config
     batch = job.config.training.local_batch_size
     plan = job.pipeline
-    parallelism = config.parallelism
-    if plan is not None and plan.schedule not in ("GPipe", "LoopedBFS") and not plan.csv:
+    if plan is not None and plan.schedule not in ("GPipe", "LoopedBFS"):
         passes = min(plan.micro_batches, job.degrees.pp * (1 if plan.schedule == "1F1B" else 2))
         batch = batch // plan.micro_batches * passes
-        parallelism = replace(
-            parallelism,
-            pipeline_parallel_microbatches=passes,
-            pipeline_parallel_microbatch_size=Parallelism.pipeline_parallel_microbatch_size,
-        )
     rows = min(job.micro_batches, 2) * batch * job.degrees.dp
     nothing = replace(
         config,
         training=replace(config.training, local_batch_size=batch, global_batch_size=rows),
-        parallelism=parallelism,
         job=replace(config.job, dump_folder=folder),
         checkpoint=Checkpoint(),
         validation=replace(config.validation, enable=False),
