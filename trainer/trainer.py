@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function as region
 
+from longshard.context.live import ScoreFunction
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.tensors import to_device
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -98,6 +99,8 @@ class Trainer:
             p for part in self.model_parts for p in part.parameters() if p.requires_grad
         ]
         self.observers = self.build_observers()
+        self._of_batch: dict[str, ScoreFunction] = {}
+        """What the task's context of a batch gets beside it: who takes the scores of attention."""
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = self.build_optimizer()
         self.observers += self.build_observers_of_updates()
@@ -161,7 +164,7 @@ class Trainer:
                     self.model_parts, self.optimizer, self.dims, config.optimizer.qk_clip
                 )
             )
-            self.task.see_scores = clip.see
+            self._of_batch["on_scores"] = clip.see
         if config.metrics.log_update_norms:
             found.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
         return found
@@ -330,7 +333,7 @@ class Trainer:
 
         with (
             compiler_settings(self.job.compilation),
-            self.task.batch_context(batch, self.model_parts) as share,
+            self.task.batch_context(batch, self.model_parts, **self._of_batch) as share,
         ):
             if self.pipeline is not None:
                 for part in self.model_parts:
@@ -347,7 +350,7 @@ class Trainer:
                 else None
             )
             for observer in self.observers if parts else ():
-                observer.losses(batch, losses)
+                observer.losses({**batch, **share.batch}, losses)
         counts = self.task.counts(batch)
         return torch.zeros_like(
             counts, dtype=torch.float64

@@ -35,16 +35,29 @@ _SEQUENCES = 1 << 20  # the most sequences of a batch
 _LAYER = 1 << 52
 
 
+ScoreFunction = Callable[[int, torch.Tensor], None]
+"""(layer, -1 if none is named; log-sum-exp of the scores of a call of attention, (B, H, S), -inf in padding)."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A function that takes the scores of each call of attention inside a context.
+
+    padding: (B, S) bool of the whole sequences, True in padding. None: there is none.
+    """
+
+    take: ScoreFunction
+    padding: torch.Tensor | None = None
+
+
 @dataclass(eq=False)
 class LivePlan:
     """The plan of an open context: its layout and mask, and how often operators ran in it.
 
     mesh: 1-D. kv_layout: the layout of the keys, if they are not as many as the queries. groups: the group over which
     K/V are sent in stages, and the group that exchanges heads; by default the mesh's. chunk: the number of a chunk of
-    the sequence, and what waits between chunks; the layout is then that of all chunks, and the mesh has one rank. see:
-    takes the layer, -1 if none is named, and the log-sum-exp of the scores of each call, (B, H, S), -inf in padding.
-    padding: (B, S) bool of the whole sequences, True in padding; None: there is none. calls: of attention and scans;
-    other_calls: of convolutions.
+    the sequence, and what waits between chunks; the layout is then that of all chunks, and the mesh has one rank.
+    scores: who takes the scores of attention. calls: of attention and scans; other_calls: of convolutions.
     """
 
     mesh: DeviceMesh
@@ -54,8 +67,7 @@ class LivePlan:
     kv_layout: AxisLayout | None = None
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     chunk: tuple[int, ChunkRows] | None = None
-    see: Callable[[int, torch.Tensor], None] | None = None
-    padding: torch.Tensor | None = None
+    scores: Scores | None = None
     calls: int = 0
     other_calls: int = 0
     _executions: dict[tuple, Execution] = field(default_factory=dict)
@@ -67,20 +79,20 @@ class LivePlan:
         return self.mesh.get_local_rank() if self.chunk is None else self.chunk[0]
 
     def show_scores(self, layer: int, lse: torch.Tensor, sequences: Sequence[int]) -> None:
-        """Give `see` the log-sum-exp (B, H, S) of this rank's rows of some sequences of the batch."""
-        if self.see is None:
+        """Show the log-sum-exp (B, H, S) of this rank's rows of some sequences of the batch, if somebody takes it."""
+        if self.scores is None:
             return
-        if self.padding is not None:
-            lse = lse.masked_fill(
-                self._padded_rows(tuple(sequences), lse.device)[:, None], -torch.inf
-            )
-        self.see(layer, lse)
+        if self.scores.padding is not None:
+            padded = self._padded_rows(tuple(sequences), lse.device)
+            lse = lse.masked_fill(padded[:, None], -torch.inf)
+        self.scores.take(layer, lse)
 
     def _padded_rows(self, sequences: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """Return where this rank's rows of some sequences are padding, (B, S) bool; made once for all layers."""
         if sequences not in self._padded:
-            rows = rows_on(self.layout, self.rank, self.padding.device)
-            self._padded[sequences] = self.padding[list(sequences)][:, rows].to(device)
+            padding = self.scores.padding
+            rows = rows_on(self.layout, self.rank, padding.device)
+            self._padded[sequences] = padding[list(sequences)][:, rows].to(device)
         return self._padded[sequences]
 
     def execution(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.execution.chunks import ChunkRows, KeptTensor
-from longshard.context.live import LivePlan, any_plan_open, flat_mesh, opened
+from longshard.context.live import LivePlan, Scores, any_plan_open, flat_mesh, opened
 from longshard.context.local_attention import RefusedLocalAttention
 from longshard.context.planning.mask import Mask
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
@@ -65,13 +65,15 @@ def region(
     kv_layout: AxisLayout | None = None,
     sequences: int | None = None,
     local_attention: bool = False,
+    scores: Scores | None = None,
 ) -> Iterator[Region]:
     """Open a region over the ranks of a mesh, around forward AND backward; several may be open at once.
 
     mesh: 1-D; for `hybrid` 2-D, (ring, head group). layout: who owns which tokens of the region (`options.layout(...)`
     makes one); mask: intersected with the mask of each attention; kv_layout: the layout of the keys, for cross
     attention to another sharded sequence; sequences: of the batch, by default as many as the mask has;
-    local_attention: allow attention calls inside that do not use the plan, and a region without attention.
+    local_attention: allow attention calls inside that do not use the plan, and a region without attention;
+    scores: who takes the scores of attention inside.
 
     Raises:
         ContextParallelError: a layout for another number of ranks; attention was called without the plan; or, at the
@@ -95,7 +97,7 @@ def region(
             f"{sequences or 'any number of'} sequences of {q_len} queries and {kv_len} keys; make it for them, or "
             "one for all sequences"
         )
-    live = LivePlan(mesh, layout, mask, options, kv_layout, groups)
+    live = LivePlan(mesh, layout, mask, options, kv_layout, groups, scores=scores)
     watched = nullcontext() if local_attention else RefusedLocalAttention(mesh.size())
     with opened(live, sequences, local_attention=local_attention) as handle, watched:
         yield Region(handle, layout, mesh.get_group(), live)
@@ -116,6 +118,7 @@ def context_parallel(
     check_consistency: bool = False,
     intercept: Intercept | None = None,
     local_attention: bool = False,
+    scores: Scores | None = None,
 ) -> Iterator[Region]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
 
@@ -130,6 +133,7 @@ def context_parallel(
     intercept: `longshard.intercept_sdpa(model)`, which runs calls of F.scaled_dot_product_attention over all ranks
     too; or any function that returns a context to enter with the plan.
     local_attention: allow attention calls that see the rows of this rank alone.
+    scores: who takes the scores of attention inside.
 
     Attention whose module has the style `ContextParallelAttention` runs over all ranks, and so does intercepted
     attention. Other attention is refused, unless local_attention. PyTorch's function of this name intercepts by itself.
@@ -150,7 +154,13 @@ def context_parallel(
     unwatched = local_attention or intercept is not None  # an interception watches on its own
     with (
         region(
-            mesh, layout, mask, options, sequences=sequences, local_attention=unwatched
+            mesh,
+            layout,
+            mask,
+            options,
+            sequences=sequences,
+            local_attention=unwatched,
+            scores=scores,
         ) as cp,
         _cut(cuts, layout, flat.get_local_rank(), no_restore_buffers or ()),
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
@@ -208,21 +218,20 @@ def sequence_chunks(
     *,
     sequences: int,
     keep: Callable[[torch.Tensor], KeptTensor],
-    see: Callable[[int, torch.Tensor], None] | None = None,
-    padding: torch.Tensor | None = None,
+    scores: Scores | None = None,
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield the handle of each chunk, for the forward AND the backward; inside, rows wait for later chunks.
 
     mesh: of one rank; layout: contiguous, of all chunks; mask: intersected with the mask of each attention; sequences:
-    of the batch; keep: makes keys and values wait; see, padding: of `LivePlan`. The model gives each layer its own
-    handle, `of_layer(...)`.
+    of the batch; keep: makes keys and values wait; scores: who takes the scores of attention. The model gives each
+    layer its own handle, `of_layer(...)`.
     """
     rows = ChunkRows(keep)
     with ExitStack() as stack:
         chunks = ((number, rows) for number in range(layout.degree))
-        shown = {"see": see, "padding": padding}
         plans = (
-            LivePlan(mesh, layout, mask, options, chunk=chunk, **shown) for chunk in chunks
+            LivePlan(mesh, layout, mask, options, chunk=chunk, scores=scores)
+            for chunk in chunks
         )
         yield tuple(stack.enter_context(opened(plan, sequences)) for plan in plans)
 

@@ -40,6 +40,7 @@ from trainer.parallel import data_parallel
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks.language import LanguageTask
+from trainer.tasks.rank_batch import RankBatch
 from trainer.tasks.task import Batch, Task
 from trainer.trainer import Trainer
 
@@ -169,11 +170,12 @@ class MadeRows(LanguageTask):
             yield batch | ({} if plan is None else {"plan": plan(arrays)})
 
     @contextmanager
-    def sequence_context(self, batch: Batch, model_parts: Sequence[nn.Module]) -> Iterator[torch.Tensor | None]:
-        with super().sequence_context(batch, model_parts) as plan:
+    def sequence_context(self, whole: RankBatch, *more: object) -> Iterator[torch.Tensor | None]:
+        with super().sequence_context(whole, *more) as plan:
             if self.fault == "labels shifted after cutting":
-                batch["labels"][:, :-1] = batch["tokens"][:, 1:]  # what a rank can know of its part alone
-                batch["labels"][:, -1] = IGNORE_INDEX
+                labels = whole.columns["labels"]
+                labels[:, :-1] = whole.columns["tokens"][:, 1:]  # what a rank can know of its part alone
+                labels[:, -1] = IGNORE_INDEX
             yield plan
 
 

@@ -97,9 +97,9 @@ def losses_case(arguments: list[str], alone: list[str], folder: str) -> tuple[fl
     with trainer_of(arguments, folder) as trainer, torch.no_grad():
         batch = trainer.data.take()[0]
         whole = {name: batch[name].clone() for name in ("tokens", "labels", "document_ids")}
-        with trainer.task.batch_context(batch, trainer.model_parts) as (inputs, given, targets, _):
+        with trainer.task.batch_context(batch, trainer.model_parts) as share:
             part = trainer.model_parts[0]
-            packed = trainer.task.losses(part, part(inputs, **given), targets)
+            packed = trainer.task.losses(part, part(share.inputs, **share.arguments), share.targets)
     worst, number = 0.0, 0
     with trainer_of(alone, folder) as trainer, torch.no_grad():
         (model,) = trainer.model_parts

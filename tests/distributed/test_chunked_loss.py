@@ -113,8 +113,8 @@ def calls_case(arguments: list[str]) -> tuple[Counter[str], Counter[str]]:
         calls.clear()
         if trainer.pipeline is None:
             (model,), (batch,) = trainer.model_parts, trainer.data.take()[:1]
-            with torch.no_grad(), trainer.task.batch_context(batch, trainer.model_parts) as (inputs, more, targets, _):
-                trainer.task.losses(model, model(inputs, **more), targets)
+            with torch.no_grad(), trainer.task.batch_context(batch, trainer.model_parts) as share:
+                trainer.task.losses(model, model(share.inputs, **share.arguments), share.targets)
         return of_step, Counter(calls)
 
 

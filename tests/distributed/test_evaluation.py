@@ -23,6 +23,7 @@ from trainer.commands.evaluate import checked, evaluate
 from trainer.commands.finished_run import loaded_model
 from trainer.config.schema import JobConfig, Training
 from trainer.data.evaluation import NeedlePrompt, long_documents, needle_prompts
+from trainer.data.loader import TextBatch
 from trainer.data.packing import IGNORE_INDEX
 from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import documents_in_order
@@ -33,6 +34,7 @@ from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks.evaluation import Evaluation, Retrieved
 from trainer.tasks.language import LanguageTask
+from trainer.tasks.rank_batch import RankBatch
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = TransformerArgs(
@@ -73,13 +75,19 @@ def found_case(argv: list[str], folder: str, fault: str = "") -> dict:
     process = Process.from_environment()
     wanted, job = checked([*argv, "--ngpu", str(process.world_size), "--output", folder])
     with process_group(process, job.config.comm):
-        before = LanguageTask._positions
+        before = LanguageTask.whole
+
+        def moved(task: LanguageTask, batch: TextBatch) -> RankBatch:
+            found = before(task, batch)
+            found.columns["positions"].sub_(task.dims.rank("cp") * LENGTH // 4)
+            return found
+
         if fault == "positions of its own":
-            LanguageTask._positions = lambda self, batch: before(self, batch).sub_(self.dims.rank("cp") * LENGTH // 4)
+            LanguageTask.whole = moved
         try:
             return evaluate(wanted, job, process.device)
         finally:
-            LanguageTask._positions = before
+            LanguageTask.whole = before
 
 
 CASES = [

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.harness import trainer_of
 from tests.distributed.pool import WorkerPool
-from trainer.tasks import language
+from trainer.tasks import language, rank_batch
 
 CP2 = ["--parallelism.context_parallel_degree=2"]
 DOCUMENTS = ["--training.attention_mask=document"]
@@ -23,7 +23,7 @@ def copied_case(arguments: list[str]) -> tuple[list[tuple[int, ...]], bool]:
             shapes.append(tuple(x.shape))
             return x.clone()
 
-        with mock.patch.object(language, "to_device", copy):
+        with mock.patch.object(language, "to_device", copy), mock.patch.object(rank_batch, "to_device", copy):
             trainer.forward_backward(batch, torch.tensor(1), last=True)
         return shapes, all(batch[name] is x and x.equal(copied) for name, (x, copied) in before.items())
 

@@ -21,7 +21,7 @@ from tests.distributed.test_checkpoint_layouts import LAYOUTS
 from trainer.components.step_outcome import StepTotals, TrainingError
 from trainer.data.packing import IGNORE_INDEX
 from trainer.stores.store import LocalStore
-from trainer.tasks.language import SourceLosses
+from trainer.tasks.observers import SourceLosses
 from trainer.trainer import Trainer
 
 data, damaged = test_bad_data.data, test_bad_data.damaged

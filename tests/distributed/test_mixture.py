@@ -13,7 +13,7 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.components.loss import count_valid
 from trainer.data.loader import TextBatch
-from trainer.tasks.language import SourceLosses
+from trainer.tasks.observers import SourceLosses
 
 NAMES = ["web", "code", "none"]
 

@@ -12,7 +12,8 @@ from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
-from trainer.tasks import language
+from trainer.tasks.further_tokens import further_targets
+from trainer.tasks.rank_batch import RankBatch
 
 TOLERANCE = 1e-10
 BASE = ("--training.dtype=float64", "--model.mtp_layers=2", "--training.mtp_loss_weight=1.0")
@@ -100,17 +101,15 @@ def test_a_transform_of_layers_changes_nothing(pool: WorkerPool, name: str) -> N
 
 def cut_before(arguments: list[str]) -> Record:
     """Make targets of the tokens that a rank has, as if the sequence ended with them."""
-    task = language.LanguageTask
-    real = task._on_device
+    real = RankBatch.on
 
-    def on_device(self: language.LanguageTask, batch: dict) -> object:
-        of_rank = {name: batch[name] for name in ("tokens", "labels")}
-        of_rank["document_ids"] = torch.zeros_like(of_rank["tokens"])
-        self.further.add_targets(of_rank)
-        batch.update({name: of_rank[name] for name in ("next_tokens", "next_labels")})
-        return real(self, batch)
+    def on_device(own: RankBatch, device: torch.device) -> RankBatch:
+        tokens, labels = own.columns["tokens"], own.columns["labels"]
+        further = own.columns["next_tokens"].shape[-1]
+        targets = further_targets(tokens, labels, torch.zeros_like(tokens), further)
+        return real(own.with_columns(**targets), device)
 
-    with mock.patch.object(task, "_on_device", on_device):
+    with mock.patch.object(RankBatch, "on", on_device):
         return run_layout(arguments)
 
 

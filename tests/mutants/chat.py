@@ -199,14 +199,14 @@ CHAT = (
     ),
     Mutant(
         "the loss of a source is that of one data-parallel rank",
-        "trainer/tasks/language.py",
+        "trainer/tasks/observers.py",
         'dims["dp"]).tolist()',
         'dims["pp"]).tolist()',
         "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
     ),
     Mutant(
         "padding is counted on one rank",
-        "trainer/tasks/language.py",
+        "trainer/tasks/observers.py",
         'all_reduce(padding, self._dims["dp"]).item()',
         "padding.item()",
         "tests/distributed/test_packing.py::test_the_share_of_padding_is_that_of_all_ranks",

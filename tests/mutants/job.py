@@ -39,7 +39,7 @@ DATA = (
     ),
     Mutant(
         "a layer for further tokens sees the first tokens of the next document",
-        "trainer/tasks/language.py",
+        "trainer/tasks/further_tokens.py",
         "next_tokens.append(_shifted(tokens, distance, 0).masked_fill(~is_inside, 0))",
         "next_tokens.append(_shifted(tokens, distance, 0))",
         f"{_BALANCE}::test_what_a_step_counts_is_that_of_one_process",
@@ -54,8 +54,8 @@ DATA = (
     Mutant(
         "QK-clip looks at padding",
         "longshard/context/live.py",
-        "self.padding[list(sequences)][:, rows].to(device)",
-        "self.padding[list(sequences)][:, rows].to(device) & False",
+        "padding[list(sequences)][:, rows].to(device)",
+        "padding[list(sequences)][:, rows].to(device) & False",
         f"{_BALANCE}::test_what_a_step_counts_is_that_of_one_process",
     ),
     Mutant(

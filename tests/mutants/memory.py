@@ -131,22 +131,15 @@ HOST_BATCHES = (
     Mutant(
         "whole sequences are copied to the device, and cut there",
         "trainer/tasks/language.py",
-        "with self.sequence_context(batch, model_parts) as plan, self._on_device(batch):",
-        "with self._on_device(batch), self.sequence_context(batch, model_parts) as plan:",
+        "                return\n            with self.sequence_context(",
+        "                return\n            whole = whole.on(self._device)\n            with self.sequence_context(",
         _BATCHES,
     ),
     Mutant(
         "positions are copied although the model counts from 0",
         "trainer/tasks/language.py",
-        '() if self._positions(batch) is None else ("positions",)',
+        '(("positions",) if uses_positions else ())',
         '("positions",)',
-        _BATCHES,
-    ),
-    Mutant(
-        "a batch keeps a rank's copies",
-        "trainer/tasks/language.py",
-        "            batch.update(on_host)",
-        "            pass",
         _BATCHES,
     ),
 )
@@ -373,8 +366,8 @@ SEQUENCE_CHUNKS = (
     Mutant(
         "positions of each chunk start at 0",
         "trainer/tasks/language.py",
-        'per_token = {"positions": positions,',
-        'per_token = {"positions": positions % -(-seq_len // self.job.chunks),',
+        "own = own.with_columns(positions=positions)",
+        "own = own.with_columns(positions=positions % -(-seq_len // self.job.chunks))",
         _PARITY,
     ),
     Mutant(

@@ -174,14 +174,14 @@ MUON = (
 FURTHER = (
     Mutant(
         "targets of further tokens cross the borders of documents",
-        "trainer/tasks/language.py",
-        ".masked_fill(~is_inside, IGNORE_INDEX)",
-        "",
+        "trainer/tasks/further_tokens.py",
+        "next_labels.append(following.masked_fill(~is_inside, IGNORE_INDEX))",
+        "next_labels.append(following)",
         f"{_FURTHER}::test_targets_are_further_labels_of_the_same_document",
     ),
     Mutant(
         "layers for further tokens see the token again",
-        "trainer/tasks/language.py",
+        "trainer/tasks/further_tokens.py",
         "_shifted(tokens, distance, 0)",
         "tokens",
         f"{_FURTHER}::test_targets_are_further_labels_of_the_same_document",
@@ -202,7 +202,7 @@ FURTHER = (
     ),
     Mutant(
         "further tokens count as much as the next ones",
-        "trainer/tasks/language.py",
+        "trainer/tasks/further_tokens.py",
         "if set(ctx.factors) != {1.0}:",
         "if False:",
         _SUMS,

@@ -246,7 +246,7 @@ GRADIENTS = (
     ),
     Mutant(
         "a source counts the losses of a skipped step",
-        "trainer/tasks/language.py",
+        "trainer/tasks/observers.py",
         "torch.where(left_out.bool(), 0, self._of_step)",
         "self._of_step",
         "tests/distributed/test_late_read.py::test_a_step_that_is_left_out_counts_for_no_source",
@@ -515,7 +515,7 @@ LAYOUTS = (
     Mutant(
         "micro-batches of a pipeline share a handle",
         "trainer/tasks/language.py",
-        'sequences=batch["tokens"].shape[0],',
+        'sequences=whole.columns["tokens"].shape[0],',
         "sequences=1,",
         "tests/distributed/test_pipeline.py " + _PAIRS,
     ),

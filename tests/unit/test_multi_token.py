@@ -28,7 +28,7 @@ from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.parallel.parallel_dims import ParallelDims
-from trainer.tasks.language import FirstLosses, FurtherTokens
+from trainer.tasks.further_tokens import FirstLosses, FurtherTokens, further_targets
 
 ARGS = TransformerArgs(
     dim=32, n_layers=2, mtp_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=40, max_seq_len=12
@@ -63,7 +63,7 @@ def model(args: TransformerArgs = ARGS) -> Transformer:
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_targets_are_further_labels_of_the_same_document(length: int, documents: int) -> None:
     given = batch(3, length, documents, seed=length)
-    further_tokens(layers=3).add_targets(given)
+    given |= further_targets(given["tokens"], given["labels"], given["document_ids"], 3)
     counted = 0
     for row in range(3):
         for i in range(length):
@@ -103,7 +103,7 @@ def test_a_layer_sees_the_next_token_and_the_hidden_states_before_it() -> None:
         for name, x in made.named_parameters():
             if "norm" in name:
                 nn.init.normal_(x, 1.0, 0.5)
-    further_tokens().add_targets(given)
+    given |= further_targets(given["tokens"], given["labels"], given["document_ids"], 2)
     found = made(given["tokens"], next_tokens=given["next_tokens"]).chunk(3)
     for mine, theirs in zip(found, by_hand(made, given["tokens"], given["next_tokens"]), strict=True):
         assert (mine - theirs).norm() <= 1e-13 * theirs.norm()
@@ -122,7 +122,7 @@ def test_a_layer_sees_the_next_token_and_the_hidden_states_before_it() -> None:
 def test_gradients_are_those_of_the_sum_and_the_loss_is_the_models(chunked: bool, in_forward: bool) -> None:
     made, given = model(), batch(2, 12, 3, seed=2)
     add = further_tokens(weight=0.5)
-    add.add_targets(given)
+    given |= further_targets(given["tokens"], given["labels"], given["document_ids"], 2)
     labels = [given["labels"], *given["next_labels"].unbind(-1)]
 
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_the_sum_and_the_loss_is_the_models(chunked: bool
     for mine, other in zip(found, gradients((wanted[0] + 0.25 * (wanted[1] + wanted[2])) / 7), strict=True):
         assert (mine - other).norm() <= 1e-12 * other.norm()
     add.end_step(torch.zeros(()))
-    with mock.patch("trainer.tasks.language.all_reduce", side_effect=lambda x, _: x):
+    with mock.patch("trainer.tasks.further_tokens.all_reduce", side_effect=lambda x, _: x):
         told, again = add.record({}), add.record({})
     means = [loss.item() / int((y != IGNORE_INDEX).sum()) for loss, y in zip(wanted, labels, strict=True)]
     assert told == pytest.approx({"mtp_loss_1": means[1], "mtp_loss_2": means[2]})

@@ -31,12 +31,6 @@ class TextBatch(TypedDict, total=False):
     """Of a mixture: number of the source of each sequence (B,), or of each token (B, S) if documents were exchanged."""
     numbers: list[int]
     """Of each sequence how many sequences of the run come before it, on all ranks."""
-    token_numbers: torch.Tensor
-    """Of each token of the run, (B, S); made by the task for the dropout of adapters."""
-    next_tokens: torch.Tensor
-    """The tokens that follow each, (B, S, K), for layers that predict further tokens; made by the task."""
-    next_labels: torch.Tensor
-    """What these layers predict, (B, S, K)."""
     padding: int
     """Tokens of no document; absent if there are none."""
     plan: BatchPlan

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from longshard.context.live import ScoreFunction
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.placement import added_up
 from longshard.sharding.tensors import to_device
@@ -39,7 +40,7 @@ from trainer.transforms.lora import without_adapters
 class PreferenceTask(LanguageTask):
     """The task on this rank. The loss of a sequence is the sum of those of its pairs."""
 
-    cut = (*LanguageTask.cut, "document_ids")
+    columns = (*LanguageTask.columns, "document_ids")
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
         super().__init__(job, dims)
@@ -72,12 +73,15 @@ class PreferenceTask(LanguageTask):
 
     @contextmanager
     def batch_context(
-        self, batch: TextBatch, model_parts: Sequence[Decoder]
+        self,
+        batch: TextBatch,
+        model_parts: Sequence[Decoder],
+        on_scores: ScoreFunction | None = None,
     ) -> Iterator[RankInputs]:
         """As of `LanguageTask`, with targets (B, S / cp, 3) float64: labels, documents, losses of the reference."""
         self._pairs = int(pairs_of(batch).max())
-        with super().batch_context(batch, model_parts) as share:
-            columns = share.targets, batch["document_ids"], self._reference_losses(share)
+        with super().batch_context(batch, model_parts, on_scores) as share:
+            columns = share.targets, share.batch["document_ids"], self._reference_losses(share)
             yield share._replace(
                 targets=torch.stack([column.double() for column in columns], dim=-1)
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,13 +22,15 @@ class RankInputs(NamedTuple):
     """What this rank computes of a batch.
 
     inputs: of the model, such as tokens (B, S / cp); arguments: its other ones, by name; targets: what the losses need,
-    such as labels (B, S / cp); chunks: the same cut into chunks, which the model runs through one after another.
+    such as labels (B, S / cp); chunks: the same cut into chunks, which the model runs through one after another; batch:
+    entries of the batch as this rank has them, which observers get with the losses.
     """
 
     inputs: Any
     arguments: Mapping[str, torch.Tensor | None]
     targets: Any
     chunks: tuple["RankInputs", ...] = ()
+    batch: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def parts(self) -> tuple["RankInputs", ...]:
@@ -59,7 +62,10 @@ class Task(Protocol):
     def batch_context(
         self, batch: Batch, model_parts: Sequence[Model]
     ) -> AbstractContextManager[RankInputs]:
-        """Enter the context of forward AND backward, in which this rank has its share of the batch."""
+        """Enter the context of forward AND backward, in which this rank has its share of the batch.
+
+        With `optimizer.qk_clip`, which the task of tokens has, it also gets `on_scores`, see `longshard.context.live`.
+        """
 
     def losses(self, part: Model, hidden: Any, targets: Any) -> torch.Tensor:
         """Return the loss of each position of this rank: (B, positions), in at least float32.

@@ -1,0 +1,96 @@
+"""Targets and losses of multi-token prediction (DeepSeek-V3, arXiv 2412.19437), whose layers predict further tokens:
+
+tokens       t0 t1 t2 t3 | u0 u1 u2        two documents
+labels       t1 t2 t3  - | u1 u2  -
+next tokens  t1 t2 t3  . | u1 u2  .        of the first such layer; .: counts for nothing
+its labels   t2 t3  -  - | u2  -  -
+
+They are made of whole sequences, before these are cut over ranks, so that targets cross the borders of ranks and
+chunks, and never those of documents.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from longshard.sharding.exchange import all_reduce
+from trainer.data.packing import IGNORE_INDEX
+from trainer.parallel.parallel_dims import ParallelDims
+from trainer.tasks.observers import Totals
+
+
+class FurtherTokens(Totals):
+    """Targets and losses of `layers` further tokens, whose mean counts `weight` times in the gradients."""
+
+    def __init__(self, layers: int, weight: float, dims: ParallelDims) -> None:
+        super().__init__(layers, dims)
+        self.layers = layers
+        self.factors = (1.0, *[weight / layers] * layers)
+        """Gradient factors: 1 for the next token, weight / layers for each further token."""
+
+    def count(self, losses: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add up the losses of further tokens, and what they are of: (1 + K, B, S), those of the model first."""
+        number = (labels[1:] != IGNORE_INDEX).flatten(1).sum(1).double()
+        self._of_step += torch.stack([losses[1:].detach().flatten(1).sum(1).double(), number])
+
+    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+        """Return the mean loss of each layer since the last call, as `mtp_loss_1`. A collective over all ranks."""
+        dims = self._dims
+        totals = self._totals.clone()
+        for name in ("pp", "cp", "dp"):
+            totals = all_reduce(totals, dims[name])
+        self._totals.zero_()
+        found = enumerate(totals.T.tolist(), 1)
+        return {
+            f"mtp_loss_{number}": loss / labels for number, (loss, labels) in found if labels
+        }
+
+
+def further_targets(
+    tokens: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor, layers: int
+) -> dict[str, torch.Tensor]:
+    """Return `next_tokens` and `next_labels`, (B, S, layers) each, of whole sequences.
+
+    Args:
+        tokens: (B, S).
+        labels: (B, S), `IGNORE_INDEX` where there is none.
+        documents: (B, S), the number of each token's document. No target crosses its end.
+        layers: layers that predict further tokens.
+    """
+    next_tokens = []
+    next_labels = []
+    for distance in range(1, layers + 1):
+        is_inside = _shifted(documents, distance, -1) == documents
+        following = _shifted(labels, distance, IGNORE_INDEX)
+        next_tokens.append(_shifted(tokens, distance, 0).masked_fill(~is_inside, 0))
+        next_labels.append(following.masked_fill(~is_inside, IGNORE_INDEX))
+    return {
+        "next_tokens": torch.stack(next_tokens, -1),
+        "next_labels": torch.stack(next_labels, -1),
+    }
+
+
+def _shifted(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:
+    """Shift x, (B, S), left by `distance` positions; fill the end with `fill`."""
+    return F.pad(x[:, distance:], (0, min(distance, x.shape[1])), value=fill)
+
+
+class FirstLosses(torch.autograd.Function):
+    """((1 + K, B, S), factors) -> the first ones (B, S), whose gradient times its factor each of the others has, too.
+
+    A gradient that is one number in memory stays one, by which the loss in chunks knows that losses are summed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+        ctx.factors = factors
+        return x[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        all_of_them = gradient.expand(len(ctx.factors), *gradient.shape)
+        if set(ctx.factors) != {1.0}:
+            all_of_them = all_of_them * gradient.new_tensor(ctx.factors)[:, None, None]
+        return all_of_them, None
