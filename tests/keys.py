@@ -136,7 +136,7 @@ _VALIDATION = "tests/distributed/test_validation.py"
 _CHUNKS = "tests/distributed/test_sequence_chunks.py"
 _OFFLOAD = "tests/distributed/test_offload.py"
 _SHAPE = "--training.local_batch_size=4 --training.seq_len=24 --training.global_batch_size=12"
-_TRACE_TWO = f"{_TRACE} --profiling.save_traces_folder=t --profiling.profiler_warmup=1 --profiling.profiler_active=2"
+_TRACE_TWO = f"{_TRACE} --profiling.profiler_warmup=1 --profiling.profiler_active=2"
 _TRACE_OFTEN = f"{_TRACE} --profiling.profile_freq=2 --profiling.profiler_warmup=0"
 _GPIPE = f"{_PP2} {_PP}schedule=GPipe {_PP}module_fqns tok_embeddings,layers.0,layers.1,layers.2 layers.3,norm,output"
 
@@ -151,7 +151,6 @@ EFFECTS: dict[str, str | Seen] = {
     "job.max_minutes": Seen("--job.max_minutes=1e-6", _becomes("logged", [1, 2, 3], [1])),
     # ---- profiling
     "profiling.enable_profiling": Seen(_TRACE, _more("files", "profile_trace/iteration_3/rank0_trace.json")),
-    "profiling.save_traces_folder": Seen(_TRACE_TWO, _more("files", "'t/iteration_3/rank0"), _TRACE),
     "profiling.profile_freq": Seen(_TRACE_OFTEN, _more("files", "iteration_2/"), _TRACE),
     "profiling.profiler_active": Seen(
         _TRACE_TWO, lambda off, on: (_recorded(off), _recorded(on)) == ([3], [2, 3]), _TRACE
@@ -160,10 +159,6 @@ EFFECTS: dict[str, str | Seen] = {
         _TRACE_OFTEN, lambda off, on: (off.profiled.count("WARMUP"), on.profiled.count("WARMUP")) == (2, 0), _TRACE
     ),
     "profiling.enable_memory_snapshot": "tests/distributed/test_profiling.py::test_memory_snapshots_need_a_gpu",
-    "profiling.save_memory_snapshot_folder": (
-        "tests/distributed/test_profiling.py"
-        "::test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_is_raised"
-    ),
     # ---- metrics
     "metrics.log_freq": Seen("--metrics.log_freq=3", _becomes("logged", [1, 2, 3], [1, 3])),
     "metrics.enable_tensorboard": Seen(_MANY, _more("files", "events.out.tfevents")),
@@ -240,9 +235,6 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "muon.momentum": Seen("--optimizer.name=Muon --muon.momentum=0.5", _other("final"), "--optimizer.name=Muon"),
     "muon.nesterov": Seen("--optimizer.name=Muon --muon.nesterov=false", _other("final"), "--optimizer.name=Muon"),
-    "muon.newton_schulz_steps": Seen(
-        "--optimizer.name=Muon --muon.newton_schulz_steps=7", _other("final"), "--optimizer.name=Muon"
-    ),
     "muon.per_head": Seen("--optimizer.name=Muon --muon.per_head", _other("final"), "--optimizer.name=Muon"),
     "muon.dtype": Seen("--optimizer.name=Muon --muon.dtype=bfloat16", _other("final"), "--optimizer.name=Muon"),
     # ---- lr_scheduler
@@ -273,9 +265,6 @@ EFFECTS: dict[str, str | Seen] = {
     "training.global_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs), len(on.inputs)) == (1, 3)),
     "parallelism.domain_parallel_degrees": (
         "examples/fields/tests/test_parity.py::test_every_layout_trains_as_one_process"
-    ),
-    "parallelism.domain_parallel_rows": (
-        "examples/fields/tests/test_jobs.py::test_the_summary_says_how_fields_are_divided"
     ),
     "training.seq_len": Seen(_SHAPE, lambda off, on: (len(off.inputs[0][0]), len(on.inputs[0][0])) == (16, 24)),
     "training.balance": "tests/distributed/test_balance.py::test_every_document_is_somewhere_once",
@@ -422,9 +411,6 @@ EFFECTS: dict[str, str | Seen] = {
     "parallelism.fsdp_forward_prefetch": (
         "tests/distributed/test_collectives.py::test_prefetching_gathers_layers_ahead"
     ),
-    "parallelism.fsdp_backward_prefetch": (
-        "tests/distributed/test_collectives.py::test_prefetching_gathers_layers_ahead"
-    ),
     "parallelism.fsdp_zero_copy": (
         "tests/distributed/test_collectives.py::test_buffers_lie_in_the_memory_of_a_group_that_has_some"
     ),
@@ -521,9 +507,6 @@ EFFECTS: dict[str, str | Seen] = {
     "float8.enable_fsdp_float8_all_gather": (
         "tests/distributed/test_float8.py::test_shards_are_gathered_in_float8_and_scales_in_one_reduction"
     ),
-    "float8.precompute_float8_dynamic_scale_for_fsdp": (
-        "tests/distributed/test_float8.py::test_shards_are_gathered_in_float8_and_scales_in_one_reduction"
-    ),
     "float8.filter_fqns": Seen(f"{_FLOAT8} --float8.filter_fqns output wk", _becomes("float8", 14, 12), _FLOAT8),
     "float8.emulate": Seen(_FLOAT8, _becomes("code", 2, 0), "--float8.enable"),
     # ---- comm
@@ -539,9 +522,6 @@ EFFECTS: dict[str, str | Seen] = {
         ranks=2,
     ),
     "comm.trace_buf_size": Seen(_MANY, _becomes("remembered", "2000", "123")),
-    "comm.save_traces_folder": Seen(
-        "--comm.save_traces_folder=f", _more("files", "'f/rank_0'"), fail="a peer that is gone"
-    ),
 }
 
 

@@ -155,9 +155,7 @@ FEATURES: dict[str, Feature] = {
     "loss over whole logits": Feature(("--parallelism.disable_loss_parallel",), ("tp",)),
     "FSDP never reshards": Feature(("--parallelism.fsdp_reshard_after_forward=never",), ("fsdp",)),
     "FSDP always reshards": Feature(("--parallelism.fsdp_reshard_after_forward=always",), ("fsdp",)),
-    "FSDP prefetches 2 layers": Feature(
-        ("--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"), ("fsdp",)
-    ),
+    "FSDP prefetches 2 layers": Feature(("--parallelism.fsdp_forward_prefetch=2",), ("fsdp",)),
     "float8, rowwise (emulated)": Feature(
         ("--float8.enable", "--float8.recipe_name=rowwise", "--float8.emulate"),
         of_model=True,

@@ -262,7 +262,7 @@ class Trainer:
 
         self.optimizer.zero_grad()
         for part in self.model_parts:
-            precompute_scales(part, self.config.float8)
+            precompute_scales(part, self.config)
             normalise_auxiliary_losses(part, positions.clamp(min=1))
         for observer in self.observers:
             observer.start_step()

@@ -150,7 +150,7 @@ def _check_features(config: JobConfig, model: FieldArgs) -> None:
 
 def _layouts(config: JobConfig, model: FieldArgs) -> tuple[AxisLayout, ...]:
     """Return which rank has which rows of each axis that is divided."""
-    degrees, rows = config.parallelism.domain_parallel_degrees, config.parallelism.domain_parallel_rows
+    degrees, rows = config.parallelism.domain_parallel_degrees, config.fields.rows
     if len(degrees) > len(model.axes):
         raise ConfigError(
             f"parallelism.domain_parallel_degrees = {list(degrees)} has {len(degrees)} entries, and model.name = "
@@ -160,7 +160,7 @@ def _layouts(config: JobConfig, model: FieldArgs) -> tuple[AxisLayout, ...]:
         return ()  # refused with the other degrees
     if degrees and rows and len(rows) != len(degrees):
         raise ConfigError(
-            f"parallelism.domain_parallel_rows = {list(rows)} must have an entry for each of "
+            f"fields.rows = {list(rows)} must have an entry for each of "
             f"parallelism.domain_parallel_degrees = {list(degrees)}"
         )
     lengths = (model.height, model.width)
@@ -175,7 +175,6 @@ def _given(text: str, degree: int, length: int, axis: str) -> AxisLayout:
     if not all(word.isdecimal() for word in words) or len(words) != degree or sum(map(int, words)) != length:
         even = ",".join(str(contiguous(length, degree).local_length(rank)) for rank in range(degree))
         raise ConfigError(
-            f"parallelism.domain_parallel_rows: {text!r} must be {degree} numbers whose sum is the {axis} {length}, "
-            f"such as {even!r}"
+            f"fields.rows: {text!r} must be {degree} numbers whose sum is the {axis} {length}, such as {even!r}"
         )
     return sized([int(word) for word in words])

@@ -45,14 +45,12 @@ def gathered_case(folder: str, arguments: list[str]) -> list[str]:
 
 def test_prefetching_gathers_layers_ahead(pool: WorkerPool, tmp_path) -> None:
     layout = ["--model.flavor=tiny4", *LAYOUTS["fsdp2"][1]]
-    ahead = ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"]
+    ahead = ["--parallelism.fsdp_forward_prefetch=2"]
     plain = pool.run(2, gathered_case, str(tmp_path), layout)[0]
     early = pool.run(2, gathered_case, str(tmp_path), [*layout, *ahead])[0]
     forward = [event for event in plain if "back" not in event][:8]
     assert forward == [f"{what} {layer}" for layer in range(4) for what in ("gather", "run")]
     assert early.index("gather 2") < early.index("run 0") < early.index("gather 3") < early.index("run 1")
-    backward = early[early.index("run 3") + 1 :]
-    assert backward.index("gather 1") < backward.index("back 3") < backward.index("gather 0") < backward.index("back 2")
 
 
 @pytest.mark.parametrize(("layout", "times"), [("one", 1), ("weights on the host", 2), ("fsdp2", 2)])

@@ -304,7 +304,7 @@ def test_the_tests_that_are_named_exist_and_are_quick(name: str) -> None:
 def test_settings_without_effect_change_nothing(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """What is only told of (trainer/job/resolution.py) does not get in the way of a run on one rank."""
     in_vain = (
-        "--float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp",
+        "--float8.enable_fsdp_float8_all_gather",
         "--parallelism.context_parallel_method=hybrid --parallelism.context_parallel_hybrid_degrees 2 2",
         "--parallelism.context_parallel_heads_per_pass=1 --parallelism.enable_async_tensor_parallel",
         "--parallelism.disable_loss_parallel --parallelism.fsdp_forward_prefetch=2 --comm.check_consistency",

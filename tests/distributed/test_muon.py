@@ -119,9 +119,9 @@ def counted_case(arguments: list[str]) -> dict[str, object]:
     made: Counter[tuple[int, int]] = Counter()
     real = muon.newton_schulz
 
-    def counting(x: torch.Tensor, steps: int) -> torch.Tensor:
+    def counting(x: torch.Tensor) -> torch.Tensor:
         made[tuple(x.shape[1:])] += len(x)
-        return real(x, steps)
+        return real(x)
 
     with trainer_of([*ONE_ROW, MUON, FLOAT64, *arguments]) as trainer:
         model_parts = trainer.model_parts

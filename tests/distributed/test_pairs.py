@@ -69,7 +69,7 @@ OF_WORK: dict[str, dict[str, list[str]]] = {
     "reshard": {"default": []} | {h: [f"--parallelism.fsdp_reshard_after_forward={h}"] for h in ("always", "never")},
     "prefetch": {
         "no": [],
-        "yes": ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
+        "yes": ["--parallelism.fsdp_forward_prefetch=2"],
     },
     "offload": {"no": [], "yes": ["--training.enable_cpu_offload"]},
     "chunks": {

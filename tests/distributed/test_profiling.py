@@ -83,7 +83,6 @@ def test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_is_ra
         [
             f"--job.dump_folder={tmp_path}",
             *("--profiling.enable_memory_snapshot", "--profiling.profile_freq=2"),
-            "--profiling.save_memory_snapshot_folder=shots",
         ]
     ).config
     with (
@@ -95,8 +94,8 @@ def test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_is_ra
         assert record.call_args_list[0].kwargs["max_entries"] > 0
         assert record.call_args_list[-1].kwargs == {"enabled": None}
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pickle")) == [
-        "shots/iteration_2/rank1_snapshot.pickle",
-        "shots/iteration_3_exit/rank1_snapshot.pickle",
+        "memory_snapshot/iteration_2/rank1_snapshot.pickle",
+        "memory_snapshot/iteration_3_exit/rank1_snapshot.pickle",
     ]
 
 

@@ -247,14 +247,13 @@ def scales_case(data: str, folder: str, arguments: list[str]) -> tuple[float, fl
         losses = []
         for _ in range(2):
             losses.append(trainer.validation.run(trainer.model_parts, trainer.pipeline).loss)
-            precompute_scales(trainer.model_parts[0], trainer.config.float8)
+            precompute_scales(trainer.model_parts[0], trainer.config)
         return losses[0], losses[1]
 
 
 def test_weights_are_scaled_again_for_float8(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Scales are found once a step, before it changes the weights."""
     settings = [f"--float8.{name}" for name in ("enable", "emulate", "enable_fsdp_float8_all_gather")]
-    settings.append("--float8.precompute_float8_dynamic_scale_for_fsdp")
     for found, wanted in pool.run(2, scales_case, str(data), str(tmp_path), [*settings, *LAYOUTS["fsdp2"][1]]):
         assert found == wanted
 

@@ -558,7 +558,7 @@ VALIDATION = (
     Mutant(
         "a validation takes the float8 scales of the weights before the update",
         "trainer/tasks/evaluation.py",
-        "        precompute_scales(part, task.config.float8)",
+        "        precompute_scales(part, task.config)",
         "        pass",
         f"{_VALIDATION}::test_weights_are_scaled_again_for_float8",
     ),

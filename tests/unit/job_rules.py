@@ -260,11 +260,6 @@ RULES = [
         1,
         ["mode = 'memory_budget'", "other than 'eager'"],
     ),
-    (
-        ["--parallelism.fsdp_backward_prefetch=1", "--parallelism.fsdp_reshard_after_forward=never"],
-        2,
-        ["fsdp_backward_prefetch = 1 has no effect", "'never'", "'always'"],
-    ),
     (["--parallelism.enable_async_tensor_parallel", TP, "2"], 2, ["enable_async_tensor_parallel", "compile.enable"]),
     (
         ["--parallelism.enable_async_tensor_parallel", TP, "2", "--compile.enable", "--compile.backend=aot_eager"],

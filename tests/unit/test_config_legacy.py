@@ -64,12 +64,6 @@ CASES = [
         "float8.enable_fsdp_float8_all_gather",
         True,
     ),
-    (
-        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-        True,
-        "float8.precompute_float8_dynamic_scale_for_fsdp",
-        True,
-    ),
     ("debug.seed", 42, "training.seed", 42),
     ("debug.deterministic", True, "training.deterministic", True),
     ("training.batch_size", 3, "training.local_batch_size", 3),

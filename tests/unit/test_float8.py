@@ -235,7 +235,6 @@ def test_torchao_is_imported_where_it_is_needed_only_and_says_nothing():
 
 ON = "--float8.enable"
 GATHER = "--float8.enable_fsdp_float8_all_gather"
-PRECOMPUTE = "--float8.precompute_float8_dynamic_scale_for_fsdp"
 TP = "--parallelism.tensor_parallel_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
 RULES = [
@@ -287,7 +286,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(
     [
         ([ON], 1),
         ([ON, "--float8.recipe_name", "rowwise", TP, "4", "--training.enable_cpu_offload"], 8),
-        ([ON, GATHER, PRECOMPUTE, "--float8.filter_fqns", "output", "wk"], 2),
+        ([ON, GATHER, "--float8.filter_fqns", "output", "wk"], 2),
         ([ON, GATHER, SHARD, "1", "--parallelism.context_parallel_degree", "4"], 4),
         ([ON, "--float8.filter_fqns", "wk", "--model.flavor", "1B"], 2),
     ],

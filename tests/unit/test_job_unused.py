@@ -93,7 +93,7 @@ def test_every_rule_is_tried():
     }
     tried |= {"lr_scheduler.total_steps", "lr_scheduler.decay_ratio"}  # in MORE
     tried |= {*WITHOUT_TOKENS}
-    tried |= {f"parallelism.domain_parallel_{key}" for key in ("degrees", "rows")}  # in examples/fields
+    tried |= {"parallelism.domain_parallel_degrees"}  # in examples/fields
     tried |= {
         f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "implementation", "state_dtype", "groups")
     }  # integration/test_extensions.py

@@ -38,7 +38,6 @@ OF_MUON = {
     "weight_decay": ["0"],
     "momentum": ["0.9"],
     "nesterov": ["false"],
-    "newton_schulz_steps": ["6"],
     "per_head": [],
     "dtype": ["float32"],
 }
@@ -47,12 +46,10 @@ SHORT = ("--training.steps=50", "--lr_scheduler.warmup_steps=60")
 VALIDATING = ["--validation.enable", "--validation.dataset=text", f"--validation.dataset_path={__file__}"]
 # key, its setting, ranks, what brings it into effect (more ranks where that does), and what the line says
 TOLD = [
-    ("profiling.save_traces_folder", ["t"], 1, [TRACES], "without profiling.enable_profiling"),
     ("profiling.profiler_active", ["2"], 1, [TRACES], "without profiling.enable_profiling"),
     ("profiling.profiler_warmup", ["2"], 1, [TRACES], "without profiling.enable_profiling"),
     ("profiling.profile_freq", ["50"], 1, [TRACES], "or profiling.enable_memory_snapshot"),
     ("profiling.profile_freq", ["50"], 1, [SNAPSHOTS], "or profiling.enable_memory_snapshot"),
-    ("profiling.save_memory_snapshot_folder", ["s"], 1, [SNAPSHOTS], "without profiling.enable_memory_snapshot"),
     ("metrics.save_tb_folder", ["x"], 1, ["--metrics.enable_tensorboard"], "without metrics.enable_tensorboard"),
     ("model.chat_template", ["none"], 1, None, "without training.dataset = 'chat' or 'preferences'"),
     ("chat.arguments", ["enable_thinking=false"], 1, None, "without training.dataset = 'chat' or 'preferences'"),
@@ -107,7 +104,6 @@ TOLD = [
     ),
     ("parallelism.fsdp_reshard_after_forward", ["never"], 1, 2, "where parameters are not sharded"),
     ("parallelism.fsdp_forward_prefetch", ["2"], 1, 2, "where parameters are not sharded"),
-    ("parallelism.fsdp_backward_prefetch", ["2"], 1, 2, "where parameters are not sharded"),
     ("parallelism.fsdp_zero_copy", [], 1, 2, "where parameters are not sharded"),
     ("parallelism.disable_loss_parallel", [], 2, [TP2], "with parallelism.tensor_parallel_degree = 1"),
     (
@@ -184,12 +180,10 @@ TOLD = [
     ("float8.filter_fqns", ["wk"], 1, [FLOAT8], "without float8.enable"),
     ("float8.emulate", [], 1, [FLOAT8], "without float8.enable"),
     (GATHER[2:], [], 2, [FLOAT8], "without float8.enable"),
-    ("float8.precompute_float8_dynamic_scale_for_fsdp", [], 2, [FLOAT8, GATHER], "without float8.enable"),
     ("comm.init_timeout_seconds", ["60"], 1, 2, "on one rank"),
     ("comm.train_timeout_seconds", ["60"], 1, 2, "on one rank"),
     ("comm.checkpoint_timeout_seconds", ["60"], 2, ["--checkpoint.enable"], "without checkpoint.enable"),
     ("comm.trace_buf_size", ["10"], 1, 2, "on one rank"),
-    ("comm.save_traces_folder", ["x"], 1, 2, "on one rank"),
     ("comm.check_consistency", [], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
 ]
 # Settings that go before: those in which the key of TOLD has no effect.
@@ -223,17 +217,7 @@ MORE = [
     ),
     (["--training.dtype=float64", "--training.mixed_precision_reduce=bfloat16"], 2, ["training.dtype = 'float64'"]),
     ([f"{CP}degree=4", f"{CP}hybrid_degrees", "2", "2"], 4, ["context_parallel_method = 'ring'"]),
-    (
-        [FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"],
-        2,
-        ["without float8.enable_fsdp_float8_all_gather"],
-    ),
     ([FLOAT8, GATHER], 1, ["where parameters are not sharded"]),
-    (
-        [FLOAT8, GATHER, "--float8.precompute_float8_dynamic_scale_for_fsdp", "--training.enable_cpu_offload"],
-        2,
-        ["precompute_float8_dynamic_scale_for_fsdp = true has no effect with training.enable_cpu_offload"],
-    ),
     (
         ["--training.loss_chunk_tokens=64", TP2, "--parallelism.disable_loss_parallel"],
         2,
@@ -244,7 +228,6 @@ MORE = [
         1,
         ["loss_chunk_tokens = 64 has no effect with the output in float8"],
     ),
-    (["--comm.trace_buf_size=0", "--comm.save_traces_folder=x"], 2, ["with comm.trace_buf_size = 0"]),
     (
         ["--checkpoint.interval=7", "--checkpoint.keep_latest_k=3"],
         1,
@@ -282,10 +265,4 @@ REFUSED = [
     ([CP2, f"{CP}gradient_dtype=bfloat16", f"{CP}method=all_to_all"], 2, ["has no effect", "which sends no keys"]),
     ([CP2, f"{CP}query_heads_per_pass=1"], 2, ["query_heads_per_pass = 1 has no effect", "'ring'"]),
     ([CP2, f"{CP}heads_per_pass=1"], 2, ["heads_per_pass = 1 has no effect", "'ring'", "use 'all_gather'"]),
-    (
-        ["--parallelism.fsdp_backward_prefetch=1", "--parallelism.fsdp_reshard_after_forward=never"],
-        2,
-        ["fsdp_backward_prefetch = 1 has no effect", "'never'", "'always'"],
-    ),
-    (["--parallelism.fsdp_backward_prefetch=1", f"{PP}degree=2"], 4, ["'default' with a pipeline", "'always'"]),
 ]

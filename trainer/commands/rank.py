@@ -33,7 +33,7 @@ from trainer.runtime.console import (
     set_up_logging,
 )
 from trainer.runtime.devices import this_machine
-from trainer.runtime.dump_folder import folder_held, folders_of, remove_estimate
+from trainer.runtime.dump_folder import FLIGHT_RECORDS, folder_held, folders_of, remove_estimate
 from trainer.runtime.garbage import imports_uncollected
 from trainer.runtime.launcher_watch import end_with, launcher_of
 from trainer.runtime.nodes import ranks_of_each_node
@@ -127,7 +127,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         return 2
     reports = Reports(process, config.comm)
     try:
-        records = Path(config.job.dump_folder) / config.comm.save_traces_folder
+        records = Path(config.job.dump_folder) / FLIGHT_RECORDS
         with (
             process_group(
                 process,

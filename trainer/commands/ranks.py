@@ -11,6 +11,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.job import ResolvedJob
 from trainer.runtime.console import report
+from trainer.runtime.dump_folder import FLIGHT_RECORDS
 from trainer.runtime.nodes import Nodes
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
     if device_type == "cuda" and config.comm.trace_buf_size:
         options += [
             "--flight-records",
-            str(Path(config.job.dump_folder, config.comm.save_traces_folder).absolute()),
+            str(Path(config.job.dump_folder, FLIGHT_RECORDS).absolute()),
         ]
     return options
 

@@ -25,18 +25,19 @@ _A = 3.4445
 _B = -4.7750
 _C = 2.0315
 """Of a quintic whose repetition brings singular values near one, whatever they are (Jordan et al.)."""
+_STEPS = 5
 _LEAST = 1e-7
 
 Block = tuple[Matrix, Range, torch.Tensor]
 """See `Owners.give_back`."""
 
 
-def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
+def newton_schulz(x: torch.Tensor) -> torch.Tensor:
     """Return matrices with about the singular vectors of x, and singular values of 0.7 to 1.2: (N, rows, columns)."""
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_LEAST)
-    for _ in range(steps):
+    for _ in range(_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
     return x.mT if tall else x
@@ -120,11 +121,7 @@ class Muon(torch.optim.Optimizer):
             whole = gathered()
             if number < len(rounds):  # sent while this round is computed
                 gathered = self._owners.gather(rounds[number], partial(self._part, updates))
-            results = (
-                newton_schulz(whole, self._settings.newton_schulz_steps)
-                if len(whole)
-                else whole
-            )
+            results = newton_schulz(whole) if len(whole) else whole
             before = returned
             returned = self._owners.give_back(matrices, results)
             self._change(updates, before(), share)

@@ -55,10 +55,7 @@ def _traces(
 
     def write(profiler: torch.profiler.profile) -> None:
         path = (
-            dump_folder
-            / settings.save_traces_folder
-            / f"iteration_{last_step}"
-            / f"rank{rank}_trace.json"
+            dump_folder / "profile_trace" / f"iteration_{last_step}" / f"rank{rank}_trace.json"
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
@@ -98,12 +95,7 @@ def _snapshots(
     last_step = 0
 
     def write(name: str) -> None:
-        path = (
-            dump_folder
-            / settings.save_memory_snapshot_folder
-            / name
-            / f"rank{rank}_snapshot.pickle"
-        )
+        path = dump_folder / "memory_snapshot" / name / f"rank{rank}_snapshot.pickle"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
         logger.info(f"memory snapshot: {path}")

@@ -142,8 +142,6 @@ class Muon:
     """Decay of the running mean of the gradient."""
     nesterov: bool = key(True, when=_MUON)
     """Take the mean that the next gradient would give if it were this one."""
-    newton_schulz_steps: int = key(5, AT_LEAST_ONE, when=_MUON)
-    """Steps that make a matrix orthogonal, with singular values of 0.7 to 1.2 after five."""
     per_head: bool = key(False, when=_MUON)
     """Make the queries, keys and values of each head orthogonal by themselves, not those of all heads together."""
     dtype: Literal["auto", "bfloat16", "float32"] = key("auto", when=(_MUON, _NOT_FLOAT64))

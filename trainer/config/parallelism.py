@@ -65,30 +65,11 @@ _ALL_TO_ALL = needs_value(
     "all_to_all",
     remedy="leave it out, or use 'all_to_all'",
 )
-_FREED = Condition(
-    lambda config, _: config.parallelism.fsdp_reshard_after_forward != "never",
-    "where the backward finds all parameters gathered (fsdp_reshard_after_forward = 'never')",
-    "leave it out, or use 'always'",
-    general="with fsdp_reshard_after_forward = 'never'",
-)
-_FREED_WITH_PP = Condition(
-    lambda config, degrees: (
-        degrees.pp == 1 or config.parallelism.fsdp_reshard_after_forward == "always"
-    ),
-    "where the backward finds all parameters gathered (fsdp_reshard_after_forward = 'default' with a pipeline)",
-    "leave it out, or use 'always'",
-    general="in a pipeline unless fsdp_reshard_after_forward = 'always'",
-)
 _AXES = Condition(
     lambda config, _: config.task != "tokens",
     "on tokens (training.dataset = {0.training.dataset!r})",
     "use parallelism.context_parallel_degree, which divides sequences",
     general="on tokens",
-)
-_WITH_DOMAIN = Condition(
-    lambda _, degrees: bool(degrees.domain),
-    "without parallelism.domain_parallel_degrees",
-    "name the degrees, or leave the rows out",
 )
 EXPERTS = Condition(
     lambda _, degrees: degrees.ep is not None,
@@ -153,8 +134,6 @@ class Parallelism:
     """Kernel of planned attention (CP, documents, windows); auto: by tiles a stage, mask and GPU."""
     domain_parallel_degrees: tuple[int, ...] = key((), unit="ranks", when=_AXES)
     """Ranks along the axes of a field, in the place of CP: [2] divides the height, [2, 4] height and width."""
-    domain_parallel_rows: tuple[str, ...] = key((), when=_WITH_DOMAIN)
-    """Rows of each rank along each of these axes, such as "19,13"; 0 is allowed; none: as even as possible."""
     expert_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks", when=EXPERTS)
     """Ranks, among those of FSDP x CP x TP, that divide a layer's experts (EP); it divides the number of both."""
     pipeline_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks")
@@ -183,10 +162,6 @@ class Parallelism:
     """Free parameters after the forward and gather them for the backward; default: all but the last, none with PP."""
     fsdp_forward_prefetch: int = key(0, NOT_NEGATIVE, "layers", when=SHARDED)
     """Layers whose parameters are gathered ahead in the forward; 0: FSDP's default, one."""
-    fsdp_backward_prefetch: int = key(
-        0, NOT_NEGATIVE, "layers", when=(SHARDED, _FREED, _FREED_WITH_PP)
-    )
-    """Layers whose parameters are gathered ahead in the backward; 0: FSDP's default, one."""
     fsdp_zero_copy: bool = key(False, when=SHARDED)
     """Buffers of FSDP in NCCL's own memory, which NVLink SHARP reads and writes without copies; elsewhere no effect."""
     enable_async_tensor_parallel: bool = key(False, when=_WITH_TP)
@@ -215,8 +190,4 @@ class Comm:
     check_consistency: bool = key(False, when=_WITH_CP)
     """Before each step compare a hash of plan and batch over context-parallel ranks, and name a difference: slow."""
     trace_buf_size: int = key(2000, NOT_NEGATIVE, "collectives", when=_RANKS)
-    """Collectives that the flight recorder keeps for a record after a hang; 0: off."""
-    save_traces_folder: str = key(
-        "comm_traces", when=(_RANKS, unless("comm.trace_buf_size", 0))
-    )
-    """Folder of these records, inside job.dump_folder; one file per rank that lost its peers."""
+    """Collectives that the flight recorder keeps for a record after a hang, in comm_traces; 0: off."""

@@ -117,9 +117,7 @@ class Profiling:
     """Traces of time and memory."""
 
     enable_profiling: bool = False
-    """Write a profiler trace of every rank in Chrome's format, with named regions for the parts of a step."""
-    save_traces_folder: str = key("profile_trace", when=_TRACES)
-    """Folder of the traces, inside job.dump_folder."""
+    """Write traces of every rank in Chrome's format, with named regions for the parts of a step, to profile_trace."""
     profile_freq: int = key(
         100,
         AT_LEAST_ONE,
@@ -132,11 +130,7 @@ class Profiling:
     profiler_warmup: int = key(3, NOT_NEGATIVE, "steps", when=_TRACES)
     """Steps before these in which the profiler runs and its records are discarded."""
     enable_memory_snapshot: bool = False
-    """Record allocations on the GPU, and write them every profile_freq steps and when memory runs out; CUDA only."""
-    save_memory_snapshot_folder: str = key(
-        "memory_snapshot", when=needs("profiling.enable_memory_snapshot")
-    )
-    """Folder of the snapshots, inside job.dump_folder."""
+    """Write GPU allocations to memory_snapshot every profile_freq steps and when memory runs out; CUDA only."""
 
 
 @dataclass(frozen=True)

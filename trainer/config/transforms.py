@@ -11,7 +11,6 @@ from trainer.config.keys import (
     POSITIVE,
     TOKENS,
     Bounds,
-    Condition,
     key,
     needs,
     needs_value,
@@ -22,11 +21,6 @@ from trainer.config.parallelism import SHARDED
 _COMPILED = needs("compile.enable")
 _FLOAT8 = needs("float8.enable")
 _ADAPTING = needs("lora.rank")
-_NO_OFFLOAD = Condition(
-    lambda config, _: not config.training.enable_cpu_offload,
-    "with training.enable_cpu_offload, which copies weights to the GPU without the scales found for them",
-    general="with training.enable_cpu_offload",
-)
 
 
 @dataclass(frozen=True)
@@ -155,11 +149,6 @@ class Float8:
     """One scale a tensor (fastest), or one for each row and column (closer to high precision)."""
     enable_fsdp_float8_all_gather: bool = key(False, when=(_FLOAT8, SHARDED))
     """FSDP casts its shards and gathers weights in float8: less traffic; tensorwise only."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = key(
-        False,
-        when=(_FLOAT8, needs("float8.enable_fsdp_float8_all_gather"), SHARDED, _NO_OFFLOAD),
-    )
-    """For this all-gather, find all weights' scales in one all-reduce a step instead of one a weight."""
     filter_fqns: tuple[str, ...] = key(("output",), when=_FLOAT8)
     """Modules whose name contains one of these stay in high precision, such as "output", "layers.0." or "wk"."""
     emulate: bool = key(False, when=_FLOAT8)

@@ -41,7 +41,6 @@ class DataParallelOptions:
     cpu_offload: bool = False
     forward_prefetch: int = 0
     """How many units to gather ahead of the running one; 0: one, which is FSDP's default."""
-    backward_prefetch: int = 0
     zero_copy: bool = False
     """Whether messages lie in memory of the process groups, where these have some."""
 
@@ -64,7 +63,6 @@ class DataParallelOptions:
             reshard_last=how == "always",
             cpu_offload=config.training.enable_cpu_offload,
             forward_prefetch=config.parallelism.fsdp_forward_prefetch,
-            backward_prefetch=config.parallelism.fsdp_backward_prefetch,
             zero_copy=config.parallelism.fsdp_zero_copy,
         )
 
@@ -147,8 +145,7 @@ def apply_data_parallel(
     if inner is not None:
         # Each gathers the next one at least: a host that waits for the routing of tokens is not ahead of the device.
         ahead = max(2 * options.forward_prefetch, 1)
-        behind = 2 * options.backward_prefetch
-        options = replace(options, forward_prefetch=ahead, backward_prefetch=behind)
+        options = replace(options, forward_prefetch=ahead)
     _prefetch(_order(reshard, inner), options, last_is_apart=units.last is not None)
     _set_reductions(model, mesh, reduce_group, inner, options)
 
@@ -263,10 +260,6 @@ def _prefetch(
         ahead = max(options.forward_prefetch, int(last_is_apart and i == len(units) - 2))
         if ahead:
             unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + ahead]))
-        if options.backward_prefetch:
-            unit.set_modules_to_backward_prefetch(
-                list(units[max(i - options.backward_prefetch, 0) : i][::-1])
-            )
 
 
 def sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:

@@ -73,7 +73,7 @@ def forward_only(
     """Run the forwards of batches, and call `measure` after each, on ranks that have its hidden states."""
     for part in model_parts:
         # those of the step are of the weights before its update
-        precompute_scales(part, task.config.float8)
+        precompute_scales(part, task.config)
     for batch in batches:
         with task.batch_context(batch, model_parts) as share:
             for part in share.parts:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Float8
+from trainer.config.schema import Float8, JobConfig
 
 # Ada, Hopper and later; AMD's MI300 counts as 9.4.
 _CAPABILITY = (8, 9)
@@ -44,9 +44,14 @@ def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> N
     torchao.convert_to_float8_training(model, config=recipe, module_filter_fn=chosen)
 
 
-def precompute_scales(model: nn.Module, config: Float8) -> None:
-    """Compute the scales of all weights for a step's float8 all-gathers, by one reduction over the ranks."""
-    if config.enable and config.precompute_float8_dynamic_scale_for_fsdp:
+def precompute_scales(model: nn.Module, config: JobConfig) -> None:
+    """Compute the scales of all weights for a step's float8 all-gathers, by one reduction over the ranks.
+
+    Weights on the host are copied to the GPU without these scales, and get their own.
+    """
+    float8 = config.float8
+    on_host = config.training.enable_cpu_offload
+    if float8.enable and float8.enable_fsdp_float8_all_gather and not on_host:
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 

@@ -11,7 +11,7 @@ from tests.distributed.checkpoint_cases import merged, same, trainer_in, whole_s
 from tests.distributed.pool import WorkerPool
 
 TRAINED, MORE = 2, 3
-DOMAIN, ROWS = "--parallelism.domain_parallel_degrees", "--parallelism.domain_parallel_rows"
+DOMAIN, ROWS = "--parallelism.domain_parallel_degrees", "--fields.rows"
 SETTINGS = [
     f"--job.config_file={Path(__file__).parents[1]}/unet.toml",
     "--training.dtype=float64",

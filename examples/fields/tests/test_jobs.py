@@ -79,12 +79,12 @@ def test_memory_of_a_rank_falls_with_the_ranks_of_the_domain(path: str) -> None:
     one, four = job_of(path), job_of(path, "--parallelism.domain_parallel_degrees=4", ranks=4)
     assert four.task.memory(four).tables == pytest.approx(one.task.memory(one).tables / 4)
     assert four.task.memory(four).weights == pytest.approx(one.task.memory(one).weights / 4, rel=1e-4)
-    uneven = job_of(path, "--parallelism.domain_parallel_degrees=2", "--parallelism.domain_parallel_rows=12,4", ranks=2)
+    uneven = job_of(path, "--parallelism.domain_parallel_degrees=2", "--fields.rows=12,4", ranks=2)
     assert uneven.task.memory(uneven).tables == pytest.approx(one.task.memory(one).tables * 12 / 16)
 
 
 def test_the_summary_says_how_fields_are_divided(path: str) -> None:
-    degrees = ["--parallelism.domain_parallel_degrees", "2", "2", "--parallelism.domain_parallel_rows", "9,7", "12,0"]
+    degrees = ["--parallelism.domain_parallel_degrees", "2", "2", "--fields.rows", "9,7", "12,0"]
     text = " ".join(summary(job_of(path, *degrees, ranks=8)).split())
     assert "divided over the domain: height 16 as 9, 7; width 12 as 12, 0" in text
     assert "dp_shard 2 x domain_0 2 x domain_1 2 = 8 CPU ranks; dp_shard x domain = 8 ranks shard parameters" in text
@@ -94,14 +94,14 @@ def test_the_summary_says_how_fields_are_divided(path: str) -> None:
 
 REFUSED = {
     "rows that do not add up": (
-        ["--parallelism.domain_parallel_degrees=2", "--parallelism.domain_parallel_rows=9,8"],
-        "domain_parallel_rows: '9,8' must be 2 numbers whose sum is the height 16, such as '8,8'",
+        ["--parallelism.domain_parallel_degrees=2", "--fields.rows=9,8"],
+        "fields.rows: '9,8' must be 2 numbers whose sum is the height 16, such as '8,8'",
     ),
     "rows of too many axes": (
-        ["--parallelism.domain_parallel_degrees=2", "--parallelism.domain_parallel_rows", "9,7", "6,6"],
+        ["--parallelism.domain_parallel_degrees=2", "--fields.rows", "9,7", "6,6"],
         "must have an entry for each of parallelism.domain_parallel_degrees = [2]",
     ),
-    "rows without degrees": (["--parallelism.domain_parallel_rows=9,7"], "without parallelism.domain_parallel_degrees"),
+    "rows without degrees": (["--fields.rows=9,7"], "without parallelism.domain_parallel_degrees"),
     "three axes": (
         ["--parallelism.domain_parallel_degrees", "2", "1", "1"],
         "'unet' divides height and width; give at most 2",

@@ -15,7 +15,7 @@ from trainer.job import resolve
 
 TOLERANCE = 1e-12
 DOMAIN = "--parallelism.domain_parallel_degrees"
-ROWS = "--parallelism.domain_parallel_rows"
+ROWS = "--fields.rows"
 LAYOUTS = {
     "2": (2, [f"{DOMAIN}=2"]),
     "2 uneven": (2, [f"{DOMAIN}=2", f"{ROWS}=11,5"]),

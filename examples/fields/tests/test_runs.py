@@ -17,7 +17,7 @@ from examples.fields.tests.drifting import write_drifting_fields, write_drifting
 from tests.distributed.pool import WorkerPool
 from trainer.runtime.process_group import Process
 
-DOMAIN, ROWS = "--parallelism.domain_parallel_degrees", "--parallelism.domain_parallel_rows"
+DOMAIN, ROWS = "--parallelism.domain_parallel_degrees", "--fields.rows"
 STEPS = 4
 FOLDER = Path(__file__).resolve().parents[1]
 LAYOUTS = {
