@@ -1,14 +1,15 @@
 """The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function as region
+from torch.profiler import record_function
 
 from longshard.context.live import ScoreFunction
 from longshard.sharding.exchange import all_reduce
@@ -104,11 +105,7 @@ class Trainer:
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = self.build_optimizer()
         self.observers += self.build_observers_of_updates()
-        self.early = (
-            EarlyUpdates(*self.model_parts, self.optimizer, device)
-            if config.training.updates_early
-            else None
-        )
+        self.early = self.build_early_updates() if config.training.updates_early else None
         self.updates_masked = self.early is None and can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.unread: Callable[[], None] | None = None
@@ -123,8 +120,8 @@ class Trainer:
         check_restart(config.lr_scheduler, self.start_step)
         if job.task.uses_model:
             self.task.use_model(self)
-        self.metrics = MetricsLogger(
-            job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before
+        self.metrics = self.build_metrics(
+            start_step=self.start_step, tokens_before=tokens_before
         )
 
     def build_stop(self) -> Stop:
@@ -168,6 +165,14 @@ class Trainer:
         if config.metrics.log_update_norms:
             found.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
         return found
+
+    def build_early_updates(self) -> EarlyUpdates | None:
+        """Build what updates parameters on the host during the backward."""
+        return EarlyUpdates(*self.model_parts, self.optimizer, self.device)
+
+    def build_metrics(self, **before: int) -> MetricsLogger:
+        """Build what measures and logs steps. before: steps and tokens of earlier runs."""
+        return MetricsLogger(self.job, self.dims, self.device, **before)
 
     def build_checkpointer(self) -> Checkpointer:
         """Build what loads and saves the state of this run."""
@@ -276,7 +281,7 @@ class Trainer:
         self._make_next_batches(step)
         # the step before; no update is launched after a step that ends the run
         self.read_step()
-        with region("grad_norm"):
+        with self.region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
             votes = [
@@ -304,9 +309,13 @@ class Trainer:
             self.read_step()
         self.lr_scheduler.step()
 
+    def region(self, name: str) -> AbstractContextManager[Any]:
+        """Enter a part of the step, which has its name in profiles."""
+        return record_function(name)
+
     def take_batches(self, step: int) -> list[Batch]:
         """Return the micro-batches of a step. Errors of later steps came with the totals of the step before."""
-        with self.metrics.loading_data(), region("data_loading"):
+        with self.metrics.loading_data(), self.region("data_loading"):
             if step > self.start_step + 1:
                 return self.data.take()
             batches = raise_on_all_ranks(self.data.take, self.dims["world"])
@@ -338,7 +347,7 @@ class Trainer:
             if self.pipeline is not None:
                 for part in self.model_parts:
                     reduce_across_replicas(part, last)
-                with region("pipeline"):
+                with self.region("pipeline"):
                     self.pipeline.step(share.inputs, share.targets, loss, **share.arguments)
             else:
                 self._run_parts(share.parts, loss, last=last)
@@ -361,7 +370,7 @@ class Trainer:
     ) -> None:
         """Run forward and backward of a micro-batch, or of its chunks, from the last to the first."""
         (model,) = self.model_parts
-        with region("forward"), torch.no_grad():
+        with self.region("forward"), torch.no_grad():
             for part in parts[:-1]:
                 model(part.inputs, **part.arguments)  # keeps what later chunks attend to
         for number, part in reversed([*enumerate(parts)]):
@@ -369,9 +378,9 @@ class Trainer:
             reduce_across_replicas(model, ends)
             if self.early is not None and ends:
                 self.early.start()
-            with region("forward"):
+            with self.region("forward"):
                 total = loss(model, model(part.inputs, **part.arguments), part.targets)
-            with region("backward"):
+            with self.region("backward"):
                 total.backward()
 
     def needs_outcome(self, step: int) -> bool:
@@ -418,9 +427,12 @@ class Trainer:
 
     def optimizer_step(self, norm: float | torch.Tensor) -> None:
         """Clip the gradients, whose norm is given, to `training.max_norm`, and update the weights."""
-        with region("clip"):
+        with self.region("clip"):
             clip_gradients(self.parameters, norm, self.config.training.max_norm)
-        with region("optimizer"), nullcontext() if self.early is None else self.early.rest():
+        with (
+            self.region("optimizer"),
+            nullcontext() if self.early is None else self.early.rest(),
+        ):
             self.optimizer.step()
 
     def _validate(self, step: int, last: bool, compilations: Recompilations) -> float | None:
@@ -433,7 +445,7 @@ class Trainer:
         ):
             return None
         first_compiles = self.job.compilation.any and not self._has_validated
-        with self.metrics.paused(), region("validation"):
+        with self.metrics.paused(), self.region("validation"):
             say_waiting(f"validating after step {step}")
             # stages compile in turn
             with self.limits.while_compiling() if first_compiles else nullcontext():
@@ -456,7 +468,7 @@ class Trainer:
         if ahead > 0:
             with (
                 self.metrics.loading_data() if self.device.type == "cpu" else nullcontext(),
-                region("next_batches"),
+                self.region("next_batches"),
             ):
                 self.data.make(ahead)
 

@@ -68,6 +68,11 @@ def broadcast(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Te
     return x
 
 
+def has_peers(over: DeviceMesh | dist.ProcessGroup) -> bool:
+    """Return whether other ranks answer. Back end `fake` copies inputs to outputs: of one rank, or in a trace."""
+    return dist.get_backend(_group(over)) != "fake"
+
+
 def _group(over: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
     return over if isinstance(over, dist.ProcessGroup) else over.get_group()
 

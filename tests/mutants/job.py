@@ -806,8 +806,8 @@ PROCESSES = (
     Mutant(
         "what one rank finds wrong does not reach the others",
         "trainer/runtime/agreement.py",
-        'if all_reduce(failed, group, "max").item():',
-        'if all_reduce(failed, group, "min").item():',
+        'failed = all_reduce(found, group, "max").item()',
+        'failed = all_reduce(found, group, "min").item()',
         "tests/distributed/test_checkpoint_errors.py",
     ),
     Mutant(

@@ -205,8 +205,8 @@ GRADIENTS = (
     Mutant(
         "the update of the next step is launched before a step is read",
         "trainer/trainer.py",
-        '        self.read_step()\n        with region("grad_norm")',
-        '        with region("grad_norm")',
+        '        self.read_step()\n        with self.region("grad_norm")',
+        '        with self.region("grad_norm")',
         "tests/distributed/test_late_read.py tests/distributed/test_skipped_steps.py",
     ),
     Mutant(

@@ -302,7 +302,7 @@ OF_THE_TRACER = {
     *("_current_graph_task_id", "_dispatch_has_kernel_for_dispatch_key", "_overloadpacket", "_type", "tree_leaves"),
     *("_propagate_tensor_meta_non_cached", "_resolve_process_group", "decomposition_table", "fake_tensor"),
     "tree_map_only",
-    *("_ends", "_places", "_random_state", "_sums"),  # this project's own
+    *("_ends", "_places", "_random_state"),  # this project's own
 }
 _TRACER = ROOT / "trainer" / "planner"
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the back end)
 
-from longshard.sharding.exchange import all_gather
+from longshard.sharding.exchange import all_gather, has_peers
 from longshard.sharding.tensors import flattened
 from trainer.job.degrees import Degrees
 from trainer.runtime.console import logger
@@ -166,7 +166,7 @@ class ParallelDims:
         timeout: of the group, if one is made because the mesh has none.
         """
         mesh = self[name]
-        if mesh.device_type == "cpu" or mesh.size() == 1:
+        if mesh.device_type == "cpu" or mesh.size() == 1 or not has_peers(mesh):
             return mesh.get_group()
         return self._gloo_group(mesh, timeout)
 

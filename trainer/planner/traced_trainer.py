@@ -1,8 +1,8 @@
 """The trainer without data, and what the host asks of the device before the first step and once a step."""
 
 import itertools
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -11,24 +11,22 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-import trainer.trainer as loop
 from longshard.context.execution import merging
 from longshard.context.execution.kernels import choose, cuda
 from longshard.context.execution.kernels.flash import usable
 from longshard.context.planning.capabilities import FlashPackage
-from longshard.domain import modules
 from longshard.sharding import placement
-from trainer.components import norms
 from trainer.components.metrics import MetricsLogger
+from trainer.components.optimizer import build_optimizer
 from trainer.components.step_outcome import StepTotals
+from trainer.job.record import ResolvedJob
 from trainer.models import experts
 from trainer.parallel import expert_parallel
-from trainer.parallel.parallel_dims import ParallelDims
 from trainer.planner import stand_ins
 from trainer.planner.device import Gpu
-from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import Batch, Task
+from trainer.trainer import Trainer
 
 DOCUMENTS = 40  # of a sequence
 
@@ -65,8 +63,27 @@ class _Task(LanguageTask):
         return _Loader(self)
 
 
-class TracedTrainer(loop.Trainer):
-    """The trainer of one rank, which reads no data and compares nothing with other ranks."""
+class _Metrics(MetricsLogger):
+    """Logs no step."""
+
+    def due(self, step: int) -> bool:
+        return False
+
+
+class TracedTrainer(Trainer):
+    """The trainer of one rank, which reads no data and no values of the device.
+
+    enter: enters a part of the step by its name, as `Trainer.region`.
+    """
+
+    def __init__(
+        self,
+        job: ResolvedJob,
+        device: torch.device,
+        enter: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._enter = enter
+        super().__init__(job, device)
 
     def build_task(self) -> Task:
         return (
@@ -75,6 +92,23 @@ class TracedTrainer(loop.Trainer):
             else _Task(self.job, self.dims)
         )
 
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """Build it without a look at the parameters of other stages."""
+        return build_optimizer(self.model_parts, self.config, self.dims)
+
+    def build_early_updates(self) -> None:
+        """Leave all updates to the optimizer: a thread of their own would not be traced."""
+
+    def build_metrics(self, **before: int) -> MetricsLogger:
+        return _Metrics(self.job, self.dims, self.device, **before)
+
+    def region(self, name: str) -> AbstractContextManager[None]:
+        return self._enter(name)
+
+    def reduce_step(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
+        """Return a step without news."""
+        return 1.0, 1.0, True
+
 
 def patches(gpu: Gpu | None) -> Iterator[Any]:
     """Yield what is different for a device without values, and for a rank without peers. gpu: None for CPUs."""
@@ -82,20 +116,6 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
     def patch(owner: Any, name: str, x: Any, **more: Any) -> Any:
         return mock.patch.object(owner, name, x, **more)
 
-    for module in [m for n, m in sys.modules.items() if n.startswith("trainer.")]:
-        if vars(module).get("raise_on_all_ranks") is raise_on_all_ranks:
-            yield patch(module, "raise_on_all_ranks", lambda do, _over: do())
-    yield patch(loop, "set_timeout", lambda *_a, **_k: None)
-    yield patch(loop, "check_same", lambda *_: None)
-    yield patch(loop, "check_same_batch", lambda *_: None)
-    # a thread of its own would not be traced
-    yield patch(loop, "EarlyUpdates", lambda *_: None)
-    yield patch(loop, "check_groups", lambda *_: None)
-    yield patch(norms, "of_all_ranks", lambda kinds, _over: [kinds])
-    yield patch(ParallelDims, "_gloo_group", lambda _self, mesh, _timeout: mesh.get_group())
-    yield patch(modules, "_are_equal", lambda *_: True)
-    yield patch(MetricsLogger, "due", lambda _self, _step: False)
-    yield patch(StepTotals, "read", _read)
     yield patch(expert_parallel, "plan_dispatch", _even_dispatch)
     yield patch(experts, "count_pairs", _even_pairs)
     # of an earlier job
@@ -130,11 +150,6 @@ def _shapes_are_known(_schedule: object, stages: Sequence[Any], *_: Any) -> None
     """Set the result of the vote of a pipeline whose stages are given their shapes."""
     for stage in stages:
         stage._inference_mode = schedules.InferenceMode.STATIC
-
-
-def _read(totals: StepTotals) -> tuple[float, float, list[float]]:
-    """Return a step without news: the host's one reading of a step."""
-    return 1.0, 1.0, [0.0] * (totals._sums.numel() - 2)
 
 
 def _even_pairs(owner: torch.Tensor, number: int) -> list[int]:

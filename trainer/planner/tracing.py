@@ -76,7 +76,7 @@ def trace(
     with entered(
         machine(rank, job.degrees.world_size, gpu), *patches(gpu), *recorder.patches(), mode
     ):
-        trainer = TracedTrainer(job, device)
+        trainer = TracedTrainer(job, device, recorder.region)
         ensure_state(trainer.optimizer)  # which PyTorch makes in the first step, after the peak
         recorder.mark(trainer)
         collecting = gc.isenabled()
@@ -345,7 +345,6 @@ class Recorder:
         yield mock.patch.object(
             ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_alone
         )
-        yield mock.patch("trainer.trainer.region", self._region)
         yield mock.patch.object(CopyStream, "host_like", lambda _stream, x: self._host_like(x))
 
     def _host_like(self, x: torch.Tensor) -> torch.Tensor:
@@ -357,7 +356,7 @@ class Recorder:
         return pinned(buffer)
 
     @contextmanager
-    def _region(self, name: str) -> Iterator[None]:
+    def region(self, name: str) -> Iterator[None]:
         self._regions.append(name)
         try:
             yield

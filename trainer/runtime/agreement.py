@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from longshard.sharding.exchange import all_gather, all_reduce, broadcast
+from longshard.sharding.exchange import all_gather, all_reduce, broadcast, has_peers
 from trainer.config.errors import ConfigError, SharedConfigError
 
 _CONTROL_SECONDS = 300
@@ -68,6 +68,8 @@ def of_all_ranks(value: Any, over: Over) -> list[Any]:
     """Return the values of all ranks, in their order, as JSON has them. A collective."""
     group, device = _group_of(over)
     text = json.dumps(value).encode()
+    if not has_peers(group):
+        return [json.loads(text)] * group.size()
     padded = text.ljust(int(all_reduce(torch.tensor(len(text), device=device), group, "max")))
     rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=device), group).cpu()
     return [json.loads(bytes(row.tolist())) for row in rows]
@@ -85,8 +87,11 @@ def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
     except ConfigError as error:
         message = str(error) or "unknown"
     group, device = _group_of(over)
-    failed = torch.tensor(int(bool(message)), dtype=torch.int32, device=device)
-    if all_reduce(failed, group, "max").item():
+    failed = bool(message)
+    if has_peers(group):
+        found = torch.tensor(int(failed), dtype=torch.int32, device=device)
+        failed = all_reduce(found, group, "max").item()
+    if failed:
         raise SharedConfigError(next(filter(None, of_all_ranks(message, over))))
     return result
 
