@@ -10,7 +10,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "sharding.layout": "AxisLayout contiguous head_tail",
-        "context.attention": "ContextParallelAttention context_parallel_attention",
+        "context.attention": "AttentionResult ContextParallelAttention context_parallel_attention",
+        "context.live": "AttentionSettings Scores",
         "context.regions": "Region context_parallel region replicate shard unshard",
         "context.convolution": "ContextParallelConvolution context_parallel_convolution",
         "context.planning.balance": "LOAD_BALANCERS balanced build_layout",

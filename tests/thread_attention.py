@@ -15,7 +15,7 @@ from longshard.context.attention import context_parallel_attention
 from longshard.context.execution import build
 from longshard.context.execution.kernels.cuda import CudnnVarlen
 from longshard.context.execution.kernels.head_groups import HeadGroups
-from longshard.context.live import LivePlan, flat_mesh, opened
+from longshard.context.live import AttentionSettings, LivePlan, flat_mesh, opened
 from longshard.context.planning.balance import LOAD_BALANCERS
 from longshard.context.planning.capabilities import CAPABILITIES
 from longshard.context.planning.options import ContextParallelOptions
@@ -96,7 +96,7 @@ def attended(rank: int, mesh: ThreadMesh, case: Case, layout: AxisLayout) -> lis
     *leaves, cotangent = (x.to(mesh.device_type) for x in shards)
     leaves = [x.requires_grad_() for x in leaves]
     with opened(LivePlan(flat, layout, case.batch_mask, case.options, groups=groups), BATCH) as handle:
-        out, *_ = context_parallel_attention(*leaves, handle, SCALE, case.is_causal, case.window)
+        out, *_ = context_parallel_attention(*leaves, handle, AttentionSettings(SCALE, case.is_causal, case.window))
         return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, leaves, cotangent))]
 
 

@@ -8,7 +8,7 @@ log-sum-exp instead of communicating again. With `keep_exchanged` it keeps what 
 import math
 from collections.abc import Collection, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,42 +20,49 @@ from longshard.context.execution.build import Execution
 from longshard.context.execution.kernels.base import BackwardInputs, Terms
 from longshard.context.execution.latent import value_dim
 from longshard.context.execution.ulysses import HeadExchange, Kept
-from longshard.context.live import Mark, layer_of, resolve
+from longshard.context.live import (
+    AttentionInputs,
+    AttentionSettings,
+    Mark,
+    layer_of,
+    resolve,
+)
 from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.forward import replace_forward
 
 
-@torch.library.custom_op("longshard::context_parallel_attention", mutates_args=())
+class AttentionResult(NamedTuple):
+    """The results of one call of context-parallel attention."""
+
+    output: torch.Tensor
+    """As the queries: (B, H, S, D), or of latents (B, H, S, V). A query that sees no key has the output 0."""
+    lse: torch.Tensor
+    """(B, H, S), log-sum-exp of the scores with the sink's share, in float32 at least. -inf: no key and no sink."""
+
+
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     plan: torch.Tensor,
-    scale: float,
-    is_causal: bool = True,
-    window: int = 0,
+    settings: AttentionSettings,
+    *,
     sinks: torch.Tensor | None = None,
-    keep_exchanged: bool = False,
-    softcap: float = 0.0,
     up: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> AttentionResult:
     """Compute attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
 
-    q: (B, H, S, D); k, v: (B, K, T, D), K divides H, S and T this rank's rows; plan: the handle, (B,) int64.
-    is_causal, window: the mask of this attention, intersected with the mask of the context. A query sees the last
-    `window` keys, or without is_causal as many on each side; 0: no window. With more or fewer keys than queries, the
-    last query stands at the last key.
-    sinks: (H,) logits, each of one more key with value zero for all queries of its head (GPT-OSS; Xiao et al., arXiv
-    2309.17453). They are applied once, after all results are merged.
-    keep_exchanged: save what an exchange of heads has brought for the backward, instead of q, k, v and the results, so
-    that only the gradient of the output is sent to the ranks of the heads.
-    softcap: c of scores c * tanh(score / c) (Gemma 2, arXiv 2408.00118), which the kernel `math` computes; 0: none.
-    up: (H, N + V, R), with which k is a latent, (B, 1, T, R + P), v has no width, (B, 1, T, 0), and D = N + P; ranks
-    send each other latents, and the output is (B, H, S, V). See `execution/latent.py`.
-    -> output as q, log-sum-exp (B, H, S) with the sink's share, in float32 at least, and two tensors of bytes: q, k, v
-    and the results for all rows of this rank's heads. How many bytes depends on the batch's layout; none unless
-    keep_exchanged. A query that sees no key has the output 0, and as log-sum-exp the sink, or -inf without one.
     Gradients flow through the output alone.
+
+    Args:
+        q: (B, H, S, D), S this rank's rows.
+        k, v: (B, K, T, D), T this rank's rows; K divides H.
+        plan: the handle of the open context, (B,) int64.
+        settings: of this attention. Its mask is intersected with the mask of the context.
+        sinks: (H,) logits, each of one more key with value zero for all queries of its head (GPT-OSS; Xiao et al.,
+            arXiv 2309.17453). They are applied once, after all results are merged.
+        up: (H, N + V, R), with which k is a latent, (B, 1, T, R + P), v has no width, (B, 1, T, 0), and D = N + P.
+            Ranks send each other latents, and the output is (B, H, S, V). See `execution/latent.py`.
 
     Raises:
         ContextParallelError: no context is open or it did not cut the inputs, the method cannot divide the heads, the
@@ -63,36 +70,54 @@ def context_parallel_attention(
             latents are.
         OptionError: the kernel cannot do it.
     """
-    _check_call(scale)
-    q, k, v = map(_rows_contiguous, (q, k, v))
+    output, lse, *_ = operator(q, k, v, plan, [float(x) for x in settings], sinks, up)
+    return AttentionResult(output, lse)
+
+
+@torch.library.custom_op("longshard::context_parallel_attention", mutates_args=())
+def operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: torch.Tensor,
+    settings: Sequence[float],
+    sinks: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute `context_parallel_attention`, whose record of settings is a list of numbers here.
+
+    -> output, log-sum-exp, and two tensors of bytes: q, k, v and the results for all rows of this rank's heads. How
+    many bytes depends on the batch's layout; none unless keep_exchanged.
+    """
+    how = AttentionSettings.of(settings)
+    _check_call(how.scale)
+    inputs = AttentionInputs(*map(_rows_contiguous, (q, k, v)), up)
     live, sequences = resolve(plan)
-    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
+    run = live.execution(inputs, how, sequences, layer_of(plan))
     live.calls += 1
-    if keep_exchanged:
+    if how.keep_exchanged:
         _check_exchanges(run)
-    kept = {"keep": True} if keep_exchanged else {}
-    out, lse, *exchanged = run.forward(q, k, v, terms=Terms(scale, sinks, up), **kept)
+    kept = {"keep": True} if how.keep_exchanged else {}
+    out, lse, *exchanged = run.forward(*inputs[:3], terms=Terms(how.scale, sinks, up), **kept)
     live.show_scores(layer_of(plan), lse, sequences)
     return out, lse, *(exchanged or (q.new_empty(0, dtype=torch.uint8) for _ in range(2)))
 
 
 @torch.library.custom_op("longshard::context_parallel_attention_backward", mutates_args=())
-def _context_parallel_attention_backward(
+def _operator_backward(
     dout: torch.Tensor,
     saved: Sequence[torch.Tensor],
     kv_heads: int,
     plan: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-    window: int,
+    settings: Sequence[float],
     sinks: torch.Tensor | None,
-    softcap: float,
     up: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk, dv, and this rank's parts of the gradients of sinks and of `up` ((0,) without them).
 
     saved: q, k, v, output and log-sum-exp; or the two tensors of bytes of what was exchanged. kv_heads: K.
     """
+    how = AttentionSettings.of(settings)
     live, sequences = resolve(plan)
     dout, *saved = map(_rows_contiguous, (dout, *saved))
     if len(saved) == 2:
@@ -103,8 +128,8 @@ def _context_parallel_attention_backward(
         given = BackwardInputs(dout, *saved)
         k = given.k
     q, v = (dout, k) if up is None else given[1:4:2]
-    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan), softcap, up)
-    dq, dk, dv, *others = run.backward(given, Terms(scale, sinks, up))
+    run = live.execution(AttentionInputs(q, k, v, up), how, sequences, layer_of(plan))
+    dq, dk, dv, *others = run.backward(given, Terms(how.scale, sinks, up))
     return dq, dk, dv, *(dout.new_empty(0) if x is None else others.pop(0) for x in (sinks, up))
 
 
@@ -135,20 +160,9 @@ def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@context_parallel_attention.register_fake
-def _(
-    q,
-    k,
-    v,
-    plan,
-    scale,
-    is_causal=True,
-    window=0,
-    sinks=None,
-    keep_exchanged=False,
-    softcap=0.0,
-    up=None,
-):
+@operator.register_fake
+def _(q, k, v, plan, settings, sinks=None, up=None):
+    keep_exchanged = AttentionSettings.of(settings).keep_exchanged
     b, h, s, d = q.shape
     d = d if up is None else value_dim(q, k, up)
     sizes = (
@@ -159,8 +173,8 @@ def _(
     return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32)), *kept
 
 
-@_context_parallel_attention_backward.register_fake
-def _(dout, saved, kv_heads, plan, scale, is_causal, window, sinks, softcap, up):
+@_operator_backward.register_fake
+def _(dout, saved, kv_heads, plan, settings, sinks, up):
     if len(saved) == 2:
         gradients = (_like(dout, heads) for heads in (dout.shape[1], kv_heads, kv_heads))
     else:
@@ -176,21 +190,10 @@ def _like(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _save(ctx, inputs, output) -> None:
-    (
-        q,
-        k,
-        v,
-        plan,
-        ctx.scale,
-        ctx.is_causal,
-        ctx.window,
-        sinks,
-        keep_exchanged,
-        ctx.softcap,
-        up,
-    ) = inputs
+    q, k, v, plan, ctx.settings, sinks, up = inputs
     ctx.kv_heads = k.shape[1]
     out, lse, *kept = output
+    keep_exchanged = AttentionSettings.of(ctx.settings).keep_exchanged
     ctx.save_for_backward(*(kept if keep_exchanged else (q, k, v, out, lse)), plan, sinks, up)
     ctx.mark_non_differentiable(lse, *kept)
     ctx.set_materialize_grads(False)  # else the backward fills zeros of their sizes
@@ -198,24 +201,15 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, dout: torch.Tensor, *_: None):
     *saved, plan, sinks, up = ctx.saved_tensors
-    dq, dk, dv, dsinks, dup = _context_parallel_attention_backward(
-        dout,
-        saved,
-        ctx.kv_heads,
-        plan,
-        ctx.scale,
-        ctx.is_causal,
-        ctx.window,
-        sinks,
-        ctx.softcap,
-        up,
+    dq, dk, dv, dsinks, dup = _operator_backward(
+        dout, saved, ctx.kv_heads, plan, ctx.settings, sinks, up
     )
     dsinks = None if sinks is None else dsinks
     dup = None if up is None else dup
-    return dq, dk, dv, None, None, None, None, dsinks, None, None, dup
+    return dq, dk, dv, None, None, dsinks, dup
 
 
-context_parallel_attention.register_autograd(_differentiate, setup_context=_save)
+operator.register_autograd(_differentiate, setup_context=_save)
 
 _LIBRARY = torch.library.Library("longshard", "FRAGMENT")
 
@@ -240,7 +234,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if is_cast else x
 
 
-_QKV_UP = 0, 1, 2, 10
+_QKV_UP = 0, 1, 2, 6
 for _device_type in ("cpu", "cuda"):
     add_autocast_rule(
         torch.ops.longshard.context_parallel_attention.default, _device_type, casts=_QKV_UP
@@ -295,27 +289,26 @@ class ContextParallelAttention(ParallelStyle):
                     f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, or drop "
                     "elsewhere, such as after the output projection"
                 )
-        forward = _forward_of(
-            self.is_causal, self.sliding_window or 0, self.keep_exchanged, self.softcap or 0.0
+        settings = AttentionSettings(
+            0.0,
+            self.is_causal,
+            self.sliding_window or 0,
+            self.softcap or 0.0,
+            self.keep_exchanged,
         )
+        forward = _forward_of(settings)
         replace_forward(module, "context parallelism", forward)
         module._context_parallel_mark = Mark(device_mesh.get_group())
         return module
 
 
 @cache
-def _forward_of(is_causal: bool, window: int, keep_exchanged: bool, softcap: float) -> partial:
+def _forward_of(settings: AttentionSettings) -> partial:
     """Return a partial of a function of this file, which can be pickled.
 
     Modules of one kind share it: the compiler guards on the object, and would compile each layer again.
     """
-    return partial(
-        _forward,
-        is_causal=is_causal,
-        window=window,
-        keep_exchanged=keep_exchanged,
-        softcap=softcap,
-    )
+    return partial(_forward, settings=settings)
 
 
 def _forward(
@@ -323,10 +316,7 @@ def _forward(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    is_causal: bool,
-    window: int,
-    keep_exchanged: bool,
-    softcap: float,
+    settings: AttentionSettings,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
@@ -339,5 +329,5 @@ def _forward(
             "and pass that context's `attention_plan` to its forward"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    settings = scale, is_causal, window, sinks, keep_exchanged, softcap, up
-    return context_parallel_attention(q, k, v, plan, *settings)[0]
+    settings = settings._replace(scale=scale)
+    return context_parallel_attention(q, k, v, plan, settings, sinks=sinks, up=up).output

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -48,6 +49,37 @@ class Scores:
 
     take: ScoreFunction
     padding: torch.Tensor | None = None
+
+
+class AttentionSettings(NamedTuple):
+    """What one attention computes, whatever its inputs. All fields are numbers: an operator takes them as a list."""
+
+    scale: float
+    """Factor of the scores, such as `head_dim ** -0.5`."""
+    is_causal: bool = True
+    """Whether later tokens are hidden. With more or fewer keys than queries, the last query stands at the last key."""
+    window: int = 0
+    """A query sees the last `window` keys, or without is_causal as many on each side. 0: no window."""
+    softcap: float = 0.0
+    """c of scores c * tanh(score / c) (Gemma 2, arXiv 2408.00118), which the kernel `math` computes. 0: none."""
+    keep_exchanged: bool = False
+    """Save what an exchange of heads has brought for the backward, instead of q, k, v and the results, so that only the
+    gradient of the output is sent to the ranks of the heads."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "AttentionSettings":
+        """Return the settings of a list of their numbers."""
+        scale, is_causal, window, softcap, keep_exchanged = numbers
+        return cls(scale, bool(is_causal), int(window), softcap, bool(keep_exchanged))
+
+
+class AttentionInputs(NamedTuple):
+    """The tensors of one call of attention, as `context_parallel_attention` takes them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    up: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -97,20 +129,18 @@ class LivePlan:
 
     def execution(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        inputs: AttentionInputs,
+        settings: AttentionSettings,
         sequences: Sequence[int],
-        is_causal: bool,
-        window: int,
         layer: int = -1,
-        softcap: float = 0.0,
-        up: torch.Tensor | None = None,
     ) -> Execution:
-        """Return the execution of attention of these shapes, for these sequences of the batch.
+        """Return the execution of attention of these shapes.
 
-        layer: of a sequence in chunks, for which keys and values are kept. softcap: of the scores, 0 for none. up: with
-        which k is a latent.
+        Args:
+            inputs: tensors of the shapes, types and devices of the call.
+            settings: of the attention; its scale is no part of an execution.
+            sequences: of the batch.
+            layer: of a sequence in chunks, for which keys and values are kept.
 
         Raises:
             ContextParallelError: the context did not cut the inputs, the method cannot divide the heads, or no layer is
@@ -118,35 +148,13 @@ class LivePlan:
             OptionError: the kernel cannot do it.
         """
         # With one mask for all sequences, the plan does not depend on which sequences these are.
-        sequences = (
-            tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()
-        )
-        of_up = None if up is None else up.shape
-        key = (
-            *((x.shape, x.dtype, x.device.type) for x in (q, k, v)),
-            of_up,
-            sequences,
-            is_causal,
-            window,
-            softcap,
-        )
+        several = self.mask is not None and self.mask.sequences > 1
+        of_mask = tuple(sequences) if several else ()
+        kinds = (x if x is None else (x.shape, x.dtype, x.device.type) for x in inputs)
+        key = (*kinds, of_mask, settings.is_causal, settings.window, settings.softcap)
         if key not in self._executions:
-            self._check(q, k, v, sequences=sequences, up=up)
-            mask = self._mask(sequences, is_causal, window)
-            if self.chunk is None:
-                ways = {
-                    "kv_layout": self.kv_layout,
-                    "head_degree": self.options.head_degree(self.mesh.size()),
-                }
-                plan = make_plan(self.layout, mask, self.options.method, self.rank, **ways)
-            else:
-                plan = chunk_plan(self.layout, mask, self.rank)
-            fixed = self.mask is None and not window
-            needs = {"bands": mask.has_windows, "fixed": fixed, "softcap": softcap}
-            groups = self.groups or (self.mesh.get_group(),) * 2
-            waiting = self.chunk and self.chunk[1]
-            run = build_execution(plan, q, groups, self.options, waiting, **needs)
-            self._executions[key] = run
+            self._check(inputs, of_mask)
+            self._executions[key] = self._built(inputs.q, settings, of_mask)
         if self.chunk is None:
             return self._executions[key]
         if layer < 0:
@@ -156,11 +164,37 @@ class LivePlan:
             )
         return replace(self._executions[key], layer=layer)
 
-    def _check(
-        self, *qkv: torch.Tensor, sequences: tuple[int, ...], up: torch.Tensor | None
-    ) -> None:
+    def _built(
+        self, q: torch.Tensor, settings: AttentionSettings, sequences: tuple[int, ...]
+    ) -> Execution:
+        """Return a new execution. sequences: of the batch, () for any."""
+        mask = self._mask(sequences, settings.is_causal, settings.window)
+        if self.chunk is None:
+            plan = make_plan(
+                self.layout,
+                mask,
+                self.options.method,
+                self.rank,
+                kv_layout=self.kv_layout,
+                head_degree=self.options.head_degree(self.mesh.size()),
+            )
+        else:
+            plan = chunk_plan(self.layout, mask, self.rank)
+        groups = self.groups or (self.mesh.get_group(),) * 2
+        return build_execution(
+            plan,
+            q,
+            groups,
+            self.options,
+            self.chunk and self.chunk[1],
+            bands=mask.has_windows,
+            fixed=self.mask is None and not settings.window,
+            softcap=settings.softcap,
+        )
+
+    def _check(self, inputs: AttentionInputs, sequences: tuple[int, ...]) -> None:
         """Check the inputs of an attention call; sequences: of the batch, () for any."""
-        q, k, v = qkv
+        q, k, v, up = inputs
         alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
         if up is not None:
             _check_latents(q, k, v, up)

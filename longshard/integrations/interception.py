@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from longshard.context.attention import context_parallel_attention
-from longshard.context.live import LivePlan
+from longshard.context.live import AttentionSettings, LivePlan
 from longshard.context.local_attention import ATTENTION_CALLS, attends
 from longshard.context.planning.options import ContextParallelError
 from longshard.context.regions import Intercept
@@ -158,8 +158,8 @@ class Interception(TorchFunctionMode):
             x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
             for x in (call.q, call.k, call.v)
         )
-        settings = scale, call.is_causal, call.window, call.sinks
-        out = context_parallel_attention(q, k, v, self._handle, *settings)[0]
+        settings = AttentionSettings(scale, call.is_causal, call.window)
+        out, _ = context_parallel_attention(q, k, v, self._handle, settings, sinks=call.sinks)
         return out if call.v.shape[-1] == size else out[..., : call.v.shape[-1]]
 
     @outside_of_graphs

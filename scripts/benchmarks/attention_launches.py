@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from longshard.context import attention, live
 from longshard.context.execution import build, stages
 from longshard.context.execution.kernels.cuda import CudaFlash, Cudnn
+from longshard.context.live import AttentionSettings
 from longshard.context.planning.options import ContextParallelOptions
 
 _TOKENS, _HEADS, _HEAD_DIM = 64, 8, 16  # of a rank
@@ -74,7 +75,7 @@ def measure(degree: int, method: str, kernel: str, rounds: int) -> dict[str, flo
         ):
             for _ in range(rounds + 3):
                 start = time.thread_time()
-                out, *_ = attention.context_parallel_attention(q, k, v, handle, 0.1)
+                out, *_ = attention.context_parallel_attention(q, k, v, handle, AttentionSettings(0.1))
                 middle = time.thread_time()
                 with torch.autograd.set_multithreading_enabled(False):
                     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))

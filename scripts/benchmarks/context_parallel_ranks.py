@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from longshard.context.attention import context_parallel_attention
 from longshard.context.execution.kernels.base import BackwardInputs, Terms
-from longshard.context.live import LivePlan, opened
+from longshard.context.live import AttentionInputs, AttentionSettings, LivePlan, opened
 from longshard.context.planning.options import ContextParallelOptions
 from longshard.sharding import exchange
 from scripts.benchmarks.context_parallel_tiles import Problem
@@ -82,7 +82,9 @@ class Share:
         if method == PEER:
             return self._run_peer()
         plan, scale = self._handles[method], self._problem.scale
-        return timed(lambda q, k, v: context_parallel_attention(q, k, v, plan, scale)[0], self._inputs)
+        return timed(
+            lambda q, k, v: context_parallel_attention(q, k, v, plan, AttentionSettings(scale)).output, self._inputs
+        )
 
     def _run_peer(self) -> Times:
         """PyTorch's ring with its own head-tail layout, in which this rank has the same rows as in ours."""
@@ -96,7 +98,9 @@ class Share:
         if method == PEER:
             return {}
         q, k, v, dout = (x.detach() for x in self._inputs)
-        run = self._lives[method].execution(q, k, v, range(self._problem.batch), is_causal=True, window=0)
+        run = self._lives[method].execution(
+            AttentionInputs(q, k, v), AttentionSettings(1.0), range(self._problem.batch)
+        )
         before, terms = Counter(exchange.bytes_sent), Terms(self._problem.scale)
         peaks = {}
         with PeakBytes(q, k, v) as meter:

@@ -86,7 +86,7 @@ def documents_on_ranks(
     watch: fills such a counter while it is open.
     """
     from longshard.context.attention import context_parallel_attention
-    from longshard.context.live import LivePlan, opened
+    from longshard.context.live import AttentionSettings, LivePlan, opened
     from longshard.context.planning.options import ContextParallelOptions
     from tests.distributed.attention_cases import BATCH, Case
     from tests.thread_ranks import ThreadMesh, run_ranks
@@ -94,6 +94,7 @@ def documents_on_ranks(
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     case = Case(512, (8, 4), 64, dtype, ContextParallelOptions(method), mask="documents")
     layout = case.options.layout(case.seq_len, _RANKS, case.batch_mask)
+    settings = AttentionSettings(case.head_dim**-0.5, case.is_causal, case.window)
     found: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     phases, watched = iter(found), ExitStack()
 
@@ -111,7 +112,7 @@ def documents_on_ranks(
         with opened(LivePlan(mesh, layout, case.batch_mask, case.options), BATCH) as handle:
             barrier.wait()
             for _ in found:
-                out, *_ = context_parallel_attention(*leaves, handle, case.head_dim**-0.5, case.is_causal, case.window)
+                out, *_ = context_parallel_attention(*leaves, handle, settings)
                 torch.autograd.grad(out, leaves, cotangent)
                 barrier.wait()
 

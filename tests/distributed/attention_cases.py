@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longshard.context.attention import (
     context_parallel_attention,
 )
-from longshard.context.live import LivePlan, opened
+from longshard.context.live import AttentionSettings, LivePlan, opened
 from longshard.context.planning.cost import AttentionShape, LatentShape, attention_cost
 from longshard.context.planning.mask import (
     Mask,
@@ -165,13 +165,13 @@ def attention_case(cases: list[Case]) -> list[dict]:
             leaves = [x.requires_grad_() for x in (*shards, *(x.to(process.device) for x in case.inputs()[4:]))]
             exchange.calls.clear()
             exchange.bytes_sent.clear()
-            settings = 0.3, case.is_causal, case.window
+            keep = case.options.keep_exchanged
+            settings = AttentionSettings(0.3, case.is_causal, case.window, keep_exchanged=keep)
             with opened(live, BATCH) as handle:
-                keep = case.options.keep_exchanged
                 others = leaves[3:]
                 sinks = others.pop(0) if case.sinks else None
                 up = others.pop() if case.latent else None
-                out, lse, *_ = context_parallel_attention(*leaves[:3], handle, *settings, sinks, keep, up=up)
+                out, lse, *_ = context_parallel_attention(*leaves[:3], handle, settings, sinks=sinks, up=up)
                 grads = torch.autograd.grad(out, leaves, cotangent)
             assert lse.shape == out.shape[:3]
             got = (out, *grads[:3])

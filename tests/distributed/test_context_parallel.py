@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from longshard.context.attention import (
     context_parallel_attention,
+    operator,
 )
 from longshard.context.execution import build
-from longshard.context.live import LivePlan, opened
+from longshard.context.live import AttentionSettings, LivePlan, opened
 from longshard.context.planning.balance import LOAD_BALANCERS
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
 from longshard.sharding.layout import head_tail
@@ -115,7 +116,7 @@ def kept_of_another_length_case() -> str:
         q, k = (torch.zeros(1, 2, layout.local_length(process.rank), 8) for layout in layouts)
         live = LivePlan(mesh_of_all(process), layouts[0], None, options, layouts[1])
         with opened(live, 1) as handle, pytest.raises(ContextParallelError) as error:
-            context_parallel_attention(q, k, k, handle, 0.3, keep_exchanged=True)
+            context_parallel_attention(q, k, k, handle, AttentionSettings(0.3, keep_exchanged=True))
     return str(error.value)
 
 
@@ -201,7 +202,7 @@ def strides_case(method: str) -> list[float]:
         with opened(LivePlan(mesh, layout, options=options), BATCH) as handle:
             for change in odd:
                 leaves = [change(x).requires_grad_() for x in shards]
-                out, lse, *_ = context_parallel_attention(*leaves, handle, 0.3)
+                out, lse, *_ = context_parallel_attention(*leaves, handle, AttentionSettings(0.3))
                 assert not lse.requires_grad  # nobody would add its gradient
                 results.append([out, *torch.autograd.grad(out, leaves, change(cotangent))])
     return [relative(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True)]
@@ -282,9 +283,9 @@ def operator_case() -> dict[str, str]:
         k = torch.randn(2, 16, 2, 8, device=process.device).transpose(1, 2).requires_grad_()
         v = torch.randn(2, 2, 16, 8, device=process.device, requires_grad=True)
         with opened(LivePlan(mesh_of_all(process), head_tail(16, 1)), 2) as handle:
-            arguments = q, k, v, handle, 0.3
-            result = torch.library.opcheck(context_parallel_attention, arguments)
-            torch.library.opcheck(context_parallel_attention, (*arguments, False, 5))
+            arguments = q, k, v, handle
+            result = torch.library.opcheck(operator, (*arguments, [*AttentionSettings(0.3)]))
+            torch.library.opcheck(operator, (*arguments, [*AttentionSettings(0.3, False, 5)]))
     return result
 
 

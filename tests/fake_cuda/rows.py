@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from longshard.context import attention
-from longshard.context.live import LivePlan, flat_mesh, opened
+from longshard.context.live import AttentionSettings, LivePlan, flat_mesh, opened
 from longshard.context.planning.mask import documents_of
 from longshard.context.planning.options import ContextParallelOptions
 from tests.fake_cuda import table
@@ -54,7 +54,8 @@ def of_call(row: table.Call) -> dict[str, Any]:
         with opened(LivePlan(mesh, layout, mask, options, groups=groups), _BATCH) as handle, mode:
             q, k, v = (_rows(rows, heads, row.dtype) for heads in (_HEADS, _KV_HEADS, _KV_HEADS))
             sinks = torch.empty(_HEADS, device="cuda", requires_grad=True) if row.mask == "sinks" else None
-            out, *_ = attention.context_parallel_attention(q, k, v, handle, 0.1, True, window, sinks, row.keep)
+            settings = AttentionSettings(0.1, window=window, keep_exchanged=row.keep)
+            out, *_ = attention.context_parallel_attention(q, k, v, handle, settings, sinks=sinks)
             out.backward(torch.empty_like(out))
             for x in (q, k, v):
                 assert x.grad.stride() == x.stride()

@@ -406,8 +406,8 @@ EXECUTION = (
     ),
     Mutant(
         "what was exchanged is not kept",
-        f"{_CP}/attention.py",
-        'kept = {"keep": True} if keep_exchanged else {}',
+        "longshard/context/attention.py",
+        'kept = {"keep": True} if how.keep_exchanged else {}',
         "kept = {}",
         _ATTENTION,
     ),

@@ -14,7 +14,7 @@ from longshard.context.attention import context_parallel_attention
 from longshard.context.execution import ulysses
 from longshard.context.execution.stages import restore_shape
 from longshard.context.execution.ulysses import HeadExchange
-from longshard.context.live import LivePlan, flat_mesh, opened
+from longshard.context.live import AttentionSettings, LivePlan, flat_mesh, opened
 from longshard.context.planning.options import ContextParallelOptions
 from longshard.sharding import tensors
 from longshard.sharding.exchange import Pending
@@ -118,7 +118,7 @@ def attended(rank: int, mesh: ThreadMesh, kv_heads: int, query_heads: int) -> No
     *leaves, cotangent = (random(1, ROWS, n, HEAD_DIM, seed=i).transpose(1, 2) for i, n in enumerate(heads))
     leaves = [x.requires_grad_() for x in leaves]
     with opened(LivePlan(flat, layout, None, options, groups=groups), 1) as handle:
-        out, *_ = context_parallel_attention(*leaves, handle, SCALE)
+        out, *_ = context_parallel_attention(*leaves, handle, AttentionSettings(SCALE))
         torch.autograd.grad(out, leaves, cotangent)
 
 

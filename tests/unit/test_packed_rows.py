@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longshard.context.execution.kernels.base import BackwardInputs, Terms
-from longshard.context.live import LivePlan
+from longshard.context.live import AttentionInputs, AttentionSettings, LivePlan
 from longshard.context.planning.options import ContextParallelOptions
 from tests.distributed.attention_cases import Case
 from tests.thread_ranks import ThreadMesh, run_ranks
@@ -34,7 +34,7 @@ def copies(rank: int, mesh: ThreadMesh, case: Case) -> tuple[Counter[str], Count
     layout = case.options.layout(case.seq_len, mesh.size())
     own = torch.from_numpy(layout.indices(rank))
     q, k, v, dout = (x[:, :, own].transpose(1, 2).contiguous().transpose(1, 2) for x in case.inputs())
-    run = LivePlan(mesh, layout, options=case.options).execution(q, k, v, (0,), is_causal=True, window=0)
+    run = LivePlan(mesh, layout, options=case.options).execution(AttentionInputs(q, k, v), AttentionSettings(1.0), (0,))
     with Copies() as forward:
         out, lse = run.forward(q, k, v, terms=Terms(0.3))
     with Copies() as backward:

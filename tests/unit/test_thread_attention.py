@@ -21,7 +21,7 @@ from longshard.context.attention import (
     context_parallel_attention,
 )
 from longshard.context.execution import ring, ulysses
-from longshard.context.live import LivePlan, flat_mesh, opened
+from longshard.context.live import AttentionSettings, LivePlan, flat_mesh, opened
 from longshard.context.planning.mask import full
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
 from longshard.context.regions import context_parallel
@@ -75,7 +75,9 @@ def attended_of(
     leaves = [x.requires_grad_() for x in leaves]
     live = LivePlan(flat, problem.layout, problem.mask, options, problem.kv_layout, groups)
     with opened(live, len(cotangent)) as handle:
-        out, *_ = context_parallel_attention(*leaves, handle, SCALE, False, keep_exchanged=options.keep_exchanged)
+        out, *_ = context_parallel_attention(
+            *leaves, handle, AttentionSettings(SCALE, False, keep_exchanged=options.keep_exchanged)
+        )
         return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, cotangent))]
 
 
@@ -176,7 +178,7 @@ def in_a_context(rank: int, mesh: ThreadMesh, case: Case, different: bool) -> fl
     q += different * rank
     settings = {"buffers": [q, k, v], "buffer_seq_dims": [2] * 3, "check_consistency": True, "options": case.options}
     with context_parallel(mesh, sequences=BATCH, **settings) as context:
-        out, *_ = context_parallel_attention(q, k, v, context.attention_plan, SCALE)
+        out, *_ = context_parallel_attention(q, k, v, context.attention_plan, AttentionSettings(SCALE))
     return relative(out.cpu(), wanted(case)[0][:, :, torch.from_numpy(context.layout.indices(rank))])
 
 
