@@ -26,7 +26,11 @@ HOST = ["--training.enable_cpu_offload", "--training.max_norm=inf", "--training.
 EARLY = [*HOST, "--training.on_nonfinite=stop_after_update"]
 ACCUMULATED = ["--training.local_batch_size=1"]
 AT_ONCE = {1: "--training.local_batch_size=8", 2: "--training.local_batch_size=4"}
-GROUPS = ["--optimizer.groups", "layers.*.wq.weight lr=0.5", "*.w1.weight weight_decay=0.3"]
+GROUPS = [
+    "--optimizer.groups",
+    '{parameters = "layers.*.wq.weight", lr_factor = 0.5}',
+    '{parameters = "*.w1.weight", weight_decay = 0.3}',
+]
 EXPERTS = ["--model.name=qwen3_moe", "--activation_checkpoint.mode=full"]
 RECOMPUTED = ["--activation_checkpoint.mode=full", "--activation_checkpoint.group=2"]
 # Their gradients are the last ones, and of a tied matrix those of both ends.

@@ -255,7 +255,11 @@ def groups_case(arguments: list[str]) -> list[tuple[float, float, list[str]]]:
 
 
 def test_rates_and_decays_by_name(pool: WorkerPool) -> None:
-    rules = ["tok_embeddings.* lr=0.1 weight_decay=0.5", "layers.*.wq.weight weight_decay=0", "layers.* lr=2"]
+    rules = [
+        '{parameters = "tok_embeddings.*", lr_factor = 0.1, weight_decay = 0.5}',
+        '{parameters = "layers.*.wq.weight", weight_decay = 0}',
+        '{parameters = "layers.*", lr_factor = 2}',
+    ]
     given = [MUON, "--optimizer.lr=0.5", "--muon.lr=0.25", "--muon.weight_decay=0.3", "--optimizer.groups", *rules]
     found = pool.run(2, groups_case, [*given, *LAYOUTS["pp2"][1]])
     of_names = {name: group[:2] for groups in found for group in groups for name in group[2]}
@@ -264,8 +268,9 @@ def test_rates_and_decays_by_name(pool: WorkerPool) -> None:
     assert of_names["layers.1.attention.wk.weight"] == (0.5, 0.3)
     assert of_names["layers.0.attention_norm.weight"] == (1.0, 0.0)
     assert of_names["output.weight"] == (0.5, 0.1)
-    with pytest.raises(RankFailedError, match=r"'layers\.7\.\* lr=2.*which is for no parameter"):
-        pool.run(2, groups_case, [MUON, "--optimizer.groups", "layers.* lr=1", "layers.7.* lr=2", *LAYOUTS["pp2"][1]])
+    unused = [f'{{parameters = "{names}", lr_factor = 2}}' for names in ("layers.*", "layers.7.*")]
+    with pytest.raises(RankFailedError, match=r"layers\.7\.\*.*, lr_factor = 2.*which is for no parameter"):
+        pool.run(2, groups_case, [MUON, "--optimizer.groups", *unused, *LAYOUTS["pp2"][1]])
 
 
 def rates_case(folder: str, arguments: list[str], steps: int) -> list[float]:

@@ -40,7 +40,11 @@ OF_MODEL: dict[str, dict[str, list[str]]] = {
     "clip": {"no": [], "yes": ["--optimizer.qk_clip=0.5"]},
     "rates": {
         "no": [],
-        "yes": ["--optimizer.groups", "layers.*.wq.weight lr=0.5", "tok_embeddings.* weight_decay=0.2"],
+        "yes": [
+            "--optimizer.groups",
+            '{parameters = "layers.*.wq.weight", lr_factor = 0.5}',
+            '{parameters = "tok_embeddings.*", weight_decay = 0.2}',
+        ],
     },
     "optimizer": {
         "foreach": ["--optimizer.implementation=foreach"],

@@ -130,8 +130,8 @@ MUON = (
     Mutant(
         "a rule's rate replaces the peak",
         "trainer/components/optimizer.py",
-        'group.get("lr", settings.lr) * rule.lr',
-        "rule.lr",
+        'changed["lr"] *= _or(own.lr_factor, 1.0)',
+        'changed["lr"] = _or(own.lr_factor, 1.0)',
         f"{_MUON}::test_rates_and_decays_by_name",
     ),
     Mutant(

@@ -1,9 +1,12 @@
 """Settings of optimizer, schedule and z-loss that cannot be, each refused with a sentence."""
 
+from pathlib import Path
+
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line
+from trainer.config.loader import parse_command_line, to_toml
+from trainer.config.optimizer import ParameterGroup
 from trainer.job import resolve
 from trainer.stores.folder import states_of
 
@@ -21,9 +24,18 @@ def test_the_z_loss_needs_chunks_where_ranks_divide_the_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--optimizer.groups", "wq"], "optimizer.groups has 'wq', which is no pattern of names followed by"),
-        (["--optimizer.groups", "wq lr=-1"], "optimizer.groups has 'wq lr=-1'"),
-        (["--optimizer.groups", "wq rate=2"], "optimizer.groups has 'wq rate=2'"),
+        (["--optimizer.groups", '{parameters = "wq"}'], 'has {parameters = "wq"}, which needs a pattern of names as'),
+        (["--optimizer.groups", '{parameters = "wq", lr_factor = -1}'], "lr_factor = -1.0}, which needs"),
+        (["--optimizer.groups", '{parameters = "", lr_factor = 1}'], "which needs a pattern of names"),
+        (
+            ["--optimizer.groups", '{parameters = "wq", rate = 2}'],
+            "a table of parameters, lr_factor, weight_decay, such",
+        ),
+        (["--optimizer.groups", "{lr_factor = 2}"], "a table of parameters, lr_factor, weight_decay, such as"),
+        (
+            ["--optimizer.groups", "wq lr=0.1"],
+            r"'wq lr=0\.1'.* such as \[{parameters = \"tok_embeddings\.\*\", lr_factor",
+        ),
         (["--optimizer.qk_clip=100", "--model.name=qwen3"], "qk_clip = 100 scales queries and keys before the norm"),
         (["--optimizer.qk_clip=100", "--model.name=gemma2"], "is for logits without a soft-cap, and these are at most"),
         (["--training.steps=10", "--lr_scheduler.restart_step=10"], "restart_step = 10 leaves the schedule no step"),
@@ -32,6 +44,20 @@ def test_the_z_loss_needs_chunks_where_ranks_divide_the_vocabulary() -> None:
 def test_settings_of_the_optimizer_that_cannot_be(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(parse_command_line(arguments).config, 1, "cpu", weights_checked=True)
+
+
+def test_tables_of_parameters_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
+    """A configuration that is written is read as an equal one; the command line replaces all tables of a file."""
+    tables = '[[optimizer.groups]]\nparameters = "*.wq.*"\nlr_factor = 2\n[[optimizer.groups]]\n'
+    (tmp_path / "run.toml").write_text(f'{tables}parameters = "norm.*"\nweight_decay = 0\n')
+    file = ["--job.config_file", str(tmp_path / "run.toml")]
+    groups = parse_command_line(file).config.optimizer.groups
+    assert groups == (ParameterGroup("*.wq.*", lr_factor=2.0), ParameterGroup("norm.*", weight_decay=0.0))
+    (tmp_path / "again.toml").write_text(to_toml(parse_command_line(file).config))
+    assert parse_command_line(["--job.config_file", str(tmp_path / "again.toml")]).config.optimizer.groups == groups
+    line = parse_command_line([*file, "--optimizer.groups", *map(str, reversed(groups))])
+    assert line.config.optimizer.groups == groups[::-1]
+    assert parse_command_line([*file, "--optimizer.groups"]).config.optimizer.groups == ()
 
 
 def test_adapters_are_updated_by_adamw_which_is_said() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from trainer.components.muon import Muon
 from trainer.components.rounding import RoundedAdam, Rounding, initial_state
 from trainer.config.errors import SharedConfigError
-from trainer.config.optimizer import GroupRule, Optimizer
+from trainer.config.optimizer import Optimizer, ParameterGroup
 from trainer.config.registry import OPTIMIZERS
 from trainer.config.schema import JobConfig
 from trainer.models.experts import Experts
@@ -139,13 +139,15 @@ def _with_rules(
         return list(groups)
     divided = []
     for group in groups:
-        by_rule: dict[GroupRule, list[nn.Parameter]] = defaultdict(list)
+        by_name: dict[ParameterGroup | None, list[nn.Parameter]] = defaultdict(list)
         for parameter in group["params"]:
-            by_rule[settings.rule_of(names[parameter])].append(parameter)
-        for rule, parameters in by_rule.items():
-            decay = _or(rule.weight_decay, group["weight_decay"])
-            rate = group.get("lr", settings.lr) * rule.lr
-            divided.append({**group, "params": parameters, "lr": rate, "weight_decay": decay})
+            by_name[settings.group_of(names[parameter])].append(parameter)
+        for own, parameters in by_name.items():
+            changed = {**group, "params": parameters, "lr": group.get("lr", settings.lr)}
+            if own is not None:
+                changed["lr"] *= _or(own.lr_factor, 1.0)
+                changed["weight_decay"] = _or(own.weight_decay, group["weight_decay"])
+            divided.append(changed)
     return divided
 
 
@@ -160,16 +162,16 @@ def check_groups(
     It looks on all ranks: a collective.
     """
     names = [name for part in model_parts for name, _ in part.named_parameters()]
-    used = [settings.rule_of(name) for name in names]
-    mine = [rule in used for rule in settings.group_rules()]
+    used = [settings.group_of(name) for name in names]
+    mine = [group in used for group in settings.groups]
     found = []
     if mine:
         found = [any(ranks) for ranks in zip(*of_all_ranks(mine, dims["world"]), strict=True)]
     if unused := [
-        text for text, is_used in zip(settings.groups, found, strict=True) if not is_used
+        group for group, is_used in zip(settings.groups, found, strict=True) if not is_used
     ]:
         raise SharedConfigError(
-            f"optimizer.groups has {unused[0]!r}, which is for no parameter that an earlier entry has not taken; names "
+            f"optimizer.groups has {unused[0]}, which is for no parameter that an earlier entry has not taken; names "
             f"are such as {', '.join(map(repr, names[:3]))}"
         )
     if settings.name == "Muon" and not any(

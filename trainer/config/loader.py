@@ -7,7 +7,7 @@ are merged. All wrong settings of all sources are reported at once.
 import importlib
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -235,14 +235,15 @@ def _flat(
 
 def to_toml(config: JobConfig) -> str:
     """Return the configuration as TOML that loads to an equal one, without None and the name of the file."""
-    tables = {
-        table: {key: value for key, value in content.items() if value is not None}
-        for table, content in asdict(config).items()
-    }
+    tables = asdict(config, dict_factory=_without_none)
     tables["job"].pop("config_file", None)
     import tomli_w  # here: a machine without it can train
 
     return tomli_w.dumps(tables)
+
+
+def _without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if value is not None}
 
 
 def _build(values: dict[str, object], schema: type[JobConfig]) -> JobConfig:

@@ -1,11 +1,9 @@
 """Settings of the update rule and of the learning rate over the steps."""
 
-import math
-from contextlib import suppress
+import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 from trainer.config.errors import ConfigError
 from trainer.config.keys import (
@@ -49,16 +47,31 @@ _WHOLE = Condition(
 OPTIMIZERS_HERE = ("AdamW", "Adam", "Muon")
 
 
-@dataclass(frozen=True)
-class GroupRule:
-    """What `optimizer.groups` says of parameters whose name fits a pattern.
+@dataclass(frozen=True, repr=False)
+class ParameterGroup:
+    """A table of `optimizer.groups`: settings of the parameters whose names fit a pattern.
 
-    lr: factor of the peak learning rate; weight_decay: None is what the parameter has without the rule.
+    lr_factor: factor of the peak learning rate. None: what the parameters have without this table.
     """
 
-    pattern: str
-    lr: float = 1.0
+    EXAMPLE: ClassVar = '{parameters = "tok_embeddings.*", lr_factor = 0.1, weight_decay = 0.0}'
+
+    parameters: str
+    lr_factor: float | None = None
     weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        numbers = [x for x in (self.lr_factor, self.weight_decay) if x is not None]
+        if not self.parameters.strip() or not numbers or min(numbers) < 0:
+            raise ConfigError(
+                f"optimizer.groups has {self}, which needs a pattern of names as `parameters`, and `lr_factor` or "
+                "`weight_decay`, or both, at least 0"
+            )
+
+    def __repr__(self) -> str:
+        """Return the group as a table of TOML."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return f"{{{', '.join(f'{name} = {json.dumps(x)}' for name, x in given.items())}}}"
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,8 @@ class Optimizer:
     """Term that is added to the root of the second moment."""
     weight_decay: float = key(0.1, NOT_NEGATIVE)
     """Weight decay of parameters with two dimensions or more, but for embeddings and biases of experts."""
-    groups: tuple[str, ...] = key((), when=_ADAM)
-    """Rates (factors) and decays of parameters by name, the first match: "tok_embeddings.* lr=0.1 weight_decay=0"."""
+    groups: tuple[ParameterGroup, ...] = key((), when=_ADAM)
+    """Rates and decays of parameters by name: tables [[optimizer.groups]], of which the first that fits counts."""
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)
     """One kernel per parameter, per list, or for all; auto: fused on CUDA and with offload to CPU, else foreach."""
     state_dtype: Literal["float32", "bfloat16"] | None = key(None, when=_ADAM)
@@ -89,43 +102,16 @@ class Optimizer:
     qk_clip: float | None = key(None, POSITIVE, example=100.0, when=(TOKENS, _WHOLE))
     """Bound of attention logits: after a step, heads that passed it are scaled down (QK-clip, Kimi K2); None: none."""
 
-    def group_rules(self) -> tuple[GroupRule, ...]:
-        """Return what `groups` says, in its order; ConfigError for an entry that is no pattern with settings."""
-        return tuple(map(_group_rule, self.groups))
-
-    def rule_of(self, name: str) -> GroupRule:
-        """Return the first rule that a parameter's name fits, or one that changes nothing."""
-        return next(
-            (rule for rule in self.group_rules() if fnmatchcase(name, rule.pattern)),
-            GroupRule("*"),
-        )
+    def group_of(self, name: str) -> ParameterGroup | None:
+        """Return the first group that a parameter's name fits; None if there is none."""
+        fitting = (group for group in self.groups if fnmatchcase(name, group.parameters))
+        return next(fitting, None)
 
     def implementation_on(self, device_type: str) -> str:
         """Return the implementation on a device of this type."""
         if self.implementation != "auto":
             return self.implementation
         return "fused" if device_type == "cuda" else "foreach"
-
-
-@cache
-def _group_rule(text: str) -> GroupRule:
-    pattern, *settings = text.split() or [""]
-    with suppress(ValueError, TypeError):  # no number, or another name
-        numbers = {
-            name: float(value)
-            for name, _, value in (setting.partition("=") for setting in settings)
-        }
-        if (
-            pattern
-            and "=" not in pattern
-            and numbers
-            and all(0 <= x < math.inf for x in numbers.values())
-        ):
-            return GroupRule(pattern, **numbers)
-    raise ConfigError(
-        f"optimizer.groups has {text!r}, which is no pattern of names followed by lr=FACTOR or weight_decay=VALUE, or "
-        "both, at least 0; write it such as 'tok_embeddings.* lr=0.1 weight_decay=0'"
-    )
 
 
 @dataclass(frozen=True)

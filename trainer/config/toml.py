@@ -1,18 +1,12 @@
 """Find TOML files, also those that come with the program, such as `--job.config_file llama3_8b`, and read them."""
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError, nearest
-from trainer.config.values import shown
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from trainer.config.values import shown, tomllib
 
 _FOLDER = Path(__file__).resolve().parents[2] / "train_configs"
 

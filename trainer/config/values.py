@@ -4,11 +4,19 @@ import json
 import math
 import os
 import re
+import sys
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import Key
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _SWITCHES = dict.fromkeys(("1", "yes", "y", "on", "t"), "true") | dict.fromkeys(
     ("0", "no", "n", "off", "f"), "false"
@@ -98,6 +106,8 @@ def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | No
             else [None]
         )
         return None if None in items else tuple(items)
+    if is_dataclass(kind):
+        return _table(value, kind)
     if kind is float and type(value) is int and abs(value) < 2**1023:
         value = float(value)
     if type(value) is not kind:
@@ -111,8 +121,21 @@ def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | No
     return value
 
 
+def _table(value: object, kind: type) -> object | None:
+    """Return a table as an instance of a dataclass, None if it is not one; its own ConfigError may be raised."""
+    kinds = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
+    if not isinstance(value, dict) or not value.keys() <= kinds.keys():
+        return None
+    checked = {name: _checked(x, without_none(kinds[name])[0]) for name, x in value.items()}
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    return None if None in checked.values() or needed - {*checked} else kind(**checked)
+
+
 def _parsed(word: str, kind: Any) -> object:
     """Return the value of a word for this kind, or the word itself if it has none."""
+    if is_dataclass(kind):
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(f"table = {word}")["table"]
     if kind is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     if kind in (int, float):
@@ -137,13 +160,18 @@ def kind_name(kind: Any, *, infinite: bool = False) -> str:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
     if get_origin(kind) is tuple:
         return f"a list, each item {kind_name(get_args(kind)[0])}"
+    if is_dataclass(kind):
+        return f"a table of {', '.join(field.name for field in fields(kind))}"
     return "a float" if kind is float and infinite else _NAMES[kind]
 
 
 def _example(default: object, kind: Any) -> str:
     if default == ():
+        item = get_args(kind)[0]
         examples = {int: ("[2, 4]", "2 4"), float: ("[0.7, 0.3]", "0.7 0.3")}
-        toml, words = examples.get(get_args(kind)[0], ('["a", "b"]', "a b"))
+        toml, words = examples.get(item, ('["a", "b"]', "a b"))
+        if is_dataclass(item):
+            toml, words = f"[{item.EXAMPLE}]", f"'{item.EXAMPLE}'"
         return f", such as {toml} in a file and {words} on the command line"
     return "" if default in (None, "") else f", such as {shown(default)}"
 

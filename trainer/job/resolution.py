@@ -145,7 +145,6 @@ def _check_tables(config: JobConfig, problems: Problems) -> None:
         check_checkpoint_keys,
     ):
         problems.check(check, config)
-    problems.check(config.optimizer.group_rules)
 
 
 def _model_and_degrees(

@@ -169,7 +169,7 @@ def _optimizer(job: ResolvedJob) -> str:
     texts.append(f"weight decay {settings.weight_decay:g}")
     if math.isfinite(job.config.training.max_norm):
         texts.append(f"gradients scaled down to a norm of {job.config.training.max_norm:g}")
-    return "; ".join([*texts, *(f"by name: {text}" for text in settings.groups)])
+    return "; ".join([*texts, *(f"by name: {group}" for group in settings.groups)])
 
 
 def _schedule(job: ResolvedJob) -> str:
