@@ -285,6 +285,7 @@ EFFECTS: dict[str, str | Seen] = {
         "--training.max_norm=0.25", lambda off, on: abs(on.clipped - 0.25) < 1e-3 < off.clipped - 0.25
     ),
     "training.on_nonfinite": f"{_SKIPPED}::test_a_step_that_is_not_finite_is_left_out_on_all_ranks",
+    "training.early_update": "tests/distributed/test_early_update.py::test_the_update_is_that_of_the_ordinary_step",
     "training.max_skipped_steps": f"{_SKIPPED}::test_only_steps_in_a_row_count",
     "training.sequence_chunks": Seen(
         "--training.sequence_chunks=3",

@@ -105,7 +105,7 @@ class Trainer:
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
         self.optimizer = self.build_optimizer()
         self.observers += self.build_observers_of_updates()
-        self.early = self.build_early_updates() if config.training.updates_early else None
+        self.early = self.build_early_updates() if config.training.early_update else None
         self.updates_masked = self.early is None and can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.unread: Callable[[], None] | None = None

@@ -45,7 +45,7 @@ def optimizers(check: Check) -> None:
         "Muon": ["--optimizer.name=Muon"],
         "AdamW on the host": [_ON_HOST],
         "AdamW on the host, updates during the backward": [
-            *(_ON_HOST, "--training.on_nonfinite=stop_after_update", "--training.max_norm=inf")
+            *(_ON_HOST, "--training.early_update", "--training.max_norm=inf")
         ],
     }
     for name, options in variants.items():

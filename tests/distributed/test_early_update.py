@@ -23,7 +23,7 @@ from trainer.components.step_outcome import TrainingError
 from trainer.stores.store import LocalStore
 
 HOST = ["--training.enable_cpu_offload", "--training.max_norm=inf", "--training.steps=4"]
-EARLY = [*HOST, "--training.on_nonfinite=stop_after_update"]
+EARLY = [*HOST, "--training.early_update"]
 ACCUMULATED = ["--training.local_batch_size=1"]
 AT_ONCE = {1: "--training.local_batch_size=8", 2: "--training.local_batch_size=4"}
 GROUPS = [

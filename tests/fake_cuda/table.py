@@ -198,7 +198,7 @@ def jobs() -> Iterator[Job]:
     yield Job("short convolution", 4, 1, _cp(4, "ring", _MIDDLE, "--model.short_conv_kernel=4"))
     yield Job("LoRA", 8, 1, _cp(4, "all_to_all"), lora=16, memory=True)
     yield Job("CPU offload", 4, 1, (*_DEBUG, *_cp(2), "--training.enable_cpu_offload=true"))
-    early = "--training.max_norm=inf", "--training.on_nonfinite=stop_after_update"
+    early = "--training.max_norm=inf", "--training.early_update=true"
     yield Job("CPU offload, updated early", 4, 1, (*_DEBUG, *_cp(2), "--training.enable_cpu_offload=true", *early))
     yield Job("accumulation, replicas", 4, 1, (_SHORT, f"{_P}data_parallel_replicate_degree=4", *_batch(8)))
     hybrid = _cp(64, "hybrid", _MILLION, f"{_CP}hybrid_degrees=8 8")

@@ -6,7 +6,7 @@ CP = "--parallelism.context_parallel_"
 A2A = [f"{CP}degree=2", f"{CP}method=all_to_all"]
 CHUNKS = "--training.sequence_chunks="
 HOST, FREE = "--training.enable_cpu_offload", "--training.max_norm=inf"
-EARLY = "--training.on_nonfinite=stop_after_update"
+EARLY = "--training.early_update"
 RECOMPUTED, PARTS = ["--activation_checkpoint.mode=full"], ["--activation_checkpoint.mlp_chunk_tokens=64"]
 # arguments, ranks, what the message says
 RULES = [
@@ -140,9 +140,18 @@ RULES = [
         ["enable_cpu_offload = true with parallelism.data_parallel_replicate_degree = 2", "use degree 1"],
     ),
     *(
-        ([EARLY, *given], ranks, ["'stop_after_update' updates parameters on the host during the backward", *words])
+        (
+            [EARLY, *given],
+            ranks,
+            ["early_update = true updates parameters on the host during the backward", *words],
+        )
         for given, ranks, words in (
-            ([], 1, ["training.enable_cpu_offload = false", "or use 'stop'"]),
+            ([], 1, ["training.enable_cpu_offload = false", "or leave early_update out"]),
+            (
+                [HOST, "--training.on_nonfinite=skip"],
+                1,
+                ["on_nonfinite = 'skip', which keeps all old weights"],
+            ),
             ([HOST], 1, ["training.max_norm = 1, for which all gradients are needed"]),
             ([HOST, FREE, "--optimizer.name=Muon"], 1, ["optimizer.name = 'Muon'; AdamW and Adam"]),
             ([HOST, FREE, "--metrics.log_update_norms"], 1, ["metrics.log_update_norms = true"]),

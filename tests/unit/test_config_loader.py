@@ -267,6 +267,7 @@ FILES = {
     "[training]\ncompiled = true": ["training.compiled = true", "not a known key"],
     "[activation_checkpoint]\nselective_ac_option = 2": ["selective_ac_option = 2 ", 'a string; write "2"'],
     "[activation_checkpoint]\nmode = 'ful'": ["activation_checkpoint.mode = 'ful'", "did you mean 'full'"],
+    "[training]\non_nonfinite = 'stop_after_update'": ["one of 'stop', 'skip'", "set training.early_update = true"],
     "[parallelism]\npipeline_degree = 2": ["parallelism.pipeline_degree = 2", "pipeline_parallel_degree'"],
     "[parallelism]\npipeline_parallel_module_fqns = 'layers.1'": ["module_fqns = 'layers.1'", "a list", '["a", "b"]'],
     "seq_len = 512": ["seq_len = 512", "'training.seq_len'"],

@@ -53,8 +53,8 @@ def test_a_summary_fits_100_columns_for_every_preset(name: str, ranks: int) -> N
 
 def test_an_update_during_the_backward_is_said() -> None:
     given = ["--training.enable_cpu_offload", "--training.max_norm=inf", "--optimizer.name=AdamW"]
-    for how, said in (("stop", ", on the host, computing"), ("stop_after_update", ", updated during the backward, ")):
-        assert said in re.sub(r"\s+", " ", summary(job_of(*given, f"--training.on_nonfinite={how}")))
+    for early, said in (("false", ", on the host, computing"), ("true", ", updated during the backward, ")):
+        assert said in re.sub(r"\s+", " ", summary(job_of(*given, f"--training.early_update={early}")))
 
 
 def test_every_decision_has_its_reason() -> None:

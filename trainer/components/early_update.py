@@ -73,7 +73,7 @@ class EarlyUpdates:
             version_of(local_part(grad)) != self._versions[p] for p, grad in gradients.items()
         ):
             raise RuntimeError(
-                "a gradient has changed since the update; use training.on_nonfinite = 'stop'"
+                "a gradient has changed since the update; leave training.early_update out"
             )
         for parameter in gradients:
             parameter.grad = None

@@ -85,7 +85,7 @@ class StepGuard(Observer):
 
     def __init__(self, training: Training) -> None:
         self._skips = training.on_nonfinite == "skip"
-        self._updates_early = training.updates_early
+        self._updates_early = training.early_update
         self._most = training.max_skipped_steps if self._skips else 0
         self.skipped = 0
         """Steps of this run whose update was left out."""

@@ -249,8 +249,8 @@ class Training:
     """Documents are cut where a sequence ends, or whole, or one a sequence; None: concatenate, for chat best_fit."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
-    on_nonfinite: Literal["stop", "skip", "stop_after_update"] = "stop"
-    """A step that is not finite ends the run, is left out, or ends it after updates on the host during the backward."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient norm is not finite ends the run, or is left out."""
     max_skipped_steps: int = key(
         3, AT_LEAST_ONE, "steps", when=needs_value("training.on_nonfinite", "skip")
     )
@@ -283,6 +283,8 @@ class Training:
     """Data type in which gradients are reduced."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
+    early_update: bool = False
+    """Update parameters on the host during the backward; a step that is not finite then ends the run half updated."""
     gc_freq: int = key(50, AT_LEAST_ONE, "steps")
     """Steps from one run of Python's garbage collector, on all ranks at once, to the next."""
     seed: int = key(0, Bounds(lambda x: 0 <= x < 2**63, "in [0, 2**63)"))
@@ -291,11 +293,6 @@ class Training:
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
     data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
     """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
-
-    @property
-    def updates_early(self) -> bool:
-        """Whether parameters on the host are updated during the backward."""
-        return self.on_nonfinite == "stop_after_update"
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""

@@ -21,6 +21,9 @@ else:
 _SWITCHES = dict.fromkeys(("1", "yes", "y", "on", "t"), "true") | dict.fromkeys(
     ("0", "no", "n", "off", "f"), "false"
 )
+_MOVED = {
+    "stop_after_update": "; for updates during the backward set training.early_update = true"
+}
 _SYNONYMS = {"gpu": "cuda", "gpus": "cuda", "nvidia": "cuda"}
 _MOST_SHOWN = 4  # of the words that the shell made of a pattern
 _NAMES: dict[type, str] = {
@@ -182,7 +185,7 @@ def _wrong(name: str, value: object, key: Key, where: str) -> ConfigError:
     if get_origin(kind) is Literal:
         near = _SYNONYMS.get(str(value).lower())
         near = near if near in get_args(kind) else nearest(str(value), get_args(kind))
-        hint = f"; did you mean {near!r}?" if near else ""
+        hint = _MOVED.get(value, f"; did you mean {near!r}?" if near else "")
     elif (
         isinstance(value, str)
         and kind in (int, float, bool)

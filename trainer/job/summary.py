@@ -234,7 +234,7 @@ def _precision(job: ResolvedJob) -> str:
     text += f", rounded {job.config.optimizer.rounding}" * ("bfloat16" in (stored, moments))
     text += (
         ", on the host" * training.enable_cpu_offload
-        + ", updated during the backward" * training.updates_early
+        + ", updated during the backward" * training.early_update
     )
     text += f", computing in {job.compute_dtype} ({why})"
     if degrees.dp * degrees.cp > 1:

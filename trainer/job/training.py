@@ -82,6 +82,8 @@ def check_early_update(config: JobConfig, degrees: Degrees) -> None:
     training = config.training
     name = config.optimizer.name
     reasons = {
+        "training.on_nonfinite = 'skip', which keeps all old weights": training.on_nonfinite
+        == "skip",
         "training.enable_cpu_offload = false: the update is on the GPU": not training.enable_cpu_offload,
         f"training.max_norm = {training.max_norm:g}, for which all gradients are needed": training.max_norm
         < math.inf,
@@ -90,12 +92,12 @@ def check_early_update(config: JobConfig, degrees: Degrees) -> None:
         "metrics.log_update_norms = true, which needs all old weights": config.metrics.log_update_norms,
         f"parallelism.pipeline_parallel_degree = {degrees.pp}": degrees.pp > 1,
     }
-    if training.updates_early and (
+    if training.early_update and (
         found := [reason for reason, holds in reasons.items() if holds]
     ):
         raise ConfigError(
-            "training.on_nonfinite = 'stop_after_update' updates parameters on the host during the backward, which is "
-            f"not possible with {found[0]}; change that, or use 'stop'"
+            "training.early_update = true updates parameters on the host during the backward, which is not possible "
+            f"with {found[0]}; change that, or leave early_update out"
         )
 
 

@@ -153,7 +153,7 @@ def estimate(
     )
     profiles = {int(rank): Profile(**profile) for rank, profile in found["profiles"].items()}
     rank = max(profiles, key=lambda rank: profiles[rank].peak)
-    how = {"compiled": job.compilation.model, "early": job.config.training.updates_early}
+    how = {"compiled": job.compilation.model, "early": job.config.training.early_update}
     times = [step_time(profile, device, bubble(job), **how) for profile in profiles.values()]
     return Estimate(
         job, device, rank, profiles[rank], max(times, key=lambda time: time.seconds)
