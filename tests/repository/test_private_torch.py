@@ -127,11 +127,6 @@ PRIVATE = {
     ),
     # meshes and groups
     "_flatten": Private("longshard/sharding/tensors.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
-    "fake_pg": Private(
-        "trainer/parallel/parallel_dims.py",
-        "groups of one rank, without a communicator",
-        lambda: __import__("torch.testing._internal.distributed.fake_pg") and dist.Backend.FAKE == "fake",
-    ),
     "_concatenate": Private(
         "trainer/parallel/parallel_dims.py", "the 2-D mesh of HSDP", lambda: dist.DeviceMesh._concatenate
     ),
@@ -320,6 +315,13 @@ def uses(of_tracer: bool = False) -> dict[str, set[str]]:
 def test_every_private_name_is_in_the_table_and_in_its_modules() -> None:
     assert uses() == {name: private.modules for name, private in PRIVATE.items()}
     assert uses(of_tracer=True).keys() - PRIVATE.keys() == OF_THE_TRACER
+
+
+def test_fsdp_registers_the_back_end_of_groups_of_one_rank() -> None:
+    """`parallel_dims.new_group` names it; FSDP itself imports it from among the tests of PyTorch."""
+    source = inspect.getsource(importlib.import_module("torch.distributed.fsdp._flat_param"))
+    assert "from torch.testing._internal.distributed.fake_pg import" in source
+    assert dist.Backend.FAKE == "fake"
 
 
 @pytest.mark.parametrize("name", PRIVATE)

@@ -18,8 +18,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp  # it registers the back end `fake`
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the back end)
 
 from longshard.sharding.exchange import all_gather, has_peers
 from longshard.sharding.tensors import flattened
