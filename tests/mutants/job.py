@@ -393,15 +393,15 @@ SETTINGS = (
     Mutant(
         "a key without effect is not told",
         "trainer/job/resolution.py",
-        "if missing is not None and attrgetter(name)(config) != key.default:",
-        "if missing is None and attrgetter(name)(config) != key.default:",
+        "if condition is not None and attrgetter(name)(config) != key.default:",
+        "if condition is None and attrgetter(name)(config) != key.default:",
         "tests/unit/test_job_unused.py",
     ),
     Mutant(
         "a key that the run needs is told and not refused",
         "trainer/job/resolution.py",
-        "if missing.remedy:",
-        "if not missing:",
+        "if condition.remedy:",
+        "if not condition:",
         "tests/unit/test_job_unused.py",
     ),
     Mutant(

@@ -367,8 +367,8 @@ EARLY_UPDATES = (
     ),
     Mutant(
         "gradients may be clipped after the update has begun",
-        "trainer/job/training.py",
-        "training.max_norm < math.inf",
+        "trainer/job/incompatible.py",
+        "d.config.training.max_norm < math.inf",
         "False",
         "tests/unit/test_job.py",
     ),

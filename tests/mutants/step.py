@@ -814,9 +814,9 @@ ROUNDING = (
     ),
     Mutant(
         "replicas with offload run on GPUs",
-        "trainer/job/training.py",
-        'replicas > 1 and device_type == "cuda"',
-        'replicas > 1 and device_type == "xpu"',
+        "trainer/job/incompatible.py",
+        'and d.device_type == "cuda"',
+        'and d.device_type == "xpu"',
         "tests/unit/test_job.py::test_replicas_with_offload_are_refused_on_gpus_alone",
     ),
     Mutant(

@@ -11,6 +11,11 @@ RECOMPUTED, PARTS = ["--activation_checkpoint.mode=full"], ["--activation_checkp
 # arguments, ranks, what the message says
 RULES = [
     (
+        [f"{CHUNKS}2", "--model.short_conv_kernel=4"],
+        1,
+        ["sequence_chunks = 2 does not work with model.short_conv_kernel = 4", "use sequence_chunks = 1"],
+    ),
+    (
         ["--parallelism.context_parallel_degree", "4", "--training.seq_len", "3"],
         4,
         ["training.seq_len = 3", "context_parallel_degree = 4", "at least 4"],
@@ -275,4 +280,10 @@ RULES = [
         2,
         ["enable_async_tensor_parallel", "compile.backend = 'inductor'"],
     ),
+]
+
+# Arguments and ranks of jobs with several wrong settings, one of which is a pair that does not work together.
+BESIDE_OTHERS = [
+    (["--lora.rank=4", "--float8.enable"], 1),
+    (["--lora.rank=4", "--lora.dropout=0.1", "--training.balance=step"], 2),
 ]

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.job_rules import RULES
+from tests.unit.job_rules import BESIDE_OTHERS, RULES
 from trainer.config.errors import ConfigError
 from trainer.config.keys import keys_of
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig, Model
 from trainer.job import resolve
 from trainer.job.degrees import Degrees
+from trainer.job.incompatible import INCOMPATIBLE, Pair
+
+pytestmark = pytest.mark.about("trainer/job/draft.py", "trainer/job/incompatible.py", "trainer/job/training.py")
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those of language models; test_field_jobs.py has the others.
@@ -215,3 +218,23 @@ def test_a_folder_without_permission_is_refused(monkeypatch):
 )
 def test_what_can_work_is_accepted(argv: list[str]):
     check(*argv, world_size=2)
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[str]:
+    found = []
+    for argv, ranks in [*((argv, ranks) for argv, ranks, _ in RULES), *BESIDE_OTHERS]:
+        with pytest.raises(ConfigError) as error:
+            check(*argv, world_size=ranks)
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.parametrize("pair", [pytest.param(pair, id=f"{pair.first} {pair.second}") for pair in INCOMPATIBLE])
+def test_a_pair_that_does_not_work_together_has_keys_and_a_rule_that_refuses_it(
+    pair: Pair, refusals: list[str]
+) -> None:
+    assert {pair.first, pair.second} <= {*keys_of(JobConfig), "experts"}
+    words = map(re.escape, re.split(r"\{[^}]*\}", pair.sentence))
+    pattern = re.compile(".*".join(words))
+    assert any(pattern.search(message) for message in refusals)

@@ -15,6 +15,9 @@ class ConfigError(ValueError):
     Several wrong settings that are found together have a line each, below a first line with their number.
     """
 
+    parts: "tuple[ConfigError, ...]" = ()
+    """The errors of which one with several wrong settings consists."""
+
 
 class SharedConfigError(ConfigError):
     """An error that every rank raises at the same point, so that one rank prints it."""
@@ -40,10 +43,15 @@ class Problems:
         try:
             yield
         except ConfigError as error:
-            if isinstance(error, MissingFile) and self._missing is not None:
-                self._missing.append(str(error))
-            elif str(error) not in map(str, self._found):
-                self._found.append(error)
+            for each in error.parts or (error,):
+                self.add(each)
+
+    def add(self, error: ConfigError) -> None:
+        """Keep an error for `raise_all`."""
+        if isinstance(error, MissingFile) and self._missing is not None:
+            self._missing.append(str(error))
+        elif str(error) not in map(str, self._found):
+            self._found.append(error)
 
     def check(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return what the function returns, or None if it raises an error, which is kept for `raise_all`."""
@@ -57,7 +65,9 @@ class Problems:
             raise self._found[0]
         if self._found:
             lines = [f"{len(self._found)} settings are wrong:", *map(str, self._found)]
-            raise ConfigError("\n  ".join(lines))
+            several = ConfigError("\n  ".join(lines))
+            several.parts = tuple(self._found)
+            raise several
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -11,10 +11,9 @@ from trainer.job.degrees import Degrees
 
 
 def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
-    """Raise a ConfigError unless `expert_parallel_degree` fits model and ranks, and experts what else is set."""
+    """Raise a ConfigError unless `expert_parallel_degree` fits model and ranks."""
     ep = config.parallelism.expert_parallel_degree
     experts = experts_of(args)
-    load = config.model.router_aux_loss_load
     if experts is None:
         return
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
@@ -28,40 +27,6 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
             f"{config.model.flavor!r} and the {ranks} ranks of the FSDP, CP and TP degrees together; degrees that fit: "
             f"{fitting}"
         )
-    if load == "micro_batch" and not getattr(args, "router_aux_loss_coef", 0):
-        raise ConfigError(
-            "model.router_aux_loss_load = 'micro_batch' has no effect with model.router_aux_loss_coef = 0; set the "
-            "coefficient, or leave it out"
-        )
-    parts = {
-        "parallelism.pipeline_parallel_degree": config.parallelism.pipeline_parallel_degree,
-        "training.sequence_chunks": config.training.sequence_chunks,
-    }
-    for key, number in parts.items():
-        if load == "micro_batch" and number > 1:
-            raise ConfigError(
-                f"model.router_aux_loss_load = 'micro_batch' needs all layers' choices of a micro-batch before its "
-                f"first backward, which {key} = {number} does not have; use 1, or 'step_before'"
-            )
-    unsupported = {
-        "activation_checkpoint.mode = 'memory_budget'": (
-            config.activation_checkpoint.mode == "memory_budget",
-            "which the compiler does not see; use the mode 'selective' or 'full'",
-        ),
-        "float8.enable = true": (
-            config.float8.enable,
-            "for which torchao has no product that float8.emulate could show; leave it out",
-        ),
-        "parallelism.enable_async_tensor_parallel = true": (
-            config.parallelism.overlaps_tensor_parallel,
-            "which tensor parallelism does not cut and the compiler does not see; leave it out",
-        ),
-    }
-    for setting, (is_set, why) in unsupported.items():
-        if is_set:
-            raise ConfigError(
-                f"{setting} does not work with the experts of model.name = {config.model.name!r}, {why}"
-            )
 
 
 def note_of_router(args: ModelArgs) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from trainer.job.record import (
     TaskSpec,
     size_words,
 )
-from trainer.job.training import check_chunks, check_varying_lengths
+from trainer.job.training import check_chunks
 from trainer.job.transforms import check_float8
 
 
@@ -112,8 +112,7 @@ class Language(TaskSpec):
 
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
         check_float8(config, model, degrees)
-        check_varying_lengths(config, model, degrees)
-        check_chunks(config, model, degrees)
+        check_chunks(config, degrees)
         check_qk_clip(config, model)
         check_mixture(config)
         return check_validation(config, degrees)

@@ -25,11 +25,6 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
             f"lora.rank = {settings.rank} adapts given weights, which are never saved again; name them with "
             "checkpoint.initial_load_path, a Hugging Face folder or a folder step-N of another run"
         )
-    if config.float8.enable:
-        raise ConfigError(
-            "float8.enable = true multiplies weights that are trained, and with lora.rank they are frozen; leave one "
-            "of them out"
-        )
     if pipeline is None:
         return
     if pipeline.splits_backward:
@@ -83,11 +78,6 @@ def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
         raise ConfigError(
             f"lora.dropout = {settings.dropout} does not reach shared experts, which have adapters by lora.modules = "
             f"{list(settings.modules)}; use 0, or modules of attention alone, such as ['wq', 'wv']"
-        )
-    if settings.dropout and config.training.balance == "step":
-        raise ConfigError(
-            f"lora.dropout = {settings.dropout} numbers the tokens of sequences, which training.balance = 'step' takes "
-            "apart, so that the masks would depend on the ranks; use balance = 'off', or no dropout"
         )
 
 

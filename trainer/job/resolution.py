@@ -1,10 +1,11 @@
 """Make and check all decisions of a job before ranks start. Torch-free."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
-from longshard.context.planning.options import ContextParallelOptions
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.keys import Condition, keys_of
 from trainer.config.registry import Registry
@@ -12,23 +13,22 @@ from trainer.config.schema import JobConfig
 from trainer.config.values import shown
 from trainer.families.args import ModelArgs, experts_of
 from trainer.families.registry import MODELS, flavor_args, from_path
-from trainer.job.degrees import GPUS_OF_A_NODE, KEYS, Degrees, resolve_degrees
+from trainer.job.degrees import GPUS_OF_A_NODE, KEYS, resolve_degrees
+from trainer.job.draft import Draft
 from trainer.job.experts import check_experts, note_of_router
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
+from trainer.job.incompatible import FIRST_KEYS, refuse_incompatible
 from trainer.job.language import Language
 from trainer.job.preferences import Preferences
-from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
+from trainer.job.record import ResolvedJob, TaskSpec
 from trainer.job.training import (
     adapters_by_adamw,
     check_batch,
-    check_cpu_offload,
-    check_early_update,
     check_profiling,
     check_schedule,
     check_trackers,
 )
 from trainer.job.transforms import (
-    CompileOptions,
     check_activation_checkpoint,
     resolve_compilation,
 )
@@ -37,6 +37,10 @@ from trainer.stores.folder import check_initial_weights
 TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
 _OF_TOKENS: dict[str, TaskSpec] = {"preferences": Preferences()}
 """Data sets of tokens that are for a task of their own."""
+
+
+Step = Callable[[Draft], Draft]
+"""Takes what is known of a job and returns it with a part, or notes, added; raises ConfigError for a wrong setting."""
 
 
 def resolve(
@@ -51,53 +55,28 @@ def resolve(
 ) -> ResolvedJob:
     """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
 
-    node: ranks on one node; None if nothing says it: then eight GPUs, or all ranks on CPUs.
-    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere; data_checked,
-    weights_checked: another process of this machine has checked the data, or the files of weights and checkpoints.
+    Args:
+        config: the configuration.
+        world_size: ranks of the job.
+        device_type: "cuda" or "cpu".
+        node: ranks on one node. None if nothing says it: then eight GPUs, or all ranks on CPUs.
+        missing: takes the messages about files that are not on this machine, for a check of a job elsewhere.
+        data_checked: another process of this machine has checked the data.
+        weights_checked: another process of this machine has checked the files of weights and checkpoints.
 
     Raises:
-        ConfigError: all wrong settings, a sentence each: the value, the rule, what would work. A check that counts on
-            others, of bounds or of the degrees, comes after them.
+        ConfigError: all wrong settings of a stage of `STAGES`, a sentence each: the value, the rule, what would work.
     """
-    config, of_adapters = adapters_by_adamw(from_path(config))
-    problems = Problems(missing)
-    _check_bounds(config, problems)
-    problems.raise_all()
-    _check_tables(config, problems)
-    model, degrees, of_effects = _model_and_degrees(config, world_size, problems, missing)
-    notes = of_adapters + of_effects
-    task = task_of(config)
-    _check_on_ranks(config, model, degrees, device_type, problems)
-    notes += note_of_router(model)
-    notes += tuple(problems.check(task.check, config, model, degrees) or ())
-    _check_files(
-        config, model, problems, data_checked=data_checked, weights_checked=weights_checked
-    )
     node = node or (GPUS_OF_A_NODE if device_type == "cuda" else world_size)
-    decisions = (
-        problems.check(task.decide, config, model, device_type, node=node) or TaskDecisions()
-    )
-    compilation = problems.check(_compilation, config, task, decisions)
-    if compilation is not None:
-        notes += (
-            problems.check(
-                check_activation_checkpoint, config, model, compilation, decisions.pipeline
-            )
-            or ()
-        )
-    problems.raise_all()
-    return ResolvedJob(
-        given=config,
-        config=_without_auto(config, device_type, decisions.attention),
-        degrees=replace(degrees, cp_a2a=decisions.head_degree),
-        device_type=device_type,
-        node=node,
-        task=task,
-        model=model,
-        compilation=compilation,
-        notes=notes,
-        **vars(decisions),
-    )
+    checked = data_checked, weights_checked
+    draft = Draft(config, world_size, device_type, node, missing, *checked)
+    for stage in STAGES:
+        problems = Problems(missing)
+        for step in stage:
+            with problems.collected():
+                draft = step(draft)
+        problems.raise_all()
+    return draft.resolved(_without_auto(draft))
 
 
 def task_of(config: JobConfig) -> TaskSpec:
@@ -135,76 +114,149 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
     return resolve(job.given, job.degrees.world_size, device_type, node=job.node, **checked)
 
 
-def _check_tables(config: JobConfig, problems: Problems) -> None:
-    """Check tables of the configuration, each by itself."""
-    for check in (
-        check_schedule,
-        check_profiling,
-        check_trackers,
-        check_dump_folder,
-        check_checkpoint_keys,
-    ):
-        problems.check(check, config)
+def _write_out(draft: Draft) -> Draft:
+    """Write out the folder of a model, and the optimizer of adapters."""
+    config, notes = adapters_by_adamw(from_path(draft.config))
+    return replace(draft, config=config, task=task_of(config)).noted(*notes)
 
 
-def _model_and_degrees(
-    config: JobConfig, world_size: int, problems: Problems, missing: list[str] | None
-) -> tuple[ModelArgs, Degrees, tuple[str, ...]]:
-    """Return model, degrees, and a note for each key without effect.
-
-    Raises:
-        ConfigError: all problems so far, because later checks need both.
-    """
-    model = problems.check(resolve_model, config, missing)
-    degrees = problems.check(_degrees, config, world_size, model)
-    notes = None
-    if model is not None and degrees is not None:
-        notes = problems.check(_check_effects, _with_windows_of_flavor(config), degrees)
+def _bounds(draft: Draft) -> Draft:
+    """Check that all values are within the bounds of their keys."""
+    problems = Problems()
+    for name, key in keys_of(type(draft.config)).items():
+        value = attrgetter(name)(draft.config)
+        if key.bounds is not None and value is not None and not key.bounds.test(value):
+            words = f"{key.bounds.words}, such as {key.works!r}"
+            problems.add(ConfigError(f"{name} = {value!r} must be {words}"))
     problems.raise_all()
-    return model, degrees, notes or ()
+    return draft
 
 
-def _check_files(
-    config: JobConfig,
-    model: ModelArgs,
-    problems: Problems,
-    *,
-    data_checked: bool,
-    weights_checked: bool,
-) -> None:
-    """Check the files that the run reads; data_checked, weights_checked: see `resolve`."""
-    for check in () if data_checked else task_of(config).data_checks(config):
-        problems.check(check, config)
-    if not weights_checked:
-        problems.check(check_initial_weights, config, model)
-        problems.check(check_checkpoint, config, model)
+def _checks(check: Callable[[JobConfig], object]) -> Step:
+    """Return the step that checks the configuration alone."""
+
+    def step(draft: Draft) -> Draft:
+        check(draft.config)
+        return draft
+
+    return step
 
 
-def _check_on_ranks(
-    config: JobConfig, model: ModelArgs, degrees: Degrees, device_type: str, problems: Problems
-) -> None:
-    """Check batch, updates and model on this number of ranks."""
-    problems.check(check_batch, config, degrees)
-    problems.check(check_cpu_offload, config, degrees, device_type)
-    problems.check(check_early_update, config, degrees)
-    problems.check(_check_tensor_parallel_sizes, model, config.model.flavor, degrees)
-    problems.check(check_experts, config, model, degrees)
+def _model(draft: Draft) -> Draft:
+    return replace(draft, model=resolve_model(draft.config, draft.missing))
 
 
-def _compilation(config: JobConfig, task: TaskSpec, decisions: TaskDecisions) -> CompileOptions:
-    return resolve_compilation(
-        config,
-        fixed_shapes=task.fixed_shapes,
-        splits_backward=decisions.pipeline is not None and decisions.pipeline.splits_backward,
-        planned_attention=decisions.attention is not None,
+def _degrees(draft: Draft) -> Draft:
+    has_experts = draft.model is not None and experts_of(draft.model) is not None
+    ep = draft.config.parallelism.expert_parallel_degree if has_experts else None
+    given = {name: attrgetter(key)(draft.config) for name, key in KEYS.items()}
+    return replace(draft, degrees=resolve_degrees(**given, world_size=draft.world_size, ep=ep))
+
+
+def _effects(draft: Draft) -> Draft:
+    """Note each reason why some keys that are set have no effect; a key with a remedy is refused."""
+    if draft.model is None or draft.degrees is None:
+        return draft
+    config = _with_windows_of_flavor(draft.config)
+    # the first condition of a key that does not hold -> the keys
+    found: dict[Condition, list[str]] = {}
+    for name, key in keys_of(type(config)).items():
+        unmet = (each for each in key.when if not each.holds(config, draft.degrees))
+        condition = next(unmet, None)
+        if condition is not None and attrgetter(name)(config) != key.default:
+            found.setdefault(condition, []).append(name)
+    notes = []
+    for condition, names in found.items():
+        if condition.remedy:
+            raise ConfigError(
+                f"{_without_effect(condition, names[:1], config)}; {condition.remedy}"
+            )
+        notes.append(_without_effect(condition, names, config))
+    return draft.noted(*notes)
+
+
+def _without_effect(condition: Condition, names: list[str], config: JobConfig) -> str:
+    listed = ", ".join(f"{name} = {shown(attrgetter(name)(config))}" for name in names)
+    have = "has" if len(names) == 1 else "have"
+    return f"{listed} {have} no effect {condition.otherwise.format(config)}"
+
+
+def _batch(draft: Draft) -> Draft:
+    check_batch(draft.config, draft.degrees)
+    return draft
+
+
+def _tensor_parallel_sizes(draft: Draft) -> Draft:
+    tp = draft.degrees.tp
+    sizes = draft.model.tensor_parallel_sizes()
+    common = math.gcd(*sizes.values())
+    for what, size in sizes.items():
+        if size % tp:
+            fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree = {tp} must divide the {size} {what} of model.flavor = "
+                f"{draft.config.model.flavor!r}; degrees that fit this model: {', '.join(fitting)}"
+            )
+    return draft
+
+
+def _experts(draft: Draft) -> Draft:
+    check_experts(draft.config, draft.model, draft.degrees)
+    return draft.noted(*note_of_router(draft.model))
+
+
+def _pairs_of(first: str, draft: Draft) -> Draft:
+    refuse_incompatible(draft, first)
+    return draft
+
+
+def _task(draft: Draft) -> Draft:
+    return draft.noted(*draft.task.check(draft.config, draft.model, draft.degrees))
+
+
+def _data(draft: Draft) -> Draft:
+    problems = Problems(draft.missing)
+    for check in () if draft.data_checked else draft.task.data_checks(draft.config):
+        with problems.collected():
+            check(draft.config)
+    problems.raise_all()
+    return draft
+
+
+def _weights(draft: Draft) -> Draft:
+    if not draft.weights_checked:
+        check_initial_weights(draft.config, draft.model)
+    return draft
+
+
+def _checkpoint(draft: Draft) -> Draft:
+    if not draft.weights_checked:
+        check_checkpoint(draft.config, draft.model)
+    return draft
+
+
+def _decisions(draft: Draft) -> Draft:
+    decide = draft.task.decide
+    decisions = decide(draft.config, draft.model, draft.device_type, node=draft.node)
+    return replace(draft, decisions=decisions)
+
+
+def _compilation(draft: Draft) -> Draft:
+    pipeline = draft.decisions.pipeline
+    options = resolve_compilation(
+        draft.config,
+        fixed_shapes=draft.task.fixed_shapes,
+        splits_backward=pipeline is not None and pipeline.splits_backward,
+        planned_attention=draft.decisions.attention is not None,
     )
+    return replace(draft, compilation=options)
 
 
-def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Degrees:
-    has_experts = model is not None and experts_of(model) is not None
-    ep = config.parallelism.expert_parallel_degree if has_experts else None
-    given = {name: attrgetter(key)(config) for name, key in KEYS.items()}
-    return resolve_degrees(**given, world_size=world_size, ep=ep)
+def _activation_checkpoint(draft: Draft) -> Draft:
+    if draft.compilation is None:
+        return draft
+    parts = draft.config, draft.model, draft.compilation, draft.decisions.pipeline
+    return draft.noted(*check_activation_checkpoint(*parts))
 
 
 def _with_windows_of_flavor(config: JobConfig) -> JobConfig:
@@ -227,55 +279,11 @@ def _with_windows_of_flavor(config: JobConfig) -> JobConfig:
     )
 
 
-def _check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees) -> None:
-    sizes = args.tensor_parallel_sizes()
-    common = math.gcd(*sizes.values())
-    for what, size in sizes.items():
-        if size % degrees.tp:
-            fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
-            raise ConfigError(
-                f"parallelism.tensor_parallel_degree = {degrees.tp} must divide the {size} {what} of "
-                f"model.flavor = {flavor!r}; degrees that fit this model: {', '.join(fitting)}"
-            )
-
-
-def _check_bounds(config: JobConfig, problems: Problems) -> None:
-    for name, key in keys_of(type(config)).items():
-        value = attrgetter(name)(config)
-        with problems.collected():
-            if key.bounds is not None and value is not None and not key.bounds.test(value):
-                raise ConfigError(
-                    f"{name} = {value!r} must be {key.bounds.words}, such as {key.works!r}"
-                )
-
-
-def _check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:
-    """Return one line for each reason why some keys that are set have no effect; a key with a remedy is refused."""
-    notes = []
-    # the first condition of a key that does not hold -> the keys
-    found: dict[Condition, list[str]] = {}
-    for name, key in keys_of(type(config)).items():
-        missing = next(
-            (condition for condition in key.when if not condition.holds(config, degrees)), None
-        )
-        if missing is not None and attrgetter(name)(config) != key.default:
-            found.setdefault(missing, []).append(name)
-    for missing, names in found.items():
-        if missing.remedy:
-            raise ConfigError(f"{_told(missing, names[:1], config)}; {missing.remedy}")
-        notes.append(_told(missing, names, config))
-    return tuple(notes)
-
-
-def _told(missing: Condition, names: list[str], config: JobConfig) -> str:
-    listed = ", ".join(f"{name} = {shown(attrgetter(name)(config))}" for name in names)
-    return f"{listed} {'has' if len(names) == 1 else 'have'} no effect {missing.otherwise.format(config)}"
-
-
-def _without_auto(
-    config: JobConfig, device_type: str, attention: ContextParallelOptions | None
-) -> JobConfig:
+def _without_auto(draft: Draft) -> JobConfig:
     """Return the configuration with decisions in the place of "auto", but for a kernel that each tile decides."""
+    config = draft.config
+    device_type = draft.device_type
+    attention = draft.decisions.attention
     training = config.training
     optimizer = config.optimizer
     parallelism = config.parallelism
@@ -296,3 +304,38 @@ def _without_auto(
         optimizer=replace(optimizer, implementation=implementation),
         parallelism=parallelism,
     )
+
+
+STAGES: tuple[tuple[Step, ...], ...] = (
+    (_write_out,),
+    (_bounds,),
+    (
+        *map(
+            _checks,
+            (
+                check_schedule,
+                check_profiling,
+                check_trackers,
+                check_dump_folder,
+                check_checkpoint_keys,
+            ),
+        ),
+        _model,
+        _degrees,
+        _effects,
+    ),
+    (
+        _batch,
+        _tensor_parallel_sizes,
+        _experts,
+        *(partial(_pairs_of, key) for key in FIRST_KEYS),
+        _task,
+        _data,
+        _weights,
+        _checkpoint,
+        _decisions,
+        _compilation,
+        _activation_checkpoint,
+    ),
+)
+"""Steps in their order. The problems of one stage are reported together, before the next stage begins."""

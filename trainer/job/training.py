@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.families.args import ModelArgs, mtp_layers_of
 from trainer.job.degrees import Degrees
 
 BALANCE_GROWTH = 1.25
@@ -61,44 +60,6 @@ def adapters_by_adamw(config: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
         return config, ()
     note = f"optimizer.name = 'Muon' is for whole matrices: AdamW updates adapters (lora.rank = {config.lora.rank})"
     return replace(config, optimizer=replace(config.optimizer, name="AdamW")), (note,)
-
-
-def check_cpu_offload(config: JobConfig, degrees: Degrees, device_type: str) -> None:
-    """Raise a ConfigError for replicas with parameters on the host, on GPUs.
-
-    FSDP2 may copy a gradient there before its all-reduce is done (pytorch issue 180665).
-    """
-    replicas = degrees.dp_replicate
-    if config.training.enable_cpu_offload and replicas > 1 and device_type == "cuda":
-        raise ConfigError(
-            f"training.enable_cpu_offload = true with parallelism.data_parallel_replicate_degree = {replicas} may copy "
-            "gradients to the host before replicas are summed (pytorch issue 180665); use degree 1, which shards over "
-            "all ranks, or leave the offload out"
-        )
-
-
-def check_early_update(config: JobConfig, degrees: Degrees) -> None:
-    """Raise a ConfigError for updates during the backward that need all gradients, or are not on the host."""
-    training = config.training
-    name = config.optimizer.name
-    reasons = {
-        "training.on_nonfinite = 'skip', which keeps all old weights": training.on_nonfinite
-        == "skip",
-        "training.enable_cpu_offload = false: the update is on the GPU": not training.enable_cpu_offload,
-        f"training.max_norm = {training.max_norm:g}, for which all gradients are needed": training.max_norm
-        < math.inf,
-        f"optimizer.name = {name!r}; AdamW and Adam update each parameter by itself": name
-        not in ("AdamW", "Adam"),
-        "metrics.log_update_norms = true, which needs all old weights": config.metrics.log_update_norms,
-        f"parallelism.pipeline_parallel_degree = {degrees.pp}": degrees.pp > 1,
-    }
-    if training.early_update and (
-        found := [reason for reason, holds in reasons.items() if holds]
-    ):
-        raise ConfigError(
-            "training.early_update = true updates parameters on the host during the backward, which is not possible "
-            f"with {found[0]}; change that, or leave early_update out"
-        )
 
 
 def check_trackers(config: JobConfig) -> None:
@@ -159,50 +120,16 @@ def check_batch(
         )
 
 
-def check_varying_lengths(config: JobConfig, model: ModelArgs, degrees: Degrees) -> None:
-    """Raise a ConfigError for rows of varying lengths where PyTorch 2.13 fails to compile a layer for them.
-
-    With tensor parallelism, a layer for a further token ends in a RecursionError of the compiler.
-    """
-    settings = config.compile
-    traced = settings.enable and "model" in settings.components and settings.backend != "eager"
-    if traced and config.training.balance == "step" and degrees.tp > 1 and mtp_layers_of(model):
-        raise ConfigError(
-            "training.balance = 'step' gives each micro-batch another length, for which PyTorch cannot compile layers "
-            f"for further tokens with parallelism.tensor_parallel_degree = {degrees.tp}; use balance = 'off', "
-            "model.mtp_layers = 0, tensor_parallel_degree = 1, or compile the loss alone with "
-            "compile.components = ['loss']"
-        )
-
-
-def check_chunks(config: JobConfig, model: ModelArgs, degrees: Degrees) -> None:
-    """Raise a ConfigError for more chunks of a sequence than tokens, or a feature that chunks do not have."""
+def check_chunks(config: JobConfig, degrees: Degrees) -> None:
+    """Raise a ConfigError for more chunks of a sequence than tokens."""
     chunks = config.training.sequence_chunks
     tp = degrees.tp
     most = config.training.seq_len // tp
-    if chunks == 1:
-        return
-    if chunks > most:
+    if chunks > max(most, 1):
         per_rank = f" / parallelism.tensor_parallel_degree = {tp}" if tp > 1 else ""
         raise ConfigError(
             f"training.sequence_chunks = {chunks} is more than training.seq_len = {config.training.seq_len}{per_rank}; "
             f"use at most {most}"
-        )
-    for name, degree in (("context", degrees.cp), ("pipeline", degrees.pp)):
-        if degree > 1:
-            raise ConfigError(
-                f"training.sequence_chunks = {chunks} with parallelism.{name}_parallel_degree = {degree} is not "
-                "handled; use degree 1, and FSDP, HSDP or TP over the ranks, or leave the chunks out"
-            )
-    kernel = getattr(model, "short_conv_kernel", 0)
-    linear = getattr(model, "linear", None)
-    if kernel or linear is not None:
-        what = f"model.short_conv_kernel = {kernel}, whose last tokens"
-        if linear is not None:
-            what = "layers of linear attention, whose states and last tokens"
-        raise ConfigError(
-            f"training.sequence_chunks = {chunks} does not work with {what} of a chunk are not kept for the next one; "
-            "use sequence_chunks = 1, or context parallelism"
         )
 
 

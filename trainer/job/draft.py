@@ -1,0 +1,51 @@
+"""What is known of a job while it is resolved: the steps of resolution.py fill it in. Torch-free."""
+
+from dataclasses import dataclass, field, replace
+
+from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs
+from trainer.job.degrees import Degrees
+from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
+from trainer.job.transforms import CompileOptions
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A configuration, the ranks that it is for, and the decisions so far."""
+
+    config: JobConfig
+    world_size: int
+    device_type: str
+    node: int
+    """Ranks on one node."""
+    missing: list[str] | None = None
+    """Takes the messages about files that are not on this machine, for a check of a job elsewhere."""
+    data_checked: bool = False
+    """Whether another process of this machine has checked the data."""
+    weights_checked: bool = False
+    """Whether another process of this machine has checked the files of weights and checkpoints."""
+    task: TaskSpec | None = None
+    model: ModelArgs | None = None
+    degrees: Degrees | None = None
+    decisions: TaskDecisions = field(default_factory=TaskDecisions)
+    compilation: CompileOptions | None = None
+    notes: tuple[str, ...] = ()
+
+    def noted(self, *notes: str) -> "Draft":
+        """Return the draft with more notes for the log."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def resolved(self, config: JobConfig) -> ResolvedJob:
+        """Return the job. config: the configuration, with decisions in the place of "auto"."""
+        return ResolvedJob(
+            given=self.config,
+            config=config,
+            degrees=replace(self.degrees, cp_a2a=self.decisions.head_degree),
+            device_type=self.device_type,
+            node=self.node,
+            task=self.task,
+            model=self.model,
+            compilation=self.compilation,
+            notes=self.notes,
+            **vars(self.decisions),
+        )
