@@ -224,9 +224,10 @@ def test_what_can_work_is_accepted(argv: list[str]):
 def refusals() -> list[str]:
     found = []
     for argv, ranks in [*((argv, ranks) for argv, ranks, _ in RULES), *BESIDE_OTHERS]:
-        with pytest.raises(ConfigError) as error:
+        try:
             check(*argv, world_size=ranks)
-        found.append(str(error.value))
+        except ConfigError as error:
+            found.append(str(error))
     return found
 
 
