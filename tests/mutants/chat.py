@@ -158,8 +158,8 @@ CHAT = (
     Mutant(
         "a resumed stream begins a document of several pieces again",
         "trainer/data/packing.py",
-        "waiting | self._whole_left << WINDOW",
-        "waiting",
+        '"pieces": self._whole_left}',
+        '"pieces": 0}',
         f"{_WHOLE}::test_a_resume_between_the_pieces_of_a_document_needs_their_number",
     ),
     Mutant(

@@ -331,7 +331,7 @@ class IterableData:
             {} if self.packing == "concatenate" else {"seq_len": seq_len}
         )
 
-    def items_of(self, saved: Mapping[str, int]) -> int:
+    def items_of(self, saved: Mapping[str, Any]) -> int:
         """Return 0: the number of documents is not known; ConfigError for a position in files."""
         if saved and "iterable" not in saved:
             raise ConfigError(

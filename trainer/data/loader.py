@@ -106,7 +106,7 @@ class BatchLoader(StreamLoader):
     def describe(self, items: int | tuple[int, ...]) -> dict[str, int]:
         return self._data.describe(items, self._seq_len)
 
-    def items_of(self, saved: Mapping[str, int]) -> int | tuple[int, ...]:
+    def items_of(self, saved: Mapping[str, Any]) -> int | tuple[int, ...]:
         return self._data.items_of(saved)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -125,7 +125,7 @@ class BatchLoader(StreamLoader):
 
 
 def data_identity(
-    states: Mapping[int, Mapping[str, int]], training: Training
+    states: Mapping[int, Mapping[str, Any]], training: Training
 ) -> dict[str, int | str]:
     """Return what all ranks of a job must have in common before they read data, by name.
 
@@ -155,7 +155,7 @@ class Loader(Protocol):
 
     def state_dict(self) -> dict[int, dict[str, int]]: ...
 
-    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None: ...
+    def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None: ...
 
 
 class _Step(NamedTuple):
@@ -220,6 +220,6 @@ class BatchesAhead:
     def state_dict(self) -> dict[int, dict[str, int]]:
         return self._made[0].state if self._made else self._loader.state_dict()
 
-    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None:
+    def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         self._made.clear()
         self._loader.load_state_dict(states)

@@ -22,7 +22,7 @@ which ones wait, so that a resumed run continues with the same sequences.
 """
 
 from bisect import bisect_right, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,7 +144,7 @@ class DocumentStream(ItemStream):
             "samples": self.samples,
         }
 
-    def restart(self, state: Mapping[str, int]) -> None:
+    def restart(self, state: StreamState) -> None:
         super().restart(state)
         self._token = int(state.get("token", 0))
         self._sample: Sample | None = None  # the current document, read when it is needed
@@ -236,15 +236,12 @@ class WholeStream(ItemStream):
 
     @property
     def state(self) -> StreamState:
-        """The position: epoch, place in its order, samples given so far, and which documents wait.
+        """The position: epoch, place in its order, samples given so far, and what waits.
 
-        Bit i of `waiting`: the document i + 1 places back waits. The bits from WINDOW on: the number of whole pieces
-        that the document one place back still has, whose rest may be in a sequence already.
+        waiting: places in the epoch's order of the documents that wait, ascending. pieces: whole pieces that the
+        document before the current place still has, whose rest may be in a sequence already.
         """
-        bits = np.zeros(WINDOW, dtype=np.uint8)
-        bits[[self._place - 1 - place for place in self._waiting]] = 1
-        waiting = int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
-        return super().state | {"waiting": waiting | self._whole_left << WINDOW}
+        return super().state | {"waiting": [*self._waiting], "pieces": self._whole_left}
 
     @property
     def oldest(self) -> int:
@@ -255,16 +252,11 @@ class WholeStream(ItemStream):
         """Passes over the documents so far; one that waits does not count."""
         return self._epoch + (self._place - len(self._waiting)) / len(self.items)
 
-    def restart(self, state: Mapping[str, int]) -> None:
+    def restart(self, state: StreamState) -> None:
         super().restart(state)
-        self._whole_left, bits = divmod(int(state.get("waiting", 0)), 1 << WINDOW)
-        places = (
-            self._place - 1 - bit
-            for bit in reversed(range(bits.bit_length()))
-            if bits >> bit & 1
-        )
+        self._whole_left = int(state.get("pieces", 0))
         # by place, ascending; None: not read yet
-        self._waiting: dict[int, Sample | None] = dict.fromkeys(places)
+        self._waiting: dict[int, Sample | None] = dict.fromkeys(state.get("waiting", ()))
         # (tokens, -place) of those that wait, ascending
         self._lengths: list[tuple[int, int]] | None = None
         self._tokens = 0

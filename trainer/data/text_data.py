@@ -162,7 +162,7 @@ class TextData:
             **pieces,
         }
 
-    def items_of(self, saved: Mapping[str, int]) -> int:
+    def items_of(self, saved: Mapping[str, Any]) -> int:
         """Return how many documents to read: files that were added behind the others wait for another run.
 
         Raises:
@@ -220,7 +220,7 @@ def source_of_sample(sample: int, ends: Sequence[int]) -> int:
     return bisect_right(ends, sample * _GOLDEN % 2**64)
 
 
-def _part(state: Mapping[str, int], name: str) -> StreamState:
+def _part(state: Mapping[str, Any], name: str) -> StreamState:
     """Return the entries of one source in the state of a stream of a mixture."""
     return {
         key.removeprefix(f"{name}/"): value
@@ -262,7 +262,7 @@ class MixtureStream:
             len(part.items) for part in parts
         )
 
-    def restart(self, state: Mapping[str, int]) -> None:
+    def restart(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
         self.samples = int(state.get("samples", 0))
         for name, part in self._parts.items():
@@ -332,7 +332,7 @@ class Mixture:
             for key, x in part.describe(number, seq_len).items()
         }
 
-    def items_of(self, saved: Mapping[str, int]) -> tuple[int, ...]:
+    def items_of(self, saved: Mapping[str, Any]) -> tuple[int, ...]:
         """Return how many documents of each source to read.
 
         Raises:
@@ -348,7 +348,7 @@ class Mixture:
 
 
 def positions_of(
-    states: Mapping[int, Mapping[str, int]], names: Sequence[str]
+    states: Mapping[int, Mapping[str, Any]], names: Sequence[str]
 ) -> list[tuple[float, float]]:
     """Return (samples, passes) of each source, summed over the given states of streams.
 

@@ -188,7 +188,7 @@ def parse_state(text: bytes, step: int) -> RunState:
         raise ValueError("another version of this program wrote it")
     content["streams"] = {
         int(stream): {
-            key: value if key == "iterable" else int(value) for key, value in entry.items()
+            key: value if key == "iterable" else _numbers(value) for key, value in entry.items()
         }
         for stream, entry in content["streams"].items()
     }
@@ -196,6 +196,10 @@ def parse_state(text: bytes, step: int) -> RunState:
     if not (state.step == step and isinstance(state.tokens_seen, int)):
         raise ValueError("it is of another step")
     return state
+
+
+def _numbers(value: Any) -> int | list[int]:
+    return [*map(int, value)] if isinstance(value, list) else int(value)
 
 
 def state_text(state: RunState) -> bytes:

@@ -35,7 +35,7 @@ class FurtherTokens(Totals):
         number = (labels[1:] != IGNORE_INDEX).flatten(1).sum(1).double()
         self._of_step += torch.stack([losses[1:].detach().flatten(1).sum(1).double(), number])
 
-    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+    def record(self, positions: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
         """Return the mean loss of each layer since the last call, as `mtp_loss_1`. A collective over all ranks."""
         dims = self._dims
         totals = self._totals.clone()

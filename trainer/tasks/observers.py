@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import gcd
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ class Padding(Observer):
         self._padding = self._of_step
         self._of_step = 0
 
-    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+    def record(self, positions: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
         """Return the share of the step's tokens. A collective over data-parallel ranks."""
         padding = torch.tensor(
             self._padding, dtype=torch.float64, device=self._dims["world"].device_type
@@ -67,7 +68,7 @@ class SourceLosses(Totals):
         sums = sums.sum(-1) if sources.ndim == 1 else sums.flatten(1)
         self._of_step.index_add_(1, sources.flatten(), sums)
 
-    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+    def record(self, positions: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
         """Return the metrics since the last call. A collective over all ranks.
 
         "loss/name": mean over labels, absent if there were none; "tokens/name", "epoch/name": of the whole job so far.

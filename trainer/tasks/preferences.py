@@ -188,7 +188,7 @@ class Rewards(Observer):
     def end_step(self, left_out: torch.Tensor) -> None:
         self._sums, self._of_step = self._of_step, torch.zeros_like(self._of_step)
 
-    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+    def record(self, positions: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
         """Return the means of the step's pairs. A collective over all ranks; those of one `tp` have the same."""
         sums = all_reduce(self._sums / self._dims.size("tp"), self._dims["world"]).tolist()
         chosen, rejected, right = (x / max(sums[3], 1e-300) for x in sums[:3])

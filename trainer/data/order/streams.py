@@ -175,7 +175,7 @@ class ItemStream:
         """Passes over the items of this stream so far; the current item counts when it is used up."""
         return self._epoch + self._place / len(self.items)
 
-    def restart(self, state: Mapping[str, int]) -> None:
+    def restart(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
         self._epoch, self._place, self.samples = (
             int(state.get(key, 0)) for key in ("epoch", self.ITEM, "samples")
@@ -247,7 +247,7 @@ class StreamLoader:
     def describe(self, items: Any) -> dict[str, int]:
         """Return what else the meaning of a position depends on, if `items` of the data set are read."""
 
-    def items_of(self, saved: Mapping[str, int]) -> Any:
+    def items_of(self, saved: Mapping[str, Any]) -> Any:
         """Return how many items a run reads that resumes from an entry of a state."""
         return self._items
 
@@ -279,7 +279,7 @@ class StreamLoader:
         """Return the position of each stream of this rank; those of all ranks, merged, are the state of the data."""
         return {s: stream.state | self._fixed for s, stream in self._streams.items()}
 
-    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None:
+    def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Resume from the merged states of any number of ranks; an iterator that is in use does so as well.
 
         Raises:
@@ -322,7 +322,7 @@ class StreamLoader:
 
 
 def _check(
-    saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping[str, int]
+    saved: Mapping[str, Any], fixed: Mapping[str, Any], position: Mapping[str, Any]
 ) -> None:
     """Check that the saved state of a stream means the same data as `fixed`, and has the entries of a position.
 
@@ -332,6 +332,11 @@ def _check(
         raise ConfigError(
             f"the checkpoint is of an older version, which had another order of more than {SORTED:,} documents, so "
             f"that its positions would mean other data; resume with that version, {AGAIN}"
+        )
+    if any(_plain(key) == "waiting" and isinstance(x, int) for key, x in saved.items()):
+        raise ConfigError(
+            "the checkpoint is of an older version, which had bits in the place of the documents that wait for a "
+            f"sequence; resume with that version, {AGAIN}"
         )
     entries = (
         {key for key in keys if not _is_identity(key)} for keys in (saved, {*fixed, *position})
