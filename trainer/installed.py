@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-_EVERY_COMMAND = ("numpy", "tomllib" if sys.version_info >= (3, 11) else "tomli")
+_EVERY_COMMAND = ("numpy", "safetensors", "tomllib" if sys.version_info >= (3, 11) else "tomli")
 _TRAINING = ("torch", "tiktoken")
 
 

@@ -73,7 +73,7 @@ def test_a_python_without_the_packages_is_one_sentence(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert len(err.splitlines()) == 1
-    assert "lacks numpy torch tiktoken; run `make train` once" in err
+    assert "lacks numpy safetensors torch tiktoken; run `make train` once" in err
     rank = subprocess.run([bare, ROOT / "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (rank.returncode, rank.stderr) == (2, err)
 

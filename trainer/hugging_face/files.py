@@ -7,8 +7,9 @@ safetensors, of which a folder with several has an index:
     header             {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [first, last + 1]}, ...}
     bytes of tensors   row-major, little-endian; offsets count from here
 
-Files are read by part of a tensor and written tensor by tensor, so that no file is ever whole in memory. The package
-safetensors writes whole files, and maps those that it reads: one that is cut meanwhile kills the process (SIGBUS).
+The package safetensors reads and checks headers. Tensors are read by part and written tensor by tensor, so that no file
+is ever whole in memory. For that the package has no way: it writes whole files. A slice is read from a map of the file,
+where a file that is cut meanwhile kills the process (SIGBUS), or as the whole tensor (its backend "pread").
 """
 
 import json
@@ -16,8 +17,11 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from safetensors import SafetensorError, safe_open
 
 from trainer.config.errors import ConfigError
 
@@ -234,7 +238,6 @@ BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 1}
 """Data types that are read or written, with the bytes of an element."""
 FLOAT8, FLOAT8_BLOCK = "F8_E4M3", 128
 """Published weights in float8 have a scale for each block of 128 x 128."""
-_LONGEST_HEADER = 100 * 1000 * 1000
 
 
 @dataclass(frozen=True)
@@ -304,67 +307,29 @@ def read_file(file: Path) -> dict[str, Stored]:
     """
     try:
         size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-                raise ValueError(f"its header has {length} bytes, and the file {size}")
-            entries = json.loads(opened.read(length), object_pairs_hook=_once)
-        entries.pop("__metadata__", None)
-        found = {
-            name: _stored(file, name, entry, 8 + length, size)
-            for name, entry in entries.items()
-        }
-        _check_places(found, 8 + length, size)
-        return found
+        with safe_open(file, "numpy", backend="pread") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            kinds = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); copy it again") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror or error}); copy it again"
+        ) from None
+    except SafetensorError as error:
         raise ConfigError(
             f"{file} is no safetensors file, or a part of one ({error}); copy it again"
         ) from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a table of JSON; ValueError if it has a name twice."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(
-            f"it has {next(name for name in names if names.count(name) > 1)!r} twice"
-        )
-    return table
-
-
-def _check_places(tensors: Mapping[str, Stored], first: int, size: int) -> None:
-    """Check that each byte behind the header belongs to one tensor, as the format says; ValueError otherwise."""
-    end = first
-    for name, stored in sorted(
-        tensors.items(), key=lambda item: (item[1].start, math.prod(item[1].shape))
-    ):
-        if stored.start != end:
-            raise ValueError(
-                f"{name} begins at byte {stored.start}, and the tensor before it ends at {end}"
+    for name, (dtype, _) in kinds.items():
+        if dtype not in BYTES:
+            raise ConfigError(
+                f"{file}: {name} has the data type {dtype}; those that can be read are {', '.join(BYTES)}"
             )
-        end += math.prod(stored.shape) * BYTES[stored.dtype]
-    if end != size:
-        raise ValueError(f"its tensors end at byte {end} of {size}")
-
-
-def _stored(file: Path, name: str, entry: dict, base: int, size: int) -> Stored:
-    dtype = entry["dtype"]
-    shape = tuple(map(int, entry["shape"]))
-    if dtype not in BYTES:
-        raise ConfigError(
-            f"{file}: {name} has the data type {dtype}; those that can be read are {', '.join(BYTES)}"
-        )
-    start, stop = map(int, entry["data_offsets"])
-    if min((start, *shape)) < 0 or stop - start != math.prod(shape) * BYTES[dtype]:
-        raise ValueError(f"{name} of shape {shape} has {stop - start} bytes")
-    if base + stop > size:
-        raise ValueError(f"{name} ends at byte {base + stop} of {size}")
-    return Stored(file, dtype, shape, base + start)
+    # the package has checked that tensors fill the file, one after another, up to its end
+    sizes = [math.prod(shape) * BYTES[dtype] for dtype, shape in kinds.values()]
+    starts = accumulate(sizes, initial=size - sum(sizes))
+    return {
+        name: Stored(file, *kind, start)
+        for (name, kind), start in zip(kinds.items(), starts, strict=False)
+    }
 
 
 @dataclass(frozen=True)
