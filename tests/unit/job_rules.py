@@ -282,8 +282,20 @@ RULES = [
     ),
 ]
 
-# Arguments and ranks of jobs with several wrong settings, one of which is a pair that does not work together.
+# Arguments and ranks of more jobs that are refused, some for several reasons.
+SPARSE = "--model.name=olmoe"
+BY_MICRO_BATCH = [SPARSE, "--model.router_aux_loss_load=micro_batch"]
+ASYNC = [f"{TP}=2", "--parallelism.enable_async_tensor_parallel"]
+FLOAT8 = "--float8.enable"
 BESIDE_OTHERS = [
-    (["--lora.rank=4", "--float8.enable"], 1),
-    (["--lora.rank=4", "--lora.dropout=0.1", "--training.balance=step"], 2),
+    (["--lora.rank=4", FLOAT8], 1),
+    (["--lora.rank=4", "--lora.dropout=0.1", "--training.balance=step", "--training.attention_mask=document"], 2),
+    ([*BY_MICRO_BATCH, "--model.router_aux_loss_coef=0"], 1),
+    ([*BY_MICRO_BATCH, "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"], 2),
+    ([*BY_MICRO_BATCH, f"{CHUNKS}2"], 1),
+    ([SPARSE, "--activation_checkpoint.mode=memory_budget"], 1),
+    ([SPARSE, FLOAT8], 1),
+    ([SPARSE, *ASYNC], 2),
+    ([FLOAT8, "--training.dtype=float64"], 1),
+    ([FLOAT8, *ASYNC], 2),
 ]
