@@ -89,7 +89,8 @@ class LivePlan:
     mesh: 1-D. kv_layout: the layout of the keys, if they are not as many as the queries. groups: the group over which
     K/V are sent in stages, and the group that exchanges heads; by default the mesh's. chunk: the number of a chunk of
     the sequence, and what waits between chunks; the layout is then that of all chunks, and the mesh has one rank.
-    scores: who takes the scores of attention. calls: of attention and scans; other_calls: of convolutions.
+    scores: who takes the scores of attention. calls: of attention and scans; other_calls: of convolutions. latest: the
+    execution of the last call.
     """
 
     mesh: DeviceMesh
@@ -102,6 +103,7 @@ class LivePlan:
     scores: Scores | None = None
     calls: int = 0
     other_calls: int = 0
+    latest: Execution | None = None
     _executions: dict[tuple, Execution] = field(default_factory=dict)
     _padded: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
@@ -155,14 +157,15 @@ class LivePlan:
         if key not in self._executions:
             self._check(inputs, of_mask)
             self._executions[key] = self._built(inputs.q, settings, of_mask)
+        self.latest = self._executions[key]
         if self.chunk is None:
-            return self._executions[key]
+            return self.latest
         if layer < 0:
             raise ContextParallelError(
                 "attention of a sequence in chunks got a handle that names no layer; let the model give each layer "
                 "`of_layer(attention_plan, number)`"
             )
-        return replace(self._executions[key], layer=layer)
+        return replace(self.latest, layer=layer)
 
     def _built(
         self, q: torch.Tensor, settings: AttentionSettings, sequences: tuple[int, ...]

@@ -31,7 +31,7 @@ from trainer.models.decoder import Transformer
 from trainer.models.experts import ExpertWeights, expert_sums
 from trainer.models.feed_forward import FeedForward
 from trainer.models.moe import MoE
-from trainer.parallel.expert_parallel import dispatched_sums, plan_dispatch
+from trainer.parallel.expert_parallel import ROUTING, DispatchPlan, dispatched_sums
 
 
 def parser() -> argparse.ArgumentParser:
@@ -89,7 +89,11 @@ class Layer:
         def sums(*rows: torch.Tensor, **sizes: object) -> torch.Tensor:
             return expert_sums(*rows, self.weights, clamped=False, **sizes)
 
-        return dispatched_sums(self.x, *self.moe.router(self.x), sums, len(self.weights.w13), dist.group.WORLD)[0]
+        chosen, weights = self.moe.router(self.x)
+        return dispatched_sums(self.x, chosen, weights, sums, self._plan(chosen))[0]
+
+    def _plan(self, chosen: torch.Tensor) -> DispatchPlan:
+        return ROUTING.plan(chosen, len(self.weights.w13), dist.group.WORLD)
 
     def run(self, kind: str) -> Times:
         """Run `experts` or `dense` once, a layer, or with `_model` behind it a decoder, forward and backward."""
@@ -108,7 +112,7 @@ class Layer:
 
     def traffic(self) -> tuple[dict[str, int], dict[str, float]]:
         """Return what one forward and backward sends to other ranks: counted, and by the plan."""
-        plan = plan_dispatch(self.moe.router(self.x)[0], len(self.weights.w13), dist.group.WORLD)
+        plan = self._plan(self.moe.router(self.x)[0])
         before = Counter(exchange.bytes_sent)
         self.run("experts")
         out, back = (sum(counts) - counts[self.rank] for counts in (plan.sent, plan.received))

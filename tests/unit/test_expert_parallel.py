@@ -13,7 +13,7 @@ from trainer.families.feed_forward_args import ExpertArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.models.experts import ExpertWeights, expert_sums
 from trainer.parallel import expert_parallel
-from trainer.parallel.expert_parallel import dispatched_sums
+from trainer.parallel.expert_parallel import ROUTING, dispatched_sums
 
 DIM, HIDDEN, EXPERTS, RANKS, ADAPTERS, SCALE = 6, 8, 8, 4, 3, 0.5
 # Tokens of each rank, and the choices of all of them.
@@ -57,7 +57,8 @@ def of_rank(rank: int, mesh: ThreadMesh, routing: str) -> list[torch.Tensor]:
         def sums(*args, **sizes) -> torch.Tensor:
             return expert_sums(*args, experts, clamped=True, scale=SCALE, **sizes)
 
-        return dispatched_sums(x, chosen, weights, sums, len(experts.w13), mesh.get_group())[0]
+        plan = ROUTING.plan(chosen, len(experts.w13), mesh.get_group())
+        return dispatched_sums(x, chosen, weights, sums, plan)[0]
 
     return gradients(run, x, weights, mine, cotangent)
 

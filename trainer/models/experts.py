@@ -20,6 +20,7 @@ from longshard.sharding.tensors import added_rows, in_parts
 from trainer.families.feed_forward_args import ExpertArgs, has_grouped_product
 from trainer.models.feed_forward import gated
 from trainer.models.initialization import draw
+from trainer.parallel.expert_parallel import ROUTING, Routing
 from trainer.transforms.lora import is_adapter
 
 Outputs = Callable[..., torch.Tensor]
@@ -54,6 +55,7 @@ class Experts(nn.Module):
 
     stacked = muon_matrices = ("w13", "w2")
     """Parameters that can have adapters, which add `adapter_scale` times their product."""
+    routing: Routing = ROUTING
 
     def __init__(self, dim: int, args: ExpertArgs, *, branches: int = 1) -> None:
         super().__init__()
@@ -109,6 +111,7 @@ class Experts(nn.Module):
             parameters = {name: p for name, p in parameters.items() if not is_adapter(name)}
         experts = ExpertWeights(**parameters)
         how = {"clamped": self.clamped, "scale": self.adapter_scale}
+        sizes = self.routing.pairs if sizes is None else sizes
         return expert_sums(x, chosen, weights, experts, **how, sizes=sizes)
 
 
@@ -120,15 +123,15 @@ def expert_sums(
     *,
     clamped: bool,
     scale: float = 0.0,
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[int] | Callable[[torch.Tensor, int], Sequence[int]] = ROUTING.pairs,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts: (N, dim), added up in float32 at least.
 
     x: (N, dim); weights: (N, k); chosen: (N, k) int64. A choice of E or more is of no expert here and counts as zero.
-    scale: of what adapters add. sizes: how many pairs each expert has; None: all choices are of experts here. It is
-    known to the host, which reads it otherwise where there is no grouped product.
+    scale: of what adapters add. sizes: how many pairs each expert has, known to the host; or what counts them, where
+    there is no grouped product: all choices are then of experts here.
     """
-    pairs = chosen.numel() if sizes is None else sum(sizes)
+    pairs = chosen.numel() if callable(sizes) else sum(sizes)
     order = chosen.flatten().argsort(stable=True)[:pairs]
     owner = chosen.flatten()[order]
     token = order.div(chosen.shape[1], rounding_mode="floor")
@@ -139,8 +142,7 @@ def expert_sums(
     if pairs and has_grouped_product(str(rows.dtype).removeprefix("torch."), *widths):
         rows = _grouped(rows, owner, experts, outputs)
     else:
-        if sizes is None:
-            sizes = count_pairs(owner, len(experts.w13))
+        sizes = sizes(owner, len(experts.w13)) if callable(sizes) else sizes
         rows = _one_by_one(rows, sizes, experts, outputs)
     return _WeightedSums.apply(rows, weights.flatten()[order], token, len(x))
 
@@ -170,11 +172,6 @@ class _WeightedSums(torch.autograd.Function):
             of_weight.copy_((part * row).sum(1))
             of_row.copy_(part * weight.unsqueeze(1))
         return of_rows, of_weights, None, None
-
-
-def count_pairs(owner: torch.Tensor, experts: int) -> list[int]:
-    """Return how many pairs each expert has, which the host waits for. owner: (pairs,), the expert of each."""
-    return owner.bincount(minlength=experts).tolist()
 
 
 def _grouped(

@@ -50,7 +50,8 @@ class ExpertParallel(ParallelStyle):
     """Style that divides stacked experts over a 1-D mesh, whose size divides their number.
 
     The module's parameters have a row for each expert, and its forward is `(x, chosen, weights, beside=...)`, see
-    `dispatched_sums`. With parameters of some of the experts, `module.sums(parameters, x, chosen, weights, sizes=...)`.
+    `dispatched_sums`. It has a `Routing` as `routing`, and for parameters of some of the experts
+    `sums(parameters, x, chosen, weights, sizes=...)`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -63,9 +64,8 @@ class ExpertParallel(ParallelStyle):
                 name: w.to_local() for name, w in self.named_parameters(recurse=False)
             }
             experts = len(next(iter(parameters.values())))
-            return dispatched_sums(
-                *tokens, partial(self.sums, parameters), experts, group, beside
-            )
+            plan = self.routing.plan(tokens[1], experts, group)
+            return dispatched_sums(*tokens, partial(self.sums, parameters), plan, beside)
 
         replace_forward(module, "expert parallelism", MethodType(forward, module))
         return distribute_module(module, device_mesh, shard_rows)
@@ -98,17 +98,15 @@ def dispatched_sums(
     chosen: torch.Tensor,
     weights: torch.Tensor,
     sums: Callable[..., torch.Tensor],
-    experts: int,
-    group: dist.ProcessGroup,
+    plan: "DispatchPlan",
     beside: Beside = lambda: None,
 ) -> Sums:
     """Return the weighted sums of the experts of all ranks for this rank's tokens, (N, dim); a collective.
 
     x: (N, dim); chosen: (N, k) int64; weights: (N, k). sums: (x, chosen, weights, *, sizes) -> those of this rank's
-    experts; experts: their number E. Expert i of all is number i % E of rank i // E. A rank may have no token.
+    experts; plan: of `chosen`, see `Routing`. A rank may have no token.
     beside: what is computed while tokens are sent; it is called once, on every rank.
     """
-    plan = plan_dispatch(chosen, experts, group)
     flight = []
     arriving = _StartDispatch.apply(x, weights, chosen, plan, flight)
     other = beside()
@@ -134,34 +132,47 @@ class DispatchPlan:
     group: dist.ProcessGroup
 
 
-def plan_dispatch(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup) -> DispatchPlan:
-    """Return the plan of one forward; a collective, and one reading by the host.
+class Routing:
+    """What the host reads of a routing: how many tokens have chosen which experts. A trace has one without values."""
 
-    chosen: (N, k) int64, this rank's choices; experts: number of experts of each rank.
-    """
-    ranks = group.size()
-    own = group.rank()
-    goes = torch.zeros(len(chosen), ranks, dtype=torch.int64, device=chosen.device)
-    goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)
-    counts = torch.zeros(ranks * (1 + experts), dtype=torch.int64, device=chosen.device)
-    counts[:ranks] = goes.sum(0)
-    counts[ranks:].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
-    table = all_gather(counts, group).tolist()
-    sent = table[own][:ranks]
-    received = [row[own] for row in table]
-    first = ranks + own * experts
-    pairs = (sum(row[i] for row in table) for i in range(first, first + experts))
-    order = goes.t().flatten().argsort(descending=True, stable=True)[: sum(sent)]
-    peers = order.div(max(len(chosen), 1), rounding_mode="floor")
-    return DispatchPlan(
-        len(chosen),
-        order - peers * len(chosen),
-        peers,
-        tuple(sent),
-        tuple(received),
-        tuple(pairs),
-        group,
-    )
+    def plan(
+        self, chosen: torch.Tensor, experts: int, group: dist.ProcessGroup
+    ) -> DispatchPlan:
+        """Return the plan of one forward; a collective, and one reading by the host.
+
+        chosen: (N, k) int64, this rank's choices; experts: number of experts E of each rank. Expert i of all is number
+        i % E of rank i // E.
+        """
+        ranks = group.size()
+        own = group.rank()
+        goes = torch.zeros(len(chosen), ranks, dtype=torch.int64, device=chosen.device)
+        goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)
+        counts = torch.zeros(ranks * (1 + experts), dtype=torch.int64, device=chosen.device)
+        counts[:ranks] = goes.sum(0)
+        counts[ranks:].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        table = all_gather(counts, group).tolist()
+        sent = table[own][:ranks]
+        received = [row[own] for row in table]
+        first = ranks + own * experts
+        pairs = (sum(row[i] for row in table) for i in range(first, first + experts))
+        order = goes.t().flatten().argsort(descending=True, stable=True)[: sum(sent)]
+        peers = order.div(max(len(chosen), 1), rounding_mode="floor")
+        return DispatchPlan(
+            len(chosen),
+            order - peers * len(chosen),
+            peers,
+            tuple(sent),
+            tuple(received),
+            tuple(pairs),
+            group,
+        )
+
+    def pairs(self, owner: torch.Tensor, experts: int) -> list[int]:
+        """Return how many pairs each expert has, which the host waits for. owner: (pairs,), the expert of each."""
+        return owner.bincount(minlength=experts).tolist()
+
+
+ROUTING = Routing()
 
 
 class _StartDispatch(torch.autograd.Function):

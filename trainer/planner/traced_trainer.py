@@ -20,8 +20,8 @@ from trainer.components.metrics import MetricsLogger
 from trainer.components.optimizer import build_optimizer
 from trainer.components.step_outcome import StepTotals
 from trainer.job.record import ResolvedJob
-from trainer.models import experts
-from trainer.parallel import expert_parallel
+from trainer.models.experts import Experts
+from trainer.parallel.expert_parallel import DispatchPlan, Routing
 from trainer.planner import stand_ins
 from trainer.planner.device import Gpu
 from trainer.tasks.language import LanguageTask
@@ -63,6 +63,23 @@ class _Task(LanguageTask):
         return _Loader(self)
 
 
+class EvenRouting(Routing):
+    """The routing in which all experts have as many tokens."""
+
+    def plan(self, chosen: torch.Tensor, experts: int, group: Any) -> DispatchPlan:
+        tokens, k = chosen.shape
+        ranks = group.size()
+        each = max(tokens * min(k, ranks) // ranks, 1)
+        places = torch.zeros(each * ranks, dtype=torch.int64, device=chosen.device)
+        pairs = (tokens * k // experts,) * experts
+        to_each = (each,) * ranks
+        return DispatchPlan(tokens, places, places, to_each, to_each, pairs, group)
+
+    def pairs(self, owner: torch.Tensor, experts: int) -> list[int]:
+        ends = [len(owner) * i // experts for i in range(experts + 1)]
+        return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
 class _Metrics(MetricsLogger):
     """Logs no step."""
 
@@ -92,6 +109,13 @@ class TracedTrainer(Trainer):
             else _Task(self.job, self.dims)
         )
 
+    def build_model_parts(self) -> list[nn.Module]:
+        parts = super().build_model_parts()
+        for module in itertools.chain(*(part.modules() for part in parts)):
+            if isinstance(module, Experts):
+                module.routing = EvenRouting()
+        return parts
+
     def build_optimizer(self) -> torch.optim.Optimizer:
         """Build it without a look at the parameters of other stages."""
         return build_optimizer(self.model_parts, self.config, self.dims)
@@ -116,8 +140,6 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
     def patch(owner: Any, name: str, x: Any, **more: Any) -> Any:
         return mock.patch.object(owner, name, x, **more)
 
-    yield patch(expert_parallel, "plan_dispatch", _even_dispatch)
-    yield patch(experts, "count_pairs", _even_pairs)
     # of an earlier job
     for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):
         cache.cache_clear()
@@ -150,22 +172,3 @@ def _shapes_are_known(_schedule: object, stages: Sequence[Any], *_: Any) -> None
     """Set the result of the vote of a pipeline whose stages are given their shapes."""
     for stage in stages:
         stage._inference_mode = schedules.InferenceMode.STATIC
-
-
-def _even_pairs(owner: torch.Tensor, number: int) -> list[int]:
-    ends = [len(owner) * i // number for i in range(number + 1)]
-    return [end - begin for begin, end in itertools.pairwise(ends)]
-
-
-def _even_dispatch(
-    chosen: torch.Tensor, experts: int, group: Any
-) -> expert_parallel.DispatchPlan:
-    """Return the plan of a routing that is even: the host reads the routing of each forward."""
-    tokens, k = chosen.shape
-    ranks = group.size()
-    each = max(tokens * min(k, ranks) // ranks, 1)
-    places = torch.zeros(each * ranks, dtype=torch.int64, device=chosen.device)
-    pairs = (tokens * k // experts,) * experts
-    return expert_parallel.DispatchPlan(
-        tokens, places, places, (each,) * ranks, (each,) * ranks, pairs, group
-    )

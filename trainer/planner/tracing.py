@@ -23,7 +23,6 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from longshard.context.execution.build import Execution
 from longshard.context.live import LivePlan
 from longshard.context.live import resolve as resolve_plan
 from longshard.context.planning.capabilities import FlashPackage
@@ -118,7 +117,7 @@ class Recorder:
         self._memory: list[Change] = []
         self._regions = ["start"]
         self._place = ""
-        self._execution: Execution | None = None
+        self._live: LivePlan | None = None
         self._paused = False
         # of an operator of attention: `parallel_rows` of each kernel
         self._tiles: list[int] = []
@@ -164,7 +163,7 @@ class Recorder:
             work = 0 if of_plan else flops(func, name, args, result)
             if name in ATTENTION:
                 tile = parallel_rows(
-                    name, args, in_stages=of_plan and has_stages(self._execution)
+                    name, args, in_stages=of_plan and has_stages(self._live.latest)
                 )
                 self._tiles.append(tile)
                 if not of_plan:
@@ -190,6 +189,8 @@ class Recorder:
         self._place = name
         counted = exchange.bytes_sent.copy()
         self._tiles = []
+        if name in _DIRECTIONS:
+            self._live, _ = resolve_plan(next(x for x in args if is_handle(x)))
         try:
             result = run()
         finally:
@@ -197,7 +198,7 @@ class Recorder:
         if name in _DIRECTIONS:
             cost = self._cost(name, args)
             self.compare(name, cost, exchange.bytes_sent - counted, self._events[number + 1 :])
-            kernel = kernel_of(kernel_name(self._execution), self.package)
+            kernel = kernel_of(kernel_name(self._live.latest), self.package)
             tails = cost.flops * len(self._tiles) / max(sum(self._tiles), 1)
             self._events[number] = replace(
                 self._events[number], flops=cost.flops, kernel=kernel, tails=tails
@@ -209,10 +210,9 @@ class Recorder:
 
     def _cost(self, name: str, args: tuple) -> Cost:
         """Return the cost of the plan that ran."""
-        plan = next(x for x in args if is_handle(x))
-        live, _ = resolve_plan(plan)
+        options = self._live.options
         q, k = shapes(name, args)
-        sent = 2 if live.options.gradient_dtype == "bfloat16" else 0
+        sent = 2 if options.gradient_dtype == "bfloat16" else 0
         up = args[-1]
         latent = None
         # the last argument of both directions, if it is given
@@ -220,8 +220,7 @@ class Recorder:
             rotated = k[3] - up.shape[2]
             latent = LatentShape(up.shape[2], rotated, up.shape[1] + rotated - q[3])
         shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent, latent)
-        options = live.options
-        plan = self._execution.plan
+        plan = self._live.latest.plan
         more = {
             "keep_exchanged": options.keep_exchanged,
             "query_heads": options.query_heads_per_pass,
@@ -313,8 +312,7 @@ class Recorder:
         layer.register_forward_hook(after)
 
     def patches(self) -> Iterator[Any]:
-        """Yield what follows memory that FSDP frees without an operator, finds the plan that runs and the regions of
-        the loop, and leaves out what no device is given."""
+        """Yield what follows memory that FSDP frees without an operator, and leaves out what no device is given."""
         real = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -323,14 +321,6 @@ class Recorder:
                 self._changed(self._blocks[storage], size)
 
         yield mock.patch.object(torch.UntypedStorage, "resize_", resize, create=True)
-
-        of_call = LivePlan.execution
-
-        def execution(live: LivePlan, *args: Any) -> Execution:
-            self._execution = of_call(live, *args)
-            return self._execution
-
-        yield mock.patch.object(LivePlan, "execution", execution)
 
         of_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
