@@ -345,8 +345,8 @@ SEQUENCE_CHUNKS = (
     Mutant(
         "layers share their keys and values",
         "longshard/context/live.py",
-        "replace(self._executions[key], layer=layer)",
-        "replace(self._executions[key], layer=0)",
+        "replace(self.latest, layer=layer)",
+        "replace(self.latest, layer=0)",
         _PARITY,
     ),
     Mutant(
