@@ -7,7 +7,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "examples/fields/README.md": "fields.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/fields/README.md": "fields.md",
+}
 _ITEM = re.compile(r"(\*|-|\d+\.) ")
 _LINK = re.compile(r"\[([^]]*)\]\((?!https?:|#)([^)\s]+)\)")
 

@@ -29,7 +29,7 @@ PROGRAMS = {
     "docs/transformers.md": 2,
 }
 """Pages whose Python blocks are one program, and on how many ranks it runs."""
-RUN_BY_COMMANDS = ("docs/domain_parallelism.md",)
+RUN_BY_COMMANDS = ("docs/domain_parallelism.md", "docs/library.md")
 """Pages whose Python blocks are the my_model.py that a command of the page runs."""
 PACKAGE = "docs/your_own_model.md"
 """The page whose Python blocks are the files of a package, which test_your_own_model.py runs."""

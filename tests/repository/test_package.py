@@ -71,6 +71,25 @@ def test_the_wheel_has_the_package_the_presets_and_the_licence(wheel: Path) -> N
     assert pinned["scripts"] == {"lct": "trainer.commands.main:main"}
 
 
+def test_the_library_of_the_wheel_runs_alone(wheel: Path, tmp_path: Path) -> None:
+    """The program of docs/library.md on two ranks, where nothing of the wheel but `longshard` can be imported."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path, [name for name in archive.namelist() if name.startswith("longshard/")])
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    alone = "import sys\nsys.modules['trainer'] = None  # an import of it fails\n"
+    checked = "\nimport longshard\nassert longshard.__file__.startswith(sys.path[0])\n"
+    (tmp_path / "my_model.py").write_text(alone + block + checked)
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "my_model.py"]
+    found = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "gradients over 2 ranks equal the gradients of one process\n"
+
+
 def test_it_trains_and_writes_from_another_folder(lct: Path, tmp_path: Path) -> None:
     """Where the user stands, a folder `trainer` of another program is in the way."""
     (tmp_path / "trainer").mkdir()
