@@ -1,15 +1,13 @@
 """The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from longshard.context.live import ScoreFunction
 from longshard.sharding.exchange import all_reduce
@@ -39,6 +37,7 @@ from trainer.models.model_parts import build_model_parts
 from trainer.models.model_spec import model_spec
 from trainer.observer import Observer, registered_observers
 from trainer.parallel.data_parallel import reduce_across_replicas
+from trainer.parallel.machine import MACHINE, Machine
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.parallel.pipeline_parallel import HiddenStates, LossFunction, Pipeline
 from trainer.runtime.agreement import check_same, of_all_ranks, raise_on_all_ranks
@@ -65,10 +64,13 @@ class Trainer:
     `train()` is the loop, `train_step` one optimizer step. Both call the other methods.
     """
 
-    def __init__(self, job: ResolvedJob, device: torch.device) -> None:
+    def __init__(
+        self, job: ResolvedJob, device: torch.device, machine: Machine = MACHINE
+    ) -> None:
         self.job, self.device = job, device
+        self.region = machine.region
         self.config = config = job.config
-        self.dims = ParallelDims(job.degrees, device.type)
+        self.dims = ParallelDims(job.degrees, device.type, machine)
         keep_caches_apart(self.dims)
         self.stop = self.build_stop()
         self.stop_reason: str | None = None
@@ -308,10 +310,6 @@ class Trainer:
         if at_once:
             self.read_step()
         self.lr_scheduler.step()
-
-    def region(self, name: str) -> AbstractContextManager[Any]:
-        """Enter a part of the step, which has its name in profiles."""
-        return record_function(name)
 
     def take_batches(self, step: int) -> list[Batch]:
         """Return the micro-batches of a step. Errors of later steps came with the totals of the step before."""

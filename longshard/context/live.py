@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.execution.build import Execution, build_execution
 from longshard.context.execution.chunks import ChunkRows
+from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels
 from longshard.context.execution.latent import value_dim
 from longshard.context.local_attention import WAYS_TO_THE_PLAN
 from longshard.context.planning.heads import check_heads
@@ -90,7 +91,7 @@ class LivePlan:
     K/V are sent in stages, and the group that exchanges heads; by default the mesh's. chunk: the number of a chunk of
     the sequence, and what waits between chunks; the layout is then that of all chunks, and the mesh has one rank.
     scores: who takes the scores of attention. calls: of attention and scans; other_calls: of convolutions. latest: the
-    execution of the last call.
+    execution of the last call. gpu: kernels of this process.
     """
 
     mesh: DeviceMesh
@@ -104,6 +105,7 @@ class LivePlan:
     calls: int = 0
     other_calls: int = 0
     latest: Execution | None = None
+    gpu: GpuKernels = GPU_KERNELS
     _executions: dict[tuple, Execution] = field(default_factory=dict)
     _padded: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
@@ -190,6 +192,7 @@ class LivePlan:
             groups,
             self.options,
             self.chunk and self.chunk[1],
+            self.gpu,
             bands=mask.has_windows,
             fixed=self.mask is None and not settings.window,
             softcap=settings.softcap,

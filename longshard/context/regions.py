@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.execution.chunks import ChunkRows, KeptTensor
+from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels
 from longshard.context.live import LivePlan, Scores, any_plan_open, flat_mesh, opened
 from longshard.context.local_attention import RefusedLocalAttention
 from longshard.context.planning.mask import Mask
@@ -66,6 +67,7 @@ def region(
     sequences: int | None = None,
     local_attention: bool = False,
     scores: Scores | None = None,
+    gpu: GpuKernels = GPU_KERNELS,
 ) -> Iterator[Region]:
     """Open a region over the ranks of a mesh, around forward AND backward; several may be open at once.
 
@@ -73,7 +75,7 @@ def region(
     makes one); mask: intersected with the mask of each attention; kv_layout: the layout of the keys, for cross
     attention to another sharded sequence; sequences: of the batch, by default as many as the mask has;
     local_attention: allow attention calls inside that do not use the plan, and a region without attention;
-    scores: who takes the scores of attention inside.
+    scores: who takes the scores of attention inside; gpu: kernels of this process.
 
     Raises:
         ContextParallelError: a layout for another number of ranks; attention was called without the plan; or, at the
@@ -97,7 +99,7 @@ def region(
             f"{sequences or 'any number of'} sequences of {q_len} queries and {kv_len} keys; make it for them, or "
             "one for all sequences"
         )
-    live = LivePlan(mesh, layout, mask, options, kv_layout, groups, scores=scores)
+    live = LivePlan(mesh, layout, mask, options, kv_layout, groups, scores=scores, gpu=gpu)
     watched = nullcontext() if local_attention else RefusedLocalAttention(mesh.size())
     with opened(live, sequences, local_attention=local_attention) as handle, watched:
         yield Region(handle, layout, mesh.get_group(), live)
@@ -119,6 +121,7 @@ def context_parallel(
     intercept: Intercept | None = None,
     local_attention: bool = False,
     scores: Scores | None = None,
+    gpu: GpuKernels = GPU_KERNELS,
 ) -> Iterator[Region]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
 
@@ -134,6 +137,7 @@ def context_parallel(
     too; or any function that returns a context to enter with the plan.
     local_attention: allow attention calls that see the rows of this rank alone.
     scores: who takes the scores of attention inside.
+    gpu: kernels of this process.
 
     Attention whose module has the style `ContextParallelAttention` runs over all ranks, and so does intercepted
     attention. Other attention is refused, unless local_attention. PyTorch's function of this name intercepts by itself.
@@ -161,6 +165,7 @@ def context_parallel(
             sequences=sequences,
             local_attention=unwatched,
             scores=scores,
+            gpu=gpu,
         ) as cp,
         _cut(cuts, layout, flat.get_local_rank(), no_restore_buffers or ()),
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
@@ -219,18 +224,19 @@ def sequence_chunks(
     sequences: int,
     keep: Callable[[torch.Tensor], KeptTensor],
     scores: Scores | None = None,
+    gpu: GpuKernels = GPU_KERNELS,
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield the handle of each chunk, for the forward AND the backward; inside, rows wait for later chunks.
 
     mesh: of one rank; layout: contiguous, of all chunks; mask: intersected with the mask of each attention; sequences:
-    of the batch; keep: makes keys and values wait; scores: who takes the scores of attention. The model gives each
-    layer its own handle, `of_layer(...)`.
+    of the batch; keep: makes keys and values wait; scores, gpu: of `LivePlan`. The model gives each layer its own
+    handle, `of_layer(...)`.
     """
     rows = ChunkRows(keep)
     with ExitStack() as stack:
         chunks = ((number, rows) for number in range(layout.degree))
         plans = (
-            LivePlan(mesh, layout, mask, options, chunk=chunk, scores=scores)
+            LivePlan(mesh, layout, mask, options, chunk=chunk, scores=scores, gpu=gpu)
             for chunk in chunks
         )
         yield tuple(stack.enter_context(opened(plan, sequences)) for plan in plans)

@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshard.context import attention, live
-from longshard.context.execution import build, stages
+from longshard.context.execution import build
+from longshard.context.execution.kernels.choose import GpuKernels
 from longshard.context.execution.kernels.cuda import CudaFlash, Cudnn
 from longshard.context.live import AttentionSettings
 from longshard.context.planning.options import ContextParallelOptions
@@ -64,14 +65,15 @@ def measure(degree: int, method: str, kernel: str, rounds: int) -> dict[str, flo
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=degree)
     try:
         mesh, groups = live.flat_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names), options)
-        plan = live.LivePlan(mesh, options.layout(_TOKENS * degree, degree), options=options, groups=groups)
+        gpu = GpuKernels(merge=lambda total, *_: total.mul_(1))
+        layout = options.layout(_TOKENS * degree, degree)
+        plan = live.LivePlan(mesh, layout, options=options, groups=groups, gpu=gpu)
         shape = 1, _TOKENS, _HEADS, _HEAD_DIM
         q, k, v = (torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
         times: list[tuple[float, float]] = []
         with (
             live.opened(plan, 1) as handle,
             mock.patch.object(build, "choose_kernel", return_value=KERNELS[kernel]),
-            mock.patch.object(stages, "merge", lambda total, *_: total.mul_(1)),
         ):
             for _ in range(rounds + 3):
                 start = time.thread_time()

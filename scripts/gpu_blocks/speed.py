@@ -19,7 +19,7 @@ from scripts.benchmarks import attention_kernels
 from scripts.benchmarks.context_parallel_tiles import tile_rows
 from scripts.gpu_blocks.block import Check, largest
 from trainer.models.chunked_loss import Chunks, chunked_token_losses
-from trainer.transforms.offload import page_locked_like
+from trainer.runtime.host_memory import page_locked_like
 
 _REPEATS = 5
 _LOSS_ERROR = 1e-2  # of gradients in bfloat16

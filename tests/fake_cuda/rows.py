@@ -26,10 +26,10 @@ from tests.fake_cuda import table
 from tests.fake_cuda.counts import CheckedRecorder, counted
 from tests.fake_cuda.faults import OF, Fault, faults
 from tests.fake_cuda.operators import CHECKS, flash_bodies, flash_package
-from trainer.planner.device import FakeDevice, Gpu, machine
+from trainer.planner.device import FakeDevice, Gpu, entered, machine
 from trainer.planner.stand_ins import stand_ins
-from trainer.planner.traced_trainer import patches
-from trainer.planner.tracing import entered, trace
+from trainer.planner.traced_trainer import kernels_of, patches
+from trainer.planner.tracing import trace
 
 _BATCH, _HEADS, _KV_HEADS, _HEAD_DIM, _WINDOW = 1, 32, 8, 128, 4096
 _OPERATORS = "context_parallel_attention", "context_parallel_attention_backward"
@@ -51,7 +51,8 @@ def of_call(row: table.Call) -> dict[str, Any]:
         mask = _documents(length) if row.mask == "documents" else None
         layout = options.layout(length, row.ranks, mask)
         rows, window = layout.local_length(row.rank), _WINDOW if row.mask == "window" else 0
-        with opened(LivePlan(mesh, layout, mask, options, groups=groups), _BATCH) as handle, mode:
+        live = LivePlan(mesh, layout, mask, options, groups=groups, gpu=kernels_of(gpu))
+        with opened(live, _BATCH) as handle, mode:
             q, k, v = (_rows(rows, heads, row.dtype) for heads in (_HEADS, _KV_HEADS, _KV_HEADS))
             sinks = torch.empty(_HEADS, device="cuda", requires_grad=True) if row.mask == "sinks" else None
             settings = AttentionSettings(0.1, window=window, keep_exchanged=row.keep)

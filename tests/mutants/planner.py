@@ -113,8 +113,8 @@ PLANNER = (
     Mutant(
         "a trace tries an installed FlashAttention-3 on a GPU that is not there",
         "trainer/planner/traced_trainer.py",
-        '        yield patch(choose, "newer_flash", lambda _head_dim: installed_flash(gpu))\n',
-        "",
+        "GpuKernels(lambda _head_dim: installed_flash(gpu), stand_ins.merge)",
+        "GpuKernels(merge=stand_ins.merge)",
         "tests/unit/test_planner_times.py::test_a_trace_takes_the_flash_package_that_is_installed",
     ),
     Mutant(

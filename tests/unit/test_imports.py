@@ -122,6 +122,18 @@ def test_the_folders_of_data_follow_each_other() -> None:
     assert [(a, b) for a, b in arrows if b not in DATA or DATA.index(a) < DATA.index(b)] == []
 
 
+def callers_of_the_planner(arrows: dict[str, set[str]]) -> set[str]:
+    """Modules outside of the planner that import it."""
+    of_planner = {a for a, others in arrows.items() if any(within(b, "trainer.planner") for b in others)}
+    return {a for a in of_planner if not within(a, "trainer.planner")}
+
+
+def test_the_planner_is_imported_by_its_commands_alone() -> None:
+    assert callers_of_the_planner(imports()) == {"trainer.commands.check", "trainer.commands.estimate"}
+    arrows = {"trainer.trainer": {"trainer.planner.device"}, "trainer.planner.device": {"trainer.planner.stack"}}
+    assert callers_of_the_planner(arrows) == {"trainer.trainer"}
+
+
 def test_no_circle() -> None:
     assert circles(imports()) == []
 

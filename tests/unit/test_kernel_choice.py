@@ -106,8 +106,8 @@ def test_the_rule_of_auto(able: list[str], calls: int, machine: dict, name: str)
 )
 def test_auto_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch, capability, package, fixed: bool, name: str):
     monkeypatch.setattr(choose, "gpu_capability", lambda: capability)
-    monkeypatch.setattr(choose, "newer_flash", lambda _: package)
-    assert choose_kernel("cuda", torch.bfloat16, 64, fixed=fixed).name == name
+    gpu = choose.GpuKernels(lambda _: package)
+    assert choose_kernel("cuda", torch.bfloat16, 64, fixed=fixed, gpu=gpu).name == name
     assert choose_kernel("cpu", torch.bfloat16, 64, fixed=fixed).name == "cpu_flash"
     assert choose_kernel("cuda", torch.bfloat16, 320, fixed=fixed).name == "efficient"
 

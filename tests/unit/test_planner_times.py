@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longshard.context.execution.kernels import choose
 from longshard.context.planning.capabilities import FLASH_PACKAGES
 from tests.unit.planner_profile import profile_of
 from trainer.config.errors import ConfigError
@@ -20,7 +19,6 @@ from trainer.planner.operators import parallel_rows
 from trainer.planner.search import longest_sequence
 from trainer.planner.stand_ins import kernel_of, kernel_of_one_rank
 from trainer.planner.timing import RECORDS, Device, attention_kernels, device, step_time
-from trainer.planner.tracing import entered
 
 # ---- time
 
@@ -90,8 +88,7 @@ def test_a_trace_takes_the_flash_package_that_is_installed(monkeypatch: pytest.M
     """It is not tried out, as in a run: there is no GPU."""
     asked = []
     monkeypatch.setattr(traced_trainer, "usable", lambda *given, **_: asked.append(given) or FLASH_PACKAGES[:1])
-    with entered(*traced_trainer.patches(Gpu(capability=(9, 0)))):
-        assert choose.newer_flash(64) is FLASH_PACKAGES[0]
+    assert traced_trainer.kernels_of(Gpu(capability=(9, 0))).newer_flash(64) is FLASH_PACKAGES[0]
     assert asked == [((9, 0),)]
     assert traced_trainer.installed_flash(None) is None
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from longshard.sharding.tensors import local_part
-from trainer.transforms.offload import page_locked_like
+from trainer.runtime.host_memory import page_locked_like
 
 
 class HostCopies:

@@ -167,7 +167,8 @@ def _offload(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
         for number, block in model.layers.items()
         if int(number) < model.args.n_layers
     }
-    apply_offload(before_norm, job.config.activation_checkpoint, job.device_type)
+    settings = job.config.activation_checkpoint
+    apply_offload(before_norm, settings, job.device_type, dims.machine)
 
 
 def _data_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longshard.sharding.exchange import all_gather, has_peers
 from longshard.sharding.tensors import flattened
 from trainer.job.degrees import Degrees
+from trainer.parallel.machine import MACHINE, Machine
 from trainer.runtime.console import logger
 
 
@@ -99,11 +100,12 @@ class ParallelDims:
 
     Names whose groups have the same ranks are one mesh, so that each set of ranks has one communicator.
 
-    Needs an initialised process group of `degrees.world_size` ranks.
+    Needs an initialised process group of `degrees.world_size` ranks. machine: of this rank.
     """
 
-    def __init__(self, degrees: Degrees, device_type: str) -> None:
+    def __init__(self, degrees: Degrees, device_type: str, machine: Machine = MACHINE) -> None:
         self.degrees = degrees
+        self.machine = machine
         self._meshes: dict[str, DeviceMesh] = {}
         self._roots: list[DeviceMesh] = []
         sizes = degrees.sizes()

@@ -15,7 +15,7 @@ CUDA needs the library of `shim.py`, loaded before torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -284,18 +284,24 @@ def is_pinned(x: torch.Tensor) -> bool:
 
 
 @contextmanager
+def entered(*contexts: Any) -> Iterator[None]:
+    """Enter all of these contexts, in this order."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
 def machine(rank: int, world: int, gpu: Gpu | None = Gpu()) -> Iterator[None]:
     """Be rank `rank` of `world` ranks, with a GPU that does not exist, or None for a CPU."""
     patches = [] if gpu is None else _of_gpu(gpu)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        for patch in patches:
-            patch.start()
-        with torch.autograd.set_multithreading_enabled(False):  # the mode is of one thread
+        # the mode is of one thread
+        with entered(*patches, torch.autograd.set_multithreading_enabled(False)):
             yield
     finally:
-        for patch in reversed(patches):
-            patch.stop()
         _pinned.clear()
         dist.destroy_process_group()
 

@@ -1,8 +1,7 @@
 """The trainer without data, and what the host asks of the device before the first step and once a step."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,15 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from longshard.context.execution import merging
-from longshard.context.execution.kernels import choose, cuda
+from longshard.context.execution.kernels import cuda
+from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels
 from longshard.context.execution.kernels.flash import usable
 from longshard.context.planning.capabilities import FlashPackage
 from longshard.sharding import placement
 from trainer.components.metrics import MetricsLogger
 from trainer.components.optimizer import build_optimizer
 from trainer.components.step_outcome import StepTotals
-from trainer.job.record import ResolvedJob
 from trainer.models.experts import Experts
 from trainer.parallel.expert_parallel import DispatchPlan, Routing
 from trainer.planner import stand_ins
@@ -88,19 +86,7 @@ class _Metrics(MetricsLogger):
 
 
 class TracedTrainer(Trainer):
-    """The trainer of one rank, which reads no data and no values of the device.
-
-    enter: enters a part of the step by its name, as `Trainer.region`.
-    """
-
-    def __init__(
-        self,
-        job: ResolvedJob,
-        device: torch.device,
-        enter: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
-        self._enter = enter
-        super().__init__(job, device)
+    """The trainer of one rank, which reads no data and no values of the device."""
 
     def build_task(self) -> Task:
         return (
@@ -126,9 +112,6 @@ class TracedTrainer(Trainer):
     def build_metrics(self, **before: int) -> MetricsLogger:
         return _Metrics(self.job, self.dims, self.device, **before)
 
-    def region(self, name: str) -> AbstractContextManager[None]:
-        return self._enter(name)
-
     def reduce_step(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
         """Return a step without news."""
         return 1.0, 1.0, True
@@ -136,24 +119,24 @@ class TracedTrainer(Trainer):
 
 def patches(gpu: Gpu | None) -> Iterator[Any]:
     """Yield what is different for a device without values, and for a rank without peers. gpu: None for CPUs."""
-
-    def patch(owner: Any, name: str, x: Any, **more: Any) -> Any:
-        return mock.patch.object(owner, name, x, **more)
-
     # of an earlier job
     for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):
         cache.cache_clear()
     if hasattr(schedules, "InferenceMode"):  # since torch 2.12 stages vote, and read the votes
-        yield patch(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
+        yield mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
     if gpu is not None:
         stand_ins.kernels_of_cuda()
-        yield patch(choose, "gpu_capability", lambda: gpu.capability)
-        yield patch(choose, "newer_flash", lambda _head_dim: installed_flash(gpu))
-        yield patch(merging, "fused_merge", lambda: stand_ins.merge)
-        yield patch(
+        yield mock.patch.object(
             nn.functional, "scaled_dot_product_attention", stand_ins.attention_of_one_rank
         )
-        yield patch(nn.functional, "rms_norm", stand_ins.rms_norm)
+        yield mock.patch.object(nn.functional, "rms_norm", stand_ins.rms_norm)
+
+
+def kernels_of(gpu: Gpu | None) -> GpuKernels:
+    """Return the kernels of GPUs that are not there."""
+    if gpu is None:
+        return GPU_KERNELS
+    return GpuKernels(lambda _head_dim: installed_flash(gpu), stand_ins.merge)
 
 
 def installed_flash(gpu: Gpu | None) -> FlashPackage | None:

@@ -9,7 +9,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -31,8 +31,9 @@ from longshard.sharding import exchange
 from longshard.sharding.tensors import local_part
 from trainer.components.optimizer import ensure_state
 from trainer.job.record import ResolvedJob
+from trainer.parallel.machine import Machine
 from trainer.planner import stack
-from trainer.planner.device import GPU, FakeDevice, Gpu, machine, pinned
+from trainer.planner.device import GPU, FakeDevice, Gpu, entered, machine, pinned
 from trainer.planner.events import AFTER, BEFORE, Block, Change, Event, Events
 from trainer.planner.messages import bytes_sent, group_of, mesh_names
 from trainer.planner.operators import (
@@ -46,8 +47,7 @@ from trainer.planner.operators import (
     shapes,
 )
 from trainer.planner.stand_ins import ATTENTION, kernel_of, kernel_of_one_rank, stand_ins
-from trainer.planner.traced_trainer import TracedTrainer, installed_flash, patches
-from trainer.transforms.offload import CopyStream
+from trainer.planner.traced_trainer import TracedTrainer, installed_flash, kernels_of, patches
 
 
 def trace(
@@ -75,7 +75,7 @@ def trace(
     with entered(
         machine(rank, job.degrees.world_size, gpu), *patches(gpu), *recorder.patches(), mode
     ):
-        trainer = TracedTrainer(job, device, recorder.region)
+        trainer = TracedTrainer(job, device, TracedMachine(recorder, gpu))
         ensure_state(trainer.optimizer)  # which PyTorch makes in the first step, after the peak
         recorder.mark(trainer)
         collecting = gc.isenabled()
@@ -91,15 +91,6 @@ def trace(
             trainer.metrics.close()
         recorder.mark_gradients(trainer.parameters)
         return recorder.events(trainer)
-
-
-@contextmanager
-def entered(*contexts: Any) -> Iterator[None]:
-    """Enter all of these contexts, in this order."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 class Recorder:
@@ -335,9 +326,8 @@ class Recorder:
         yield mock.patch.object(
             ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_alone
         )
-        yield mock.patch.object(CopyStream, "host_like", lambda _stream, x: self._host_like(x))
 
-    def _host_like(self, x: torch.Tensor) -> torch.Tensor:
+    def host_like(self, x: torch.Tensor) -> torch.Tensor:
         """Return host memory for a tensor, which nothing touches; on a CPU it is not of the allocator."""
         buffer = torch.empty_like(x, device="cpu")
         self.host_bytes += buffer.nbytes
@@ -352,6 +342,20 @@ class Recorder:
             yield
         finally:
             self._regions.pop()
+
+
+class TracedMachine(Machine):
+    """A machine that is not there: a recorder notes the regions of a step, and the host memory."""
+
+    def __init__(self, recorder: Recorder, gpu: Gpu | None) -> None:
+        self._recorder = recorder
+        self.gpu = kernels_of(gpu)
+
+    def region(self, name: str) -> AbstractContextManager[None]:
+        return self._recorder.region(name)
+
+    def host_like(self, tensor: torch.Tensor, device_type: str, key: str) -> torch.Tensor:
+        return self._recorder.host_like(tensor)
 
 
 _FOLLOWED = (FakeTensor, DTensor)

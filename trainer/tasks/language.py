@@ -71,7 +71,9 @@ class LanguageTask:
         """Lets keys and values of a sequence in chunks wait."""
         if job.config.training.sequence_chunks_offload:
             inputs = HostInputs(
-                CopyStream(job.device_type, "training.sequence_chunks_offload = true")
+                CopyStream(
+                    job.device_type, "training.sequence_chunks_offload = true", dims.machine
+                )
             )
             self.keep_rows = partial(inputs.keep, is_first=True, to_host=True)
 
@@ -234,6 +236,7 @@ class LanguageTask:
             sequences=rows,
             keep=self.keep_rows,
             scores=scores,
+            gpu=self.dims.machine.gpu,
         ) as handles:
             chunks = own.split([stop - start for ((start, stop),) in layout.ranges])
             parts = zip(chunks, handles, strict=True)
@@ -272,6 +275,7 @@ class LanguageTask:
             # the modules of our models know the plan, and a stage may have none
             local_attention=True,
             scores=scores,
+            gpu=self.dims.machine.gpu,
         ) as cp:
             yield cp.attention_plan
 

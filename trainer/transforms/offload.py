@@ -19,7 +19,6 @@ rules, of which each was a bug of some program (torchtune pull request 1867, trl
 * what comes back is used after the compute stream waits for the copy.
 """
 
-import mmap
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
@@ -33,16 +32,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from longshard.sharding.forward import replace_forward
 from trainer.config.schema import ActivationCheckpoint
+from trainer.parallel.machine import MACHINE, Machine
 
 
 class CopyStream:
     """The stream of the copies between host and device. On CPUs a copy is done when it is posted."""
 
     def __init__(
-        self, device_type: str, key: str = "activation_checkpoint.offload = 'inputs'"
+        self,
+        device_type: str,
+        key: str = "activation_checkpoint.offload = 'inputs'",
+        machine: Machine = MACHINE,
     ) -> None:
         self._device = torch.device(device_type)
         self._key = key
+        self._machine = machine
         self._stream = None if device_type == "cpu" else torch.Stream(self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
@@ -68,49 +72,11 @@ class CopyStream:
         Raises:
             MemoryError: the system does not lock so much.
         """
-        if self._device.type != "cuda":
-            return _system_memory_like(tensor)
-        return page_locked_like(
-            tensor, self._key, "offload less (activation_checkpoint.offload_fraction)"
-        )
+        return self._machine.host_like(tensor, self._device.type, self._key)
 
     def device_like(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return memory on the device for what a buffer holds."""
         return torch.empty_like(buffer, device=self._device)
-
-
-def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tensor:
-    """Return page-locked host memory for a tensor, which stays locked as long as the returned object lives.
-
-    It is the system's: PyTorch's allocator of page-locked memory takes the next power of two.
-
-    Args:
-        tensor: What it is for; its shape, strides and type count.
-        key: The setting that asks for the memory, and `advice` what to do without it, both for the message.
-
-    Raises:
-        MemoryError: the system does not lock so much.
-    """
-    buffer = _system_memory_like(tensor)
-    size = tensor.numel() * tensor.element_size()
-    if size:
-        runtime = torch.cuda.cudart()
-        place = buffer.data_ptr()
-        if error := int(runtime.cudaHostRegister(place, size, 0)):
-            raise MemoryError(
-                f"{key} cannot lock {size:,} more bytes of host memory (CUDA error {error}); raise the limit of the "
-                f"node, or {advice}"
-            )
-        weakref.finalize(buffer, runtime.cudaHostUnregister, place).atexit = False
-    return buffer
-
-
-def _system_memory_like(tensor: torch.Tensor) -> torch.Tensor:
-    size = tensor.numel() * tensor.element_size()
-    flat = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
-    # A transposed tensor comes back transposed, so that the recomputation sums in the same order.
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return flat[:size].view(tensor.dtype).as_strided(tensor.shape, strides)
 
 
 class KeptInput:
@@ -236,7 +202,10 @@ class HostInputs:
 
 
 def apply_offload(
-    layers: Mapping[str, nn.Module], settings: ActivationCheckpoint, device_type: str
+    layers: Mapping[str, nn.Module],
+    settings: ActivationCheckpoint,
+    device_type: str,
+    machine: Machine = MACHINE,
 ) -> None:
     """Let the inputs of the checkpointed layers wait on the host, or be computed again, as `settings` say; in place.
 
@@ -249,7 +218,7 @@ def apply_offload(
     )
     if not offloaded and settings.group == 1:
         return
-    copies = CopyStream(device_type)
+    copies = CopyStream(device_type, machine=machine)
     inputs = HostInputs(copies)
     results = defaultdict(lambda: HostInputs(copies))
     for number, following in zip(checkpointed, [*checkpointed[1:], kept[0]], strict=True):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from longshard.context.execution.chunks import ChunkExecution, ChunkRows
-from longshard.context.execution.kernels.choose import choose_kernel
+from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels, choose_kernel
 from longshard.context.execution.ring import StagedExecution
 from longshard.context.execution.ulysses import HeadExchange
 from longshard.context.planning.lowering import lower, shortest_side
@@ -34,6 +34,7 @@ def build_execution(
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     options: ContextParallelOptions,
     waiting: ChunkRows | None = None,
+    gpu: GpuKernels = GPU_KERNELS,
     **needs: Any,
 ) -> Execution:
     """Bind a plan to a kernel for queries like q, and to communicators; it is cheap, because lowered calls are cached.
@@ -47,20 +48,19 @@ def build_execution(
     no_window = [
         tile for stage in plan.forward for tile in stage.tiles if not tile.relation.lower
     ]
-    tiles = {"calls": calls, "largest": max(map(shortest_side, no_window), default=0)}
-    kernel = choose_kernel(device_type, q.dtype, q.shape[3], options.kernel, **tiles, **needs)
+    needs |= {"calls": calls, "largest": max(map(shortest_side, no_window), default=0)}
+    kind = device_type, q.dtype, q.shape[3]
+    kernel = choose_kernel(*kind, options.kernel, gpu=gpu, **needs)
     if waiting is not None:
-        return ChunkExecution(
-            lower(plan, kernel.capabilities), kernel, *groups, waiting=waiting
-        )
+        how = {"merge": gpu.merge, "waiting": waiting}
+        return ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, **how)
     staged = plan if plan.inner is None else plan.inner
     stage_group, head_group = (own_group(group, "kv", device_type) for group in groups)
     gradients = own_group(groups[0], "dkv", device_type) if staged.degree > 1 else stage_group
     passes = options.heads_per_pass if plan.inner is None else 0
     sent = torch.bfloat16 if options.gradient_dtype == "bfloat16" else None
-    run = StagedExecution(
-        lower(staged, kernel.capabilities), kernel, stage_group, gradients, passes, sent
-    )
+    lowered = lower(staged, kernel.capabilities)
+    run = StagedExecution(lowered, kernel, stage_group, gradients, passes, sent, gpu.merge)
     return (
         run
         if plan.inner is None

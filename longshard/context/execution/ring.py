@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from longshard.context.execution.kernels.base import QKV, BackwardInputs, Kernel, Terms
 from longshard.context.execution.latent import Expansion, value_dim
+from longshard.context.execution.merging import Merge, merge
 from longshard.context.execution.stages import (
     Merged,
     add_parts,
@@ -83,6 +84,7 @@ class StagedExecution:
     gradient_group: dist.ProcessGroup
     heads_per_pass: int = 0
     gradient_dtype: torch.dtype | None = None
+    merge: Merge = merge
 
     @property
     def plan(self) -> RankPlan:
@@ -94,7 +96,7 @@ class StagedExecution:
         q, k, v = (fold_batch(x, self.plan) for x in qkv)
         expansion = None if up is None else Expansion(up, q.shape[3])
         out_dim = v.shape[3] if up is None else value_dim(q, k, up)
-        total = Merged(q, out_dim, merges=self.lowered.merges_outputs)
+        total = Merged(q, out_dim, self.merge, merges=self.lowered.merges_outputs)
         own = held = Held(k, v)
         for item, following in with_next(
             self._items(self.plan.forward, self.lowered.forward, k.shape[1])

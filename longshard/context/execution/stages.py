@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from longshard.context.execution.kernels.base import QKV, BackwardInputs, Kernel
-from longshard.context.execution.merging import merge
+from longshard.context.execution.merging import Merge, merge
 from longshard.context.planning.lowering import Launch
 from longshard.context.planning.plan import RankPlan
 from longshard.sharding.ranges import Ranges, size
@@ -32,14 +32,21 @@ class Merged:
 
     Args:
         value_dim: V; by default the size of the queries' heads.
+        merge: adds a part to the totals.
         merges: whether some query gets the results of several calls. Without, the output has the dtype of the queries.
     """
 
     def __init__(
-        self, q: torch.Tensor, value_dim: int | None = None, *, merges: bool = True
+        self,
+        q: torch.Tensor,
+        value_dim: int | None = None,
+        merge: Merge = merge,
+        *,
+        merges: bool = True,
     ) -> None:
         self._q = q
         self._value_dim = value_dim or q.shape[3]
+        self._merge = merge
         self._merges = merges
         self._lone: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -85,7 +92,7 @@ class Merged:
             total_out.copy_(out)
             total_lse.copy_(lse)
         else:
-            merge(total_out, total_lse, out, lse)
+            self._merge(total_out, total_lse, out, lse)
 
 
 def attend(

@@ -1,6 +1,8 @@
 """All kernels by name, and the choice among them."""
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -16,7 +18,13 @@ from longshard.context.execution.kernels.cuda import (
 )
 from longshard.context.execution.kernels.flash import gpu_capability, newer_flash
 from longshard.context.execution.kernels.head_groups import HeadGroups
-from longshard.context.planning.capabilities import able_kernels, auto_kernel, kernel_words
+from longshard.context.execution.merging import Merge, merge
+from longshard.context.planning.capabilities import (
+    FlashPackage,
+    able_kernels,
+    auto_kernel,
+    kernel_words,
+)
 
 logger = logging.getLogger("longshard")
 CUDA_KERNELS: tuple[Kernel, ...] = tuple(
@@ -26,6 +34,17 @@ CUDA_KERNELS: tuple[Kernel, ...] = tuple(
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())
 }
+
+
+@dataclass(frozen=True)
+class GpuKernels:
+    """The kernels that depend on the GPUs of this process. `lct estimate` has those of GPUs that are not there."""
+
+    newer_flash: Callable[[int], FlashPackage | None] = newer_flash
+    merge: Merge = merge
+
+
+GPU_KERNELS = GpuKernels()
 
 
 def choose_kernel(
@@ -39,6 +58,7 @@ def choose_kernel(
     fixed: bool = False,
     softcap: float = 0.0,
     largest: int = 0,
+    gpu: GpuKernels = GPU_KERNELS,
 ) -> Kernel:
     """Return the kernel of that name, or for `auto` the kernel that `auto_kernel` chooses on this machine.
 
@@ -55,7 +75,9 @@ def choose_kernel(
         name, *kind, bands=bands, deterministic=deterministic, softcap=bool(softcap)
     )
     on_gpu = device_type == "cuda"
-    capability, package = (gpu_capability(), newer_flash(head_dim)) if on_gpu else (None, None)
+    capability, package = (
+        (gpu_capability(), gpu.newer_flash(head_dim)) if on_gpu else (None, None)
+    )
     machine = {"capability": capability, "newer_flash": package is not None}
     chosen = auto_kernel(able, calls, fixed=fixed, largest=largest, **machine)
     chosen = chosen if name == "auto" else name

@@ -1,0 +1,41 @@
+"""Host memory of the system, page-locked for a GPU."""
+
+import mmap
+import weakref
+
+import torch
+
+
+def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tensor:
+    """Return page-locked host memory for a tensor, which stays locked as long as the returned object lives.
+
+    It is the system's: PyTorch's allocator of page-locked memory takes the next power of two.
+
+    Args:
+        tensor: What it is for; its shape, strides and type count.
+        key: The setting that asks for the memory, and `advice` what to do without it, both for the message.
+
+    Raises:
+        MemoryError: the system does not lock so much.
+    """
+    buffer = system_memory_like(tensor)
+    size = tensor.numel() * tensor.element_size()
+    if size:
+        runtime = torch.cuda.cudart()
+        place = buffer.data_ptr()
+        if error := int(runtime.cudaHostRegister(place, size, 0)):
+            raise MemoryError(
+                f"{key} cannot lock {size:,} more bytes of host memory (CUDA error {error}); raise the limit of the "
+                f"node, or {advice}"
+            )
+        weakref.finalize(buffer, runtime.cudaHostUnregister, place).atexit = False
+    return buffer
+
+
+def system_memory_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return host memory for a tensor, with its shape, type and order of elements."""
+    size = tensor.numel() * tensor.element_size()
+    flat = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
+    # A transposed tensor comes back transposed, so that the recomputation sums in the same order.
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return flat[:size].view(tensor.dtype).as_strided(tensor.shape, strides)
