@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.checkpoint import host_copies
 from trainer.checkpoint.host_copies import HostCopies
 
+pytestmark = pytest.mark.about("trainer/runtime/host_memory.py")
 UPDATED = ("model.weight", "optimizer.weight.exp_avg")
 
 

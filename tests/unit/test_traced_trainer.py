@@ -15,7 +15,9 @@ from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.planner.device import machine
 from trainer.runtime.agreement import check_same, of_all_ranks, raise_on_all_ranks
 
-pytestmark = pytest.mark.about("trainer/planner/traced_trainer.py", "trainer/runtime/agreement.py")
+pytestmark = pytest.mark.about(
+    "trainer/planner/traced_trainer.py", "trainer/parallel/machine.py", "trainer/runtime/agreement.py"
+)
 _OURS = ("trainer.", "longshard.")
 
 
