@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
-from longshard.context.execution.kernels.base import Kernel
+from longshard.context.execution.kernels.base import BackwardInputs, Kernel
 from longshard.context.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from longshard.context.execution.kernels.cpu import CpuFlash, Math
 from longshard.context.execution.merging import Merge, fused_merge, merge_eagerly
@@ -64,7 +64,9 @@ def measure(kernel: Kernel, relation: Relation, length: int, args: argparse.Name
         out, lse = kernel.forward(q, k, v, relation=relation, scale=scale)
         forward = seconds(lambda: kernel.forward(q, k, v, relation=relation, scale=scale), args.repeats, device)
         backward = seconds(
-            lambda: kernel.backward(dout, q, k, v, out, lse, relation=relation, scale=scale), args.repeats, device
+            lambda: kernel.backward(BackwardInputs(dout, q, k, v, out, lse), relation=relation, scale=scale),
+            args.repeats,
+            device,
         )
     except Exception as error:  # out of memory, an operator that this build or GPU lacks, a compiler: on to the next
         return {**row, "note": _said(error)}

@@ -141,7 +141,7 @@ class OneCall:
 
     def backward(self, out: torch.Tensor, lse: torch.Tensor) -> object:
         *qkv, dout = self._inputs
-        return self._kernel.backward(dout, *qkv, out, lse, **self._options)
+        return self._kernel.backward(BackwardInputs(dout, *qkv, out, lse), **self._options)
 
 
 def seconds(work: Tiles | OneCall, device: str) -> float:

@@ -214,7 +214,7 @@ def _same_bits(name: str, device: str) -> bool:
     options = {"relation": Relation.CAUSAL, "scale": 0.125}
     out, lse = KERNELS[name].forward(q, k, v, **options)
     with _deterministic():
-        first, second = (KERNELS[name].backward(dout, q, k, v, out, lse, **options) for _ in range(2))
+        first, second = (KERNELS[name].backward(BackwardInputs(dout, q, k, v, out, lse), **options) for _ in range(2))
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -78,7 +78,7 @@ def _worst(errors: dict[str, float], found: Results, right: Results) -> None:
 
 def _run(kernel: Any, inputs: Results, dout: torch.Tensor, relation: Relation = Relation.FULL) -> Results:
     out, lse = kernel.forward(*inputs, relation=relation, scale=_SCALE)
-    return [out, *kernel.backward(dout, *inputs, out, lse, relation=relation, scale=_SCALE)]
+    return [out, *kernel.backward(BackwardInputs(dout, *inputs, out, lse), relation=relation, scale=_SCALE)]
 
 
 def _copied(x: torch.Tensor, heads: slice) -> torch.Tensor:

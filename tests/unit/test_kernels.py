@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshard.context.execution.kernels.base import Kernel, repeated, summed
+from longshard.context.execution.kernels.base import BackwardInputs, Kernel, repeated, summed
 from longshard.context.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from longshard.context.execution.kernels.cpu import CpuFlash, Math
 from longshard.context.planning.capabilities import (
@@ -91,7 +91,7 @@ def run(
     out, lse = kernel.forward(q, k, v, relation=relation, scale=scale)
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
-    grads = kernel.backward(cotangent, q, k, v, out, lse, relation=relation, scale=scale)
+    grads = kernel.backward(BackwardInputs(cotangent, q, k, v, out, lse), relation=relation, scale=scale)
     assert all(grad.dtype == dtype for grad in grads)
     pairs = zip((out, lse, *grads), (wanted, wanted_lse, *wanted_grads), strict=True)
     # Gradients that are zero in exact numbers, as of a query with one key, have no relative error.
@@ -174,7 +174,7 @@ def parts_of_a_whole(kernel: Kernel, whole: tuple[Relation, int, int], tiles: li
         merged[rows] += part * (part_lse - lse[rows]).exp()[..., None]
         merged_lse[rows] = torch.logaddexp(merged_lse[rows], part_lse)
         arguments = cotangent[rows], q[rows], k[keys], v[keys], out[rows], lse[rows]
-        parts = kernel.backward(*arguments, relation=tile.relation, scale=0.3)
+        parts = kernel.backward(BackwardInputs(*arguments), relation=tile.relation, scale=0.3)
         for total, place, part in zip(sums, (rows, keys, keys), parts, strict=True):
             total[place] += part
     for got, wanted in zip((merged, merged_lse, *sums), (out, lse, *grads), strict=True):
@@ -190,7 +190,7 @@ def test_statistics_of_the_tile_alone_would_be_wrong(kernel: Kernel):
     for part in (slice(0, 4), slice(4, 10)):
         keys, values = k[:, :, part], v[:, :, part]
         out, lse = kernel.forward(q, keys, values, relation=FULL, scale=0.3)
-        dq = dq + kernel.backward(cotangent, q, keys, values, out, lse, relation=FULL, scale=0.3)[0]
+        dq = dq + kernel.backward(BackwardInputs(cotangent, q, keys, values, out, lse), relation=FULL, scale=0.3)[0]
     assert error(dq, wanted) > 0.1
 
 

@@ -87,10 +87,10 @@ def test_any_layout_of_the_inputs(kernel: Kernel, offset: int):
     wanted, wanted_lse, wanted_grads = definition(q, k, v, cotangent, CAUSAL, 0.3)
     out, lse = kernel.forward(rows, held_k, held_v, relation=CAUSAL, scale=0.3)
     expanded = cotangent[:, :, :1].expand_as(out)
-    grads = kernel.backward(cotangent, rows, held_k, held_v, out, lse, relation=CAUSAL, scale=0.3)
+    grads = kernel.backward(BackwardInputs(cotangent, rows, held_k, held_v, out, lse), relation=CAUSAL, scale=0.3)
     for got, wish in zip((out, lse, *grads), (wanted, wanted_lse, *wanted_grads), strict=True):
         assert error(got, wish) < 1e-12
-    dq = kernel.backward(expanded, rows, held_k, held_v, out, lse, relation=CAUSAL, scale=0.3)[0]
+    dq = kernel.backward(BackwardInputs(expanded, rows, held_k, held_v, out, lse), relation=CAUSAL, scale=0.3)[0]
     assert error(dq, definition(q, k, v, expanded, CAUSAL, 0.3)[2][0]) < 1e-12
 
 
@@ -151,7 +151,7 @@ def same_one_by_one(calls: Sequence[Call], given: BackwardInputs, found: tuple[d
         options = {"relation": call.relation, "scale": 0.3}
         wanted = (
             *single.forward(rows, keys, values, **options),
-            *single.backward(dout, rows, keys, values, out, lse, **options),
+            *single.backward(BackwardInputs(dout, rows, keys, values, out, lse), **options),
         )
         for got, wish in zip((*found[0][call], *found[1][call]), wanted, strict=True):
             assert error(got, wish) < 1e-12

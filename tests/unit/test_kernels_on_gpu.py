@@ -34,7 +34,7 @@ def test_shapes_by_the_meta_kernels(kernel: Kernel, tile: tuple[Relation, int, i
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     if kernel.name == "efficient":
         return  # torch's meta kernel of its backward lacks the argument `out`; the stand-in's schema checks the call
-    grads = kernel.backward(out, q, k, v, out, lse, relation=relation, scale=0.3)
+    grads = kernel.backward(BackwardInputs(out, q, k, v, out, lse), relation=relation, scale=0.3)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, dtype) for x in (q, k, v)]
 
 
@@ -93,7 +93,9 @@ def test_on_a_gpu(kernel: Kernel, tile: tuple[Relation, int, int], head_dim: int
         merged_lse[rows] = torch.logaddexp(merged_lse[rows], part_lse.double())
         statistics = out[rows].to(dtype), lse[rows].float()
         found = kernel.backward(
-            cotangent[rows], q[rows], k[keys], v[keys], *statistics, relation=part.relation, scale=scale
+            BackwardInputs(cotangent[rows], q[rows], k[keys], v[keys], *statistics),
+            relation=part.relation,
+            scale=scale,
         )
         for total, place, grad in zip(sums, (rows, keys, keys), found, strict=True):
             total[place] += grad

@@ -44,9 +44,9 @@ def test_a_tile_by_fewer_heads(kernel: Kernel, heads: tuple[int, int, int]) -> N
     assert counts.total() > 2 * whole, "one call of all heads"
     torch.testing.assert_close(found[0], out)
     torch.testing.assert_close(found[1], lse)
-    given = dout, q, k, v, out, lse
-    wanted = kernel.backward(*given, relation=CAUSAL, scale=0.3)
-    for ours, whole in zip(grouped.backward(*given, relation=CAUSAL, scale=0.3), wanted, strict=True):
+    given = BackwardInputs(dout, q, k, v, out, lse)
+    wanted = kernel.backward(given, relation=CAUSAL, scale=0.3)
+    for ours, whole in zip(grouped.backward(given, relation=CAUSAL, scale=0.3), wanted, strict=True):
         torch.testing.assert_close(ours, whole)
 
 

@@ -148,7 +148,7 @@ def gradients(given: BackwardInputs, launch: Launch, kernel: Kernel, scale: floa
     columns = slice(*call.kv)
     places = (rows, rows, columns, columns, rows, rows)
     of_call = (part(x, place) for x, place in zip(given, places, strict=True))
-    return kernel.backward(*of_call, relation=call.relation, scale=scale)
+    return kernel.backward(BackwardInputs(*of_call), relation=call.relation, scale=scale)
 
 
 def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:

@@ -62,8 +62,8 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, as q, and lse."""
 
-    def backward(self, *given: torch.Tensor, relation: Relation, scale: float) -> QKV:
-        """Return dq, dk, dv; given: `BackwardInputs`. Gradients of repeated key/value heads are summed."""
+    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        """Return dq, dk, dv. Gradients of repeated key/value heads are summed."""
 
 
 def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,13 @@
 
 import torch
 
-from longshard.context.execution.kernels.base import hidden_pairs, repeated, summed
+from longshard.context.execution.kernels.base import (
+    QKV,
+    BackwardInputs,
+    hidden_pairs,
+    repeated,
+    summed,
+)
 from longshard.context.planning.capabilities import CAPABILITIES
 from longshard.context.planning.mask import Relation
 
@@ -21,10 +27,10 @@ class CpuFlash:
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
 
-    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
-        causal, mask = self._mask(q, k, relation)
+    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        causal, mask = self._mask(given.q, given.k, relation)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+            *given, 0.0, causal, attn_mask=mask, scale=scale
         )
 
     @staticmethod
@@ -57,7 +63,8 @@ class Math:
         values = repeated(v, q.shape[1]).to(scores.dtype)
         return ((scores - lse[..., None]).exp() @ values).to(q.dtype), lse
 
-    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        dout, q, k, v, out, lse = given
         scores = self._scores(q, k, relation, scale)
         p = (scores - lse[..., None]).exp()
         dout, out, q_, k_, v_ = (x.to(p.dtype) for x in (dout, out, q, k, v))

@@ -48,7 +48,8 @@ class CudaFlash(_Aten):
         )  # fmt: skip
         return _heads(out, size), lse
 
-    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        dout, q, k, v, out, lse = given
         n = q.shape[2]
         m = k.shape[2]
         size = q.shape[3]
@@ -76,7 +77,8 @@ class Efficient(_Aten):
         )  # fmt: skip
         return _heads(out, size), lse[..., :n]
 
-    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        dout, q, k, v, out, lse = given
         n = q.shape[2]
         m = k.shape[2]
         size = q.shape[3]
@@ -134,11 +136,10 @@ class Cudnn(_Aten):
         )
         return out, lse.squeeze(-1) if lse.ndim == 4 else lse
 
-    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        dout, q, k, v, out, lse = given
         if 1 in (q.shape[2], k.shape[2]):
-            return self._single.backward(
-                dout, q, k, v, out, lse, relation=relation, scale=scale
-            )
+            return self._single.backward(given, relation=relation, scale=scale)
         n = q.shape[2]
         m = k.shape[2]
         _check_square(relation, n, m)
@@ -155,10 +156,8 @@ class _ManyTiles(_Aten):
     def forward(self, q, k, v, *, relation, scale):
         return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
 
-    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
-        return self.backward_many(
-            BackwardInputs(dout, q, k, v, out, lse), _whole(q, k, relation), scale=scale
-        )
+    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        return self.backward_many(given, _whole(given.q, given.k, relation), scale=scale)
 
 
 class Varlen(_ManyTiles):
@@ -237,8 +236,8 @@ class CudnnVarlen(_ManyTiles):
         rows = slice(*call.q)
         keys = slice(*call.kv)
         places = (rows, rows, keys, keys, rows, rows)
-        inputs = (x[:, :, place] for x, place in zip(given, places, strict=True))
-        return self._large.backward(*inputs, relation=call.relation, scale=scale)
+        parts = (x[:, :, place] for x, place in zip(given, places, strict=True))
+        return self._large.backward(BackwardInputs(*parts), relation=call.relation, scale=scale)
 
     def _is_for_cudnn(self, q: torch.Tensor, k: torch.Tensor, launch: Launch) -> bool:
         """Return whether cuDNN computes a launch: a large tile, whose shape it has a plan for, or builds one."""

@@ -7,6 +7,7 @@ import torch
 from longshard.context.execution.kernels.base import QKV, BackwardInputs, Kernel
 from longshard.context.planning.capabilities import call_elements, head_groups
 from longshard.context.planning.lowering import Launch
+from longshard.context.planning.mask import Relation
 
 
 class HeadGroups:
@@ -29,14 +30,14 @@ class HeadGroups:
             call, self._groups(q, k, 1, q.shape[2], k.shape[2]), q, k, v, q.shape[2]
         )
 
-    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
         def call(inputs: BackwardInputs) -> QKV:
-            return self._kernel.backward(*inputs, relation=relation, scale=scale)
+            return self._kernel.backward(inputs, relation=relation, scale=scale)
 
-        rows = q.shape[2]
-        keys = k.shape[2]
-        inputs = BackwardInputs(dout, q, k, v, out, lse)
-        return _backward(call, self._groups(q, k, 1, rows, keys), inputs, rows, keys)
+        rows = given.q.shape[2]
+        keys = given.k.shape[2]
+        groups = self._groups(given.q, given.k, 1, rows, keys)
+        return _backward(call, groups, given, rows, keys)
 
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
