@@ -115,7 +115,7 @@ def test_cudnn_refuses_what_it_would_get_wrong(relation: Relation, n: int, m: in
     with pytest.raises(ValueError, match=f"{relation.value} of {n} queries and {m} keys"):
         Cudnn(OPS).forward(q, k, v, relation=relation, scale=0.3)
     with pytest.raises(ValueError, match="use another"):
-        Cudnn(OPS).backward(cotangent, q, k, v, q, q[..., 0], relation=relation, scale=0.3)
+        Cudnn(OPS).backward(BackwardInputs(cotangent, q, k, v, q, q[..., 0]), relation=relation, scale=0.3)
 
 
 # ---- many tiles in one launch
