@@ -804,6 +804,13 @@ PROCESSES = (
         "tests/repository/test_documented_commands.py::test_a_preset_is_checked_on_another_machine",
     ),
     Mutant(
+        "a rank of a trace waits for peers that are not there",
+        "longshard/sharding/exchange.py",
+        'return dist.get_backend(_group(over)) != "fake"',
+        "return True",
+        "tests/unit/test_traced_trainer.py::test_a_rank_without_peers_agrees_with_itself",
+    ),
+    Mutant(
         "what one rank finds wrong does not reach the others",
         "trainer/runtime/agreement.py",
         'failed = all_reduce(found, group, "max").item()',
