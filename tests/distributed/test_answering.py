@@ -67,13 +67,15 @@ def failing_case(failing_rank: int) -> list[list]:
         rank, real = dims.rank("world"), answering.generate
         writer = Writer(part, job, dims, open_tokenizer(), (), control_group())
 
-        def failing(*args, on_token, **settings) -> list[list[int]]:
+        def failing(*args: object) -> list[list[int]]:
+            *others, how = args
+
             def put(number: int, token: int, logits: torch.Tensor) -> bool:
                 if rank == failing_rank:
                     raise MemoryError("no room")
-                return on_token(number, token, logits)
+                return how.on_token(number, token, logits)
 
-            return real(*args, on_token=put, **settings)
+            return real(*others, replace(how, on_token=put))
 
         for kind in ("fails", "leaves", "usual"):
             asked, parts = replace(ASKED, tokens=6), []

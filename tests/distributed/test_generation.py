@@ -28,7 +28,7 @@ from trainer.commands import generate as command
 from trainer.commands.finished_run import loaded_model
 from trainer.commands.main import main as lct
 from trainer.components import generation
-from trainer.components.generation import Sampling, generate
+from trainer.components.generation import Sampling, Writing, generate
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model, Parallelism, Training
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
@@ -118,7 +118,7 @@ def written_case(
     *layout: object,
 ) -> list[list[int]]:
     with opened(model, *layout) as (part, job, dims):
-        return generate(part, job, dims, prompts, tokens=tokens, sampling=sampling, seed=seed, ends=ends)
+        return generate(part, job, dims, prompts, Writing(tokens, sampling, seed, ends))
 
 
 def likeliest_case(model: Model, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -201,7 +201,7 @@ def local_heads_case(cp: int) -> set[tuple[int, ...]]:
                 seen.append(self)
 
         with mock.patch.object(generation, "GenerationCache", Seen):
-            generate(part, job, dims, PROMPTS, tokens=3, sampling=GREEDY, seed=0)
+            generate(part, job, dims, PROMPTS, Writing(3, GREEDY, seed=0))
         return {tuple(kept.shape) for pair in seen[0]._kept.values() for kept in pair}
 
 
@@ -216,7 +216,7 @@ def test_a_rank_keeps_its_own_heads_and_tokens_and_no_more_than_are_written(pool
 def hugging_face_case(family: str, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], list[list[int]]]:
     """What we write, and what transformers writes with the same weights."""
     with opened(Model(name=family)) as (part, job, dims):
-        ours = generate(part, job, dims, prompts, tokens=tokens, sampling=GREEDY, seed=0)
+        ours = generate(part, job, dims, prompts, Writing(tokens, GREEDY, seed=0))
         args = job.model
         theirs = hf_model(family, args).eval()
         theirs.generation_config.eos_token_id = None
@@ -265,7 +265,7 @@ def of_a_folder_case(folder: str, prompts: list[list[int]], tokens: int, samplin
     _, job = command.checked([folder, "--ngpu", str(process.world_size)])
     with process_group(process, job.config.comm):
         model, dims = loaded_model(job, process.device)
-        return generate(model, job, dims, prompts, tokens=tokens, sampling=sampling, seed=1)
+        return generate(model, job, dims, prompts, Writing(tokens, sampling, seed=1))
 
 
 @pytest.mark.slow
@@ -379,7 +379,7 @@ def refused(model: Model, sampling: Sampling) -> str:
             local = part.norm.weight.to_local() if isinstance(part.norm.weight, DTensor) else part.norm.weight
             local[0] = torch.nan
         try:
-            generate(part, job, dims, PROMPTS, tokens=3, sampling=sampling, seed=0)
+            generate(part, job, dims, PROMPTS, Writing(3, sampling, seed=0))
         except ConfigError as error:
             return str(error)
     return ""

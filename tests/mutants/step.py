@@ -539,14 +539,14 @@ EVALUATION = (
     ),
     Mutant(
         "what fills up a prompt is seen by the tokens behind it",
-        "trainer/components/generation.py",
+        "trainer/components/generation_cache.py",
         "torch.where(rows < self.lengths[:, None], rows, -1)",
         "rows",
         "tests/distributed/test_generation.py::test_drawn_tokens_follow_the_seed_and_the_number_of_the_prompt",
     ),
     Mutant(
         "every context-parallel rank keeps each new token",
-        "trainer/components/generation.py",
+        "trainer/components/generation_cache.py",
         "self._new if self._runs % self._cp.size() == self._cp.get_local_rank() else 0",
         "self._new",
         "tests/distributed/test_generation.py::test_context_parallel_ranks_write_the_same",

@@ -12,7 +12,7 @@ from tests.unit.saved_runs import saved_run
 from trainer.commands.finished_run import loaded_model
 from trainer.commands.generate import checked
 from trainer.commands.main import main as lct
-from trainer.components.generation import Sampling, generate
+from trainer.components.generation import Sampling, Writing, generate
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 from trainer.runtime.process_group import Process, process_group
 
@@ -67,15 +67,13 @@ def test_what_is_told_of_several_prompts_names_each_of_them(folder: Path) -> Non
     read: list[tuple[int, ...]] = []
     with process_group(process, job.config.comm):
         model, dims = loaded_model(job, process.device)
-        how = {"tokens": 2, "sampling": Sampling(temperature=0), "seed": 0}
-        texts = generate(
-            model,
-            job,
-            dims,
-            [[1, 2, 3], [4, 5]],
+        how = Writing(
+            tokens=2,
+            sampling=Sampling(temperature=0),
+            seed=0,
             on_token=lambda prompt, token, logits: told.append((prompt, token, int(logits.argmax()))),
             on_prompt=lambda start, logits: read.append((start, *logits.shape[:2])),
-            **how,
         )
+        texts = generate(model, job, dims, [[1, 2, 3], [4, 5]], how)
     assert told == [(number, token, token) for number, text in enumerate(texts) for token in text]
     assert read == [(0, 1, 3), (0, 1, 2)]

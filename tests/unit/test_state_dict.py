@@ -11,7 +11,7 @@ from examples.toy_family import spec as toy
 from examples.toy_family.args import FLAVORS
 from tests.hf_decoders import EVERY_SECOND, hf_model, in_float64
 from tests.hf_tensors import from_hf, to_hf
-from trainer.components.generation import GenerationCache
+from trainer.components.generation_cache import GenerationCache
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import RopeScaling

@@ -17,7 +17,7 @@ from trainer.commands.http_server import Waiting
 from trainer.commands.openai_format import AnswerError, Ended, Piece, Score
 from trainer.commands.openai_request import Request
 from trainer.commands.talk import Pieces
-from trainer.components.generation import Sampling, generate
+from trainer.components.generation import Sampling, Writing, generate
 from trainer.data.tokenizers.tokenizer import Tokenizer
 from trainer.job import ResolvedJob
 from trainer.parallel.parallel_dims import ParallelDims
@@ -98,11 +98,7 @@ class Writer:
                 Piece(self._tokenizer.decode(asked.prompt) if not start else "", scores)
             )
 
-        (written,) = generate(
-            self._model,
-            self._job,
-            self._dims,
-            [asked.prompt],
+        how = Writing(
             tokens=asked.tokens,
             sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
             seed=asked.seed,
@@ -110,6 +106,7 @@ class Writer:
             on_token=put,
             on_prompt=put_prompt if asked.echo and asked.scores is not None else None,
         )
+        (written,) = generate(self._model, self._job, self._dims, [asked.prompt], how)
         if waiting is not None:
             waiting.send(Piece(text.finish()))
         is_full = len(written) == asked.tokens and not text.stopped

@@ -127,7 +127,7 @@ def interrupts() -> Iterator[list[int]]:
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
     """Talk until the input ends. A collective over all ranks; rank 0 reads and prints."""
     from trainer.commands.finished_run import loaded_model
-    from trainer.components.generation import Sampling, generate
+    from trainer.components.generation import Sampling, Writing, generate
     from trainer.runtime.agreement import control_group, highest, read_once
     from trainer.runtime.process_group import set_timeout
 
@@ -162,16 +162,9 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         tokens = min(args.tokens, window - len(prompt))
-        settings = {
-            "tokens": tokens,
-            "sampling": sampling,
-            "seed": args.seed,
-            "ends": talk.ends,
-        }
         with interrupts() as came:
-            (written,) = generate(
-                model, job, dims, [prompt], **settings, on_token=partial(put, came=came)
-            )
+            how = Writing(tokens, sampling, args.seed, talk.ends, partial(put, came=came))
+            (written,) = generate(model, job, dims, [prompt], how)
             highest(0, control)  # so that no rank leaves before the others
         if is_first:
             print(for_terminal(pieces.finish()), flush=True)

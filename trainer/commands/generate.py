@@ -161,7 +161,7 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
     """Return each prompt and what the model writes after it, up to the end of the text. A collective over all ranks."""
-    from trainer.components.generation import Sampling, generate
+    from trainer.components.generation import Sampling, Writing, generate
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 
@@ -178,8 +178,8 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
             file=sys.stderr,
         )
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    settings = {"tokens": args.tokens, "sampling": sampling, "seed": args.seed, "ends": ends}
-    written = generate(model, job, dims, prompts, **settings)
+    how = Writing(args.tokens, sampling, args.seed, ends)
+    written = generate(model, job, dims, prompts, how)
     texts = (text + tokenizer.decode(more) for text, more in zip(shown, written, strict=True))
     return for_terminal("\n\n".join(texts))
 

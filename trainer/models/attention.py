@@ -16,6 +16,7 @@ from longshard.context.planning.capabilities import FLASH2_BROKEN, INDEX_LIMIT, 
 from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
 from trainer.families.mixers import AttentionArgs
+from trainer.models.cached import Cached
 from trainer.models.initialization import fill
 from trainer.models.norms import NormOfHeads, build_rms_norm
 from trainer.models.rotary import apply_rope
@@ -47,7 +48,7 @@ def _gpu_backends(head_dim: int) -> list[SDPBackend]:
     return [_CUDNN, *_OTHERS] if head_dim in FLASH2_BROKEN else [_CUDNN, _FLASH, *_OTHERS]
 
 
-class InnerAttention(nn.Module):
+class InnerAttention(Cached):
     """Causal scaled dot product attention. `ContextParallelAttention` replaces it by planned attention.
 
     Sliding windows, sinks and soft-caps of scores exist in planned attention only.
@@ -204,7 +205,7 @@ class Attention(nn.Module):
         # (B, H, S, D), (B, K, S, D) twice
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         sinks = self.sinks() if self.sinks is not None else None
-        out = self.inner_attention(
+        out = self.inner_attention.run(
             q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
         )
         out = out.transpose(1, 2).flatten(2)

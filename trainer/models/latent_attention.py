@@ -90,7 +90,7 @@ class LatentAttention(nn.Module):
         latent = latent.transpose(1, 2)
         up = self.wkv_b().unflatten(0, (-1, args.nope_dim + args.value_dim))
         settings = {"scale": self.args.scale, "plan": attention_plan, "up": up}
-        out = self.inner_attention(q, latent, latent[..., :0], **settings)
+        out = self.inner_attention.run(q, latent, latent[..., :0], **settings)
         return self.wo(out.transpose(1, 2).flatten(2), **of_adapters)
 
     def rows_of_heads(self) -> dict[str, list[int]]:

@@ -13,6 +13,7 @@ from longshard.context.linear_attention import linear_attention
 from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, LinearArgs, MambaArgs
+from trainer.models.cached import Cached
 from trainer.models.initialization import fill
 from trainer.models.norms import NormOfHeads
 from trainer.models.short_convolution import InnerConvolution, Taps
@@ -26,7 +27,7 @@ from trainer.parallel.tensor_parallel import (
 )
 
 
-class InnerLinearAttention(nn.Module):
+class InnerLinearAttention(Cached):
     """The recurrence over whole sequences, or with a plan over those of all ranks. It has no parameters."""
 
     def forward(
@@ -132,7 +133,7 @@ class LinearAttention(nn.Module):
         """Return each part, (B, S, C), behind its convolution and SiLU."""
         names = self.args.convolved()
         taps = torch.cat([self.get_submodule(f"{name}_conv")() for name in names])
-        mixed = self.inner_convolution(torch.cat([*parts], -1), taps, **where)
+        mixed = self.inner_convolution.run(torch.cat([*parts], -1), taps, **where)
         if self.args.convolution_bias:
             mixed = mixed + torch.cat([self.get_submodule(f"{name}_bias")() for name in names])
         return F.silu(mixed).split([part.shape[-1] for part in parts], -1)
@@ -193,7 +194,9 @@ class GatedDeltaNet(LinearAttention):
         v, z = (part.unflatten(-1, (-1, args.value_dim)) for part in (v, z))
         beta = b.flatten(2).sigmoid()
         (log_decay, _) = self.decay(a.flatten(2))
-        out = self.inner_attention(q, k, v, log_decay, beta, scale=args.key_dim**-0.5, **where)
+        out = self.inner_attention.run(
+            q, k, v, log_decay, beta, scale=args.key_dim**-0.5, **where
+        )
         return (self.norm(out) * F.silu(z)).flatten(2)
 
     def rows_of_heads(self) -> dict[str, list[int]]:
@@ -227,7 +230,7 @@ class KimiDeltaAttention(LinearAttention):
         log_decay, _ = self.decay(self.f_b(self.f_a(x, **of_adapters), **of_adapters))
         beta = self.wb(x, **of_adapters).sigmoid()
         scale = self.args.head_dim**-0.5
-        out = self.inner_attention(
+        out = self.inner_attention.run(
             _normalised(q), _normalised(k), v, log_decay, beta, scale=scale, **where
         )
         gate = self.g_b(self.g_a(x, **of_adapters), **of_adapters).unflatten(
@@ -278,7 +281,7 @@ class Mamba2(LinearAttention):
             part.unflatten(-1, (-1, self.args.state_dim)) for part in (keys, queries)
         )
         log_decay, step = self.decay(dt)
-        out = self.inner_attention(
+        out = self.inner_attention.run(
             queries, keys, values * step.unsqueeze(-1), log_decay, None, scale=1.0, **where
         )
         out = (out + values * self.skip().unsqueeze(-1)).flatten(2)

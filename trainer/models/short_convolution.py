@@ -5,11 +5,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from longshard.context.convolution import convolved
+from trainer.models.cached import Cached
 from trainer.models.initialization import draw
 from trainer.models.weights import Weights
 
 
-class InnerConvolution(nn.Module):
+class InnerConvolution(Cached):
     """Depthwise causal convolution over whole sequences. `ContextParallelConvolution` replaces it by a planned one."""
 
     def forward(
@@ -70,5 +71,5 @@ class ShortConvolution(nn.Module):
         """q: (B, S, H * D); k, v: (B, S, K * D) -> the same shapes. positions: (B, S), of packed documents."""
         x = torch.cat((q, k, v), -1)
         weight = torch.cat((self.q(), self.k(), self.v()))
-        x = x + self.inner_convolution(x, weight, positions=positions, plan=plan)
+        x = x + self.inner_convolution.run(x, weight, positions=positions, plan=plan)
         return x.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)

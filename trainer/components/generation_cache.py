@@ -1,0 +1,256 @@
+"""What generation keeps of the texts so far, and how layers compute new tokens from it.
+
+A prompt is read by the model's own forward, with planned attention where the job has it. Context-parallel ranks divide
+its tokens as in training, and each keeps the keys and values of its own:
+
+    head_tail, prompt of 8 on 2 ranks:   rank 0 keeps 0 1 6 7, then the tokens 8, 10, ...
+                                         rank 1 keeps 2 3 4 5, then the tokens 9, 11, ...
+
+All of them compute a new token alike. Each attends to what it keeps, and the partial results are merged by their
+log-sum-exps, as in a ring. Tensor-parallel ranks keep their own heads.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longshard.context.convolution import convolved
+from longshard.context.execution.latent import absorbed
+from longshard.context.execution.linear_chunks import one_token
+from longshard.context.linear_attention import linear_attention
+from longshard.sharding.exchange import all_gather, all_reduce
+from trainer.components.loss import whole_sequence
+from trainer.models.attention import InnerAttention
+from trainer.models.cached import cached
+from trainer.models.linear_attention import InnerLinearAttention
+from trainer.models.short_convolution import InnerConvolution
+
+
+class GenerationCache:
+    """Keys and values, or latents, of attention, states of linear attention, and last inputs of short convolutions.
+
+    lengths: (B,) tokens of each text so far; capacity: the most tokens that a rank keeps of one; cp, tp: the ranks that
+    divide tokens and heads.
+    """
+
+    def __init__(
+        self, lengths: torch.Tensor, capacity: int, cp: DeviceMesh, tp: DeviceMesh
+    ) -> None:
+        self.lengths = lengths.clone()
+        self._capacity = capacity
+        self._cp = cp
+        self._tp = tp
+        self._positions = torch.full((len(lengths), capacity), -1, device=lengths.device)
+        """Of the kept tokens; -1: none, or what fills up a prompt."""
+        self._used = self._runs = self._new = self._own_new = 0
+        self._queries = self._rows = lengths
+        self._kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._inputs: dict[nn.Module, torch.Tensor] = {}
+        self._states: dict[nn.Module, torch.Tensor] = {}
+
+    def read(
+        self,
+        model: nn.Module,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        plan: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Read this rank's tokens of the prompts, which are filled up at their ends; collective.
+
+        tokens: (B, S), S as on every rank and divided by the size of `tp`; rows: (S,), their positions; plan: the
+        handle of the open context, None without one; positions: (B, N), by default the last token of each text, N = 1
+        -> the hidden states at the positions, (B, N, dim), the same on every rank.
+        """
+        self._rows = rows
+        self._used = len(rows)
+        self._positions[:, : self._used] = torch.where(rows < self.lengths[:, None], rows, -1)
+        keep = {
+            InnerAttention: self._keep_keys,
+            InnerLinearAttention: self._keep_state,
+            InnerConvolution: self._keep_inputs,
+        }
+        with cached(model, keep):
+            hidden = model(tokens) if plan is None else model(tokens, attention_plan=plan)
+        own = rows.chunk(self._tp.size())[self._tp.get_local_rank()]
+        wanted = self.lengths[:, None] - 1 if positions is None else positions
+        return all_reduce(self._rows_at(hidden, own, wanted), self._tp)
+
+    def run(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of new tokens: (B, S) -> (B, S, dim), the same on every rank; collective.
+
+        Tensor-parallel ranks divide the tokens, so they are filled up at their end. No token sees those behind it.
+        """
+        self._new = tokens.shape[1]
+        self._own_new = (
+            self._new if self._runs % self._cp.size() == self._cp.get_local_rank() else 0
+        )
+        filled = F.pad(tokens, (0, -self._new % self._tp.size()))
+        self._queries = self.lengths[:, None] + torch.arange(
+            filled.shape[1], device=tokens.device
+        )
+        self._positions[:, self._used : self._used + self._own_new] = self._queries[
+            :, : self._own_new
+        ]
+        step = {
+            InnerAttention: self._attend,
+            InnerLinearAttention: self._change_state,
+            InnerConvolution: self._convolve,
+        }
+        with cached(model, step):
+            hidden = whole_sequence(model(filled, positions=self._queries), self._tp)[
+                :, : self._new
+            ]
+        self.lengths += self._new
+        self._used += self._own_new
+        self._runs += 1
+        return hidden
+
+    def _rows_at(
+        self, x: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return rows of x (B, S, C) by their positions (B, N), from whatever rank of `cp` has them: (B, N, C).
+
+        rows: (S,), the positions of those that are here. Before a text there are zeros.
+        """
+        order = rows.argsort()
+        places = torch.searchsorted(rows[order], positions).clamp(max=len(rows) - 1)
+        here = order[places]
+        found = x.gather(1, here.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+        found = torch.where((rows[here] == positions).unsqueeze(-1), found, 0)
+        return all_reduce(found.contiguous(), self._cp)
+
+    def _keep(
+        self, module: nn.Module, k: torch.Tensor, v: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Keep keys and values, (B, K, S, D), behind the `first` ones, and return all of them."""
+        if module not in self._kept:
+            self._kept[module] = tuple(
+                x.new_empty(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v)
+            )
+        end = first + k.shape[2]
+        for kept, x in zip(self._kept[module], (k, v), strict=True):
+            kept[:, :, first:end] = x
+        return tuple(kept[:, :, :end] for kept in self._kept[module])
+
+    def _keep_keys(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        **settings: Any,
+    ) -> torch.Tensor:
+        self._keep(module, k, v, 0)
+        return module(q, k, v, **settings)
+
+    def _keep_inputs(
+        self,
+        module: nn.Module,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        **settings: Any,
+    ) -> torch.Tensor:
+        before = torch.arange(1 - weight.shape[2], 0, device=x.device)
+        self._inputs[module] = self._rows_at(x, self._rows, self.lengths[:, None] + before)
+        return module(x, weight, **settings)
+
+    def _keep_state(
+        self,
+        module: nn.Module,
+        *inputs: torch.Tensor | None,
+        scale: float,
+        **settings: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the module over the prompts; what fills them up changes no state."""
+        real = self._rows < self.lengths[:, None]
+        q, *others = (
+            None if x is None else x * real.view(*real.shape, *[1] * (x.ndim - 2))
+            for x in inputs
+        )
+        out, _, last = linear_attention(q, *others, settings["plan"], None, scale)
+        is_last = self._rows[-1] + 1 == len(self._rows) * self._cp.size()
+        self._states[module] = all_reduce(last * is_last, self._cp)
+        return out
+
+    def _change_state(
+        self,
+        module: nn.Module,
+        *inputs: torch.Tensor | None,
+        scale: float,
+        **settings: torch.Tensor | None,
+    ) -> torch.Tensor:
+        q, _, v, *_ = inputs
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        state = self._states.get(module)
+        if state is None:
+            state = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+        out = torch.zeros_like(v)
+        for t in range(self._new):
+            state, out[:, t] = one_token(
+                state, *(None if x is None else x[:, t] for x in inputs)
+            )
+        self._states[module] = state
+        return out * scale
+
+    def _attend(
+        self,
+        module: InnerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        plan: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Do what the module does, with the keys and values of all tokens so far; shapes as there."""
+        keys, values = self._keep(
+            module, k[:, :, : self._own_new], v[:, :, : self._own_new], self._used
+        )
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if up is not None:
+            q, of_values = absorbed(q, keys, up)
+            values = keys[..., : up.shape[2]]
+        q = q.unflatten(1, (keys.shape[1], -1)).to(dtype)  # (B, K, G, S, D)
+        scores = q @ keys.to(dtype)[:, :, None].mT * scale
+        if module.softcap is not None:
+            scores = module.softcap * torch.tanh(scores / module.softcap)
+        seen = self._visible(keys.shape[2], module.sliding_window)[:, None, None]
+        scores = scores.masked_fill(~seen, -torch.inf)
+        weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
+        out = weights @ values.to(dtype)[:, :, None]
+        parts = all_gather(torch.cat((out, scores.logsumexp(-1, keepdim=True)), -1), self._cp)
+        totals = parts[..., -1:]  # (ranks, B, K, G, S, 1)
+        if sinks is not None:
+            logits = sinks.to(dtype).view(keys.shape[1], -1, 1, 1)
+            totals = torch.cat((totals, logits.expand(1, *totals.shape[1:])))
+        shares = totals.softmax(0)[: len(parts)]
+        out = (shares * parts[..., :-1]).sum(0).flatten(1, 2)
+        return (out if up is None else out @ of_values.to(dtype)).to(v.dtype)
+
+    def _visible(self, kept: int, window: int | None) -> torch.Tensor:
+        """Return which of the kept tokens each new token sees: (B, S, T)."""
+        keys = self._positions[:, None, :kept]
+        queries = self._queries[:, :, None]
+        seen = (keys >= 0) & (keys <= queries)
+        return seen if window is None else seen & (keys > queries - window)
+
+    def _convolve(
+        self,
+        module: nn.Module,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        **settings: Any,
+    ) -> torch.Tensor:
+        last = weight.shape[2] - 1
+        before = self._inputs.get(module, x.new_zeros(x.shape[0], last, x.shape[2]))
+        rows = torch.cat((before, x[:, : self._new]), 1)
+        self._inputs[module] = rows[:, rows.shape[1] - last :]
+        out = convolved(rows, weight, None, [(0, self._new)])
+        return F.pad(out, (0, 0, 0, x.shape[1] - self._new))
