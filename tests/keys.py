@@ -43,8 +43,6 @@ class Observed:
     logits: str = ""
     calls: dict[str, int] = field(default_factory=dict)
     """Collectives of our own in the first step."""
-    collected: int = 0
-    """Runs of the garbage collector after the first one."""
     deterministic: bool = False
     profiled: list[str] = field(default_factory=list)
     """What the profiler did in each step."""
@@ -123,8 +121,8 @@ _DECAY = "--lr_scheduler.warmup_steps=0"
 
 # One run for several keys, each of which shows in another place.
 _MANY = (
-    "--job.description=what-it-is-for --metrics.enable_tensorboard --metrics.save_tb_folder=x "
-    "--optimizer.implementation=fused --training.gc_freq=1 --training.deterministic --checkpoint.enable "
+    "--job.description=what-it-is-for --metrics.enable_tensorboard "
+    "--optimizer.implementation=fused --training.deterministic --checkpoint.enable "
     "--checkpoint.folder=c --checkpoint.interval=2 --comm.init_timeout_seconds=77 --comm.train_timeout_seconds=88 "
     "--comm.checkpoint_timeout_seconds=99 --comm.trace_buf_size=123"
 )
@@ -164,8 +162,6 @@ EFFECTS: dict[str, str | Seen] = {
     "metrics.enable_tensorboard": Seen(_MANY, _more("files", "events.out.tfevents")),
     "metrics.enable_wandb": "tests/unit/test_components.py::test_weights_and_biases_offline",
     "metrics.log_update_norms": "tests/distributed/test_update_norms.py::test_every_layout_logs_what_one_process_logs",
-    "metrics.save_tb_folder": Seen(_MANY, _more("files", "'x/")),
-    "metrics.enable_color_printing": Seen("", _more("out", "\x1b[33m"), "--metrics.no-enable_color_printing"),
     # ---- model
     "model.name": "tests/unit/test_job.py::test_what_cannot_work_is_refused_in_one_sentence",
     "model.path": "tests/distributed/test_hugging_face.py::test_a_model_trains_here_as_there",
@@ -318,7 +314,6 @@ EFFECTS: dict[str, str | Seen] = {
             and (set(on.policies), on.optimizer) == ({"CPUOffloadPolicy"}, (False, True))
         ),
     ),
-    "training.gc_freq": Seen(_MANY, _becomes("collected", 0, 3)),
     "training.seed": Seen("--training.seed=1", _other("initial")),
     "training.deterministic": Seen(_MANY, _becomes("deterministic", False, True)),
     "training.data_streams": Seen("--training.data_streams=4", _other("losses")),

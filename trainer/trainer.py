@@ -226,7 +226,7 @@ class Trainer:
             with (
                 self.stop,
                 self.checkpoint,
-                manual_garbage_collection(config.training.gc_freq) as collect_garbage,
+                manual_garbage_collection() as collect_garbage,
                 profiling(config.profiling, folder, rank, self.device) as profile,
             ):
                 self.metrics.start(self.start_step)

@@ -165,7 +165,7 @@ def train(config: JobConfig, device: torch.device, steps: int, pace: Callable[[i
         handlers = logger.handlers
         try:
             with redirect_stdout(log), process_group(Process(0, 0, 1), config.comm):
-                set_up_logging(0, color=False)
+                set_up_logging(0)
                 trainer = _PacedTrainer(resolve(config, 1, device.type), device)
                 trainer.pace = pace
                 trainer.train()

@@ -26,7 +26,6 @@ from tests.wide import WIDE
 from trainer.config.keys import keys_of
 from trainer.config.schema import JobConfig
 from trainer.parallel import data_parallel
-from trainer.runtime import garbage
 from trainer.runtime.console import logger
 from trainer.trainer import Trainer
 
@@ -197,16 +196,12 @@ def recorded(seen: Observed) -> Iterator[None]:
         seen.compiled.append(f"{function.__name__.removeprefix('_')} {backend}")
         return function
 
-    def collected(*generation: int) -> None:
-        seen.collected += generation == (1,)
-
     with (
         noting(
             data_parallel,
             "fully_shard",
             lambda *_, offload_policy, **__: seen.policies.append(type(offload_policy).__name__),
         ),
-        mock.patch.object(garbage, "gc", mock.Mock(wraps=gc, collect=mock.Mock(side_effect=collected))),
         mock.patch.object(torch, "compile", compiled),
         noting(torch.profiler.profile, "step", lambda self: seen.profiled.append(self.current_action.name)),
     ):

@@ -377,11 +377,11 @@ SETTINGS = (
         "tests/distributed/test_keys.py " + _PAIRS,
     ),
     Mutant(
-        "garbage is collected every 50 steps",
+        "garbage is collected in each step",
         "trainer/runtime/garbage.py",
-        "if step % freq == 0:",
-        "if step % 50 == 0:",
-        "tests/distributed/test_keys.py",
+        "if step % _COLLECT == 0:",
+        "if True:",
+        "tests/unit/test_garbage.py",
     ),
     Mutant(
         "every tenth step is logged",

@@ -68,7 +68,7 @@ def test_one_table_or_one_key(capsys: pytest.CaptureFixture, option: str):
     for spelling in ("seq_len", "seq-len"):
         both = helped(capsys, option, spelling)
         assert re.findall(r"^  --([\w.]+)", both, re.MULTILINE) == ["training.seq_len", "validation.seq_len"]
-    assert helped(capsys, f"{option}", "seed", "gc_freq").count("  --") == 2
+    assert helped(capsys, f"{option}", "seed", "max_norm").count("  --") == 2
     assert set(re.findall(r"^  --([\w.]+)", helped(capsys, option, "enable"), re.MULTILINE)) == {
         name for name in keys_of(JobConfig) if name.endswith(".enable")
     }

@@ -43,7 +43,6 @@ CASES = [
         "parallelism.pipeline_parallel_module_fqns",
         ("tok_embeddings,layers.0", "norm,output"),
     ),
-    ("metrics.disable_color_printing", True, "metrics.enable_color_printing", False),
     ("model.hf_assets_path", "./assets/hf", "model.tokenizer_path", "./assets/hf"),
     ("model.converters", ["quantize.linear.float8"], "float8.enable", True),
     ("lr_scheduler.lr_min", 0.1, "lr_scheduler.min_lr_factor", 0.1),

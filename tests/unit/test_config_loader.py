@@ -52,7 +52,7 @@ def test_command_line_over_file_over_base_over_defaults(toml):
     toml("[training]\nsteps = 1\nseq_len = 2\nseed = 3\n", "base.toml")
     path = toml('base = "base.toml"\n[training]\nsteps = 10\nseq_len = 20\n')
     training = parse("--training.steps", "100", "--job.config_file", path).training
-    assert (training.steps, training.seq_len, training.seed, training.gc_freq) == (100, 20, 3, 50)
+    assert (training.steps, training.seq_len, training.seed) == (100, 20, 3)
 
 
 def test_bases_are_chained_and_found_beside_the_file_that_names_them(tmp_path, toml):

@@ -85,7 +85,6 @@ def test_a_file_means_here_what_it_means_there(path: Path, tmp_path, monkeypatch
     checkpoint = config.checkpoint
     interval = wanted.interval[YEARS.index(year)]
     assert (checkpoint.enable, checkpoint.folder, checkpoint.interval) == (False, "checkpoint", interval)
-    assert config.metrics.enable_color_printing
     assert config.profiling.enable_profiling == (wanted.flavor != "debugmodel")
 
     # Asynchronous tensor parallelism and float8 together are the one thing that has to be left out.

@@ -28,8 +28,10 @@ def printed(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(os.environ, "LOG_RANK", log_rank)
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.delenv("NO_COLOR", raising=False)
+        if not color:
+            monkeypatch.setenv("NO_COLOR", "1")
         monkeypatch.setattr("sys.stdout", out)
-        set_up_logging(rank, color=color)
+        set_up_logging(rank)
         return out
 
     yield start

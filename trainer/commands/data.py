@@ -178,6 +178,6 @@ def main(argv: list[str]) -> int:
         raise ConfigError("`lct data` has one command: lct data show my.toml")
     args, settings = parser().parse_known_args(argv[1:])
     config = from_path(parse_command_line(parse(settings).arguments, reading=True).config)
-    set_up_logging(0, color=config.metrics.enable_color_printing)
+    set_up_logging(0)
     print(show(config, args))
     return 0

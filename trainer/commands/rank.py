@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         checked = {"data_checked": launched or local_rank > 0, "weights_checked": launched}
         node = ranks_of_each_node(variables, world_size)
         job = resolve(command.config, world_size, device_type, node=node, **checked)
-        set_up_logging(rank, color=job.config.metrics.enable_color_printing)
+        set_up_logging(rank)
         if not launched and rank == 0:
             remove_estimate(job.config)
         # Our launcher on one node has printed all this already.

@@ -41,7 +41,7 @@ from trainer.runtime.launcher_watch import end_with
 def of_job(argv: list[str]) -> None:
     """Make the token files of a job that are not in the cache."""
     config = from_path(parse_command_line(parse(argv).arguments).config)
-    set_up_logging(0, color=config.metrics.enable_color_printing)
+    set_up_logging(0)
     for settings in all_data(config):
         catalog_of(settings)
 

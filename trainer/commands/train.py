@@ -116,7 +116,7 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     ranks = start.world_size(config, machine)
     device_type = machine.device_type(config.job.device)
     os.environ["LOG_RANK"] = start.log_rank
-    set_up_logging(0, color=config.metrics.enable_color_printing)
+    set_up_logging(0)
     logger.info(opening(config, ranks, device_type))
     job = resolve(config, ranks, device_type, node=here)
     lines = [

@@ -24,7 +24,7 @@ from trainer.job.record import ResolvedJob
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import line_width, logger, show_progress
-from trainer.runtime.dump_folder import ESTIMATE
+from trainer.runtime.dump_folder import ESTIMATE, TENSORBOARD
 
 # Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
 _PEAK_FLOPS = {
@@ -245,9 +245,7 @@ class MetricsLogger:
         if config.validation.enable:
             self._validation = [JsonLines(folder / "validation.jsonl", self.start_step)]
         if self.settings.enable_tensorboard:
-            self._sinks.append(
-                TensorBoard(folder / self.settings.save_tb_folder, self.start_step)
-            )
+            self._sinks.append(TensorBoard(folder / TENSORBOARD, self.start_step))
         if self.settings.enable_wandb:
             self._sinks.append(WeightsAndBiases(config, self.start_step))
 

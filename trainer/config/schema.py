@@ -140,15 +140,11 @@ class Metrics:
     log_freq: int = key(10, AT_LEAST_ONE, "steps")
     """Steps between two log lines."""
     enable_tensorboard: bool = False
-    """Also write TensorBoard event files."""
-    save_tb_folder: str = key("tb", when=needs("metrics.enable_tensorboard"))
-    """Folder of the event files, inside job.dump_folder."""
+    """Also write TensorBoard event files, to tb inside job.dump_folder."""
     enable_wandb: bool = False
     """Also write to Weights & Biases (an extra); project and run name come from its variables, e.g. WANDB_PROJECT."""
     log_update_norms: bool = False
     """Also log root mean squares of weights and of their updates, by kind; a copy of a rank's weights for each step."""
-    enable_color_printing: bool = True
-    """Colours in the log, on a terminal only."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +281,6 @@ class Training:
     """Keep parameters, gradients and optimizer state in host memory."""
     early_update: bool = False
     """Update parameters on the host during the backward; a step that is not finite then ends the run half updated."""
-    gc_freq: int = key(50, AT_LEAST_ONE, "steps")
-    """Steps from one run of Python's garbage collector, on all ranks at once, to the next."""
     seed: int = key(0, Bounds(lambda x: 0 <= x < 2**63, "in [0, 2**63)"))
     """Seed of the initial weights and of the order of the data."""
     deterministic: bool = False

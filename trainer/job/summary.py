@@ -11,6 +11,7 @@ from trainer.job.lora import adapter_sizes
 from trainer.job.memory import matrix_sizes
 from trainer.job.record import ResolvedJob, size_words
 from trainer.runtime.console import TOPIC, paragraphs
+from trainer.runtime.dump_folder import TENSORBOARD
 from trainer.stores.folder import checkpoint_folder, step_to_load
 
 WIDTH = 100
@@ -48,9 +49,7 @@ def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
     metrics = job.config.metrics
     lines = [f"{'metrics':{TOPIC}}{folder / 'metrics.jsonl'}"]
     if metrics.enable_tensorboard:
-        lines.append(
-            f"{'curves':{TOPIC}}tensorboard --logdir {folder / metrics.save_tb_folder}"
-        )
+        lines.append(f"{'curves':{TOPIC}}tensorboard --logdir {folder / TENSORBOARD}")
     if checkpoint is None:
         lines.append(f"{'weights':{TOPIC}}not saved; --checkpoint.enable saves them")
     else:

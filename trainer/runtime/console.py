@@ -118,8 +118,12 @@ def _colored(text: str, level: int) -> str:
     return text
 
 
-def set_up_logging(rank: int, *, color: bool) -> None:
-    """Send log lines to stdout: all lines of the ranks in LOG_RANK (default 0), warnings of the others."""
+def set_up_logging(rank: int) -> None:
+    """Send log lines to stdout: all lines of the ranks in LOG_RANK (default 0), warnings of the others.
+
+    Lines on a terminal have colours, unless the variable NO_COLOR is set (https://no-color.org).
+    """
+    color = "NO_COLOR" not in os.environ
     logging_ranks = [word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")]
     handler = _Terminal(rank, color=color) if sys.stdout.isatty() else _Lines(rank)
     for shown in (logger, logging.getLogger("longshard")):

@@ -28,6 +28,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # The ranks of a job that was killed just now are still ending.
 _PATIENCE_SECONDS = 5.0
 
+TENSORBOARD = "tb"
+"""Folder of the curves for TensorBoard."""
 FLIGHT_RECORDS = "comm_traces"
 """Folder of the records that ranks keep of their collectives, written after a hang."""
 ESTIMATE = "estimate.json"

@@ -5,7 +5,9 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_COLLECT = 50
 _GIVE_BACK = 10
+"""Steps from one collection, and from one return of memory, to the next."""
 
 
 @contextmanager
@@ -26,8 +28,8 @@ def imports_uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def manual_garbage_collection(freq: int) -> Iterator[Callable[[int], None]]:
-    """Switch automatic collection off inside, and yield a function of the step that collects every `freq` steps.
+def manual_garbage_collection() -> Iterator[Callable[[int], None]]:
+    """Switch automatic collection off inside, and yield a function of the step that collects now and then.
 
     A rank that collects at a time of its own makes the others wait. Every few steps free memory goes back to the
     system: glibc reuses blocks that were aligned, as PyTorch's are, only in part (glibc's bug 14581), and a process
@@ -37,7 +39,7 @@ def manual_garbage_collection(freq: int) -> Iterator[Callable[[int], None]]:
     give_back = library.malloc_trim if hasattr(library, "malloc_trim") else lambda _kept: None
 
     def collect(step: int) -> None:
-        if step % freq == 0:
+        if step % _COLLECT == 0:
             gc.collect(1)  # the young generations
         if step % _GIVE_BACK == 0:
             give_back(0)
