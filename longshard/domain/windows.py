@@ -127,24 +127,17 @@ def per_axis(value: int | str | Sequence, dims: Sequence[int]) -> tuple:
 
 
 def _windows(
-    function,
-    x,
-    kernel_size,
-    stride,
-    padding,
-    dilation=1,
-    output_padding=0,
-    *,
-    ceil: bool = False,
+    function: Callable, x: DomainTensor, *options: int | str | Sequence, ceil: bool = False
 ) -> dict[int, Window]:
-    """Return the window of each spatial dimension; `same` pads the odd row behind, as PyTorch does."""
+    """Return the window of each spatial dimension; `same` pads the odd row behind, as PyTorch does.
+
+    options: kernel size, stride, padding, and perhaps dilation and output padding, as of PyTorch's functions.
+    """
     dims = spatial_dims(function, x, int(function.__name__[-2]))
-    options = (
-        per_axis(option, dims)
-        for option in (kernel_size, stride, padding, dilation, output_padding)
-    )
+    dilation, output_padding = (*options[3:], *(1, 0)[len(options) - 3 :])
+    columns = (per_axis(x, dims) for x in (*options[:3], dilation, output_padding))
     windows = {}
-    for dim, kernel, step, pad, gap, extra in zip(dims, *options, strict=True):
+    for dim, kernel, step, pad, gap, extra in zip(dims, *columns, strict=True):
         reach = gap * (kernel - 1) * (pad == "same")
         before, after = (reach // 2, reach - reach // 2) if isinstance(pad, str) else (pad, pad)
         windows[dim] = Window(kernel, step, before, after, gap, extra, ceil)
