@@ -6,8 +6,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from trainer.data.mixture import Mixture
 from trainer.data.sources.records import BadRecord
-from trainer.data.text_data import Mixture, TextData
+from trainer.data.text_data import TextData
 from trainer.data.token_files.format import index_bytes
 from trainer.data.tokenizers.tokenizer import Encoded
 

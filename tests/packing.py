@@ -8,20 +8,21 @@ import numpy as np
 
 from tests.numbered import Ids
 from trainer.data.loader import BatchLoader
+from trainer.data.order.streams import Shuffled
 from trainer.data.packing import DocumentStream, PackedSequence
 
 
-class _InOrder(DocumentStream):
+class InOrder(Shuffled):
     """Documents in their own order."""
 
-    def _item_at(self, place: int) -> int:
+    def item(self, epoch: int, place: int) -> int:
         return place
 
 
 def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[PackedSequence]:
     """Yield the full sequences of whole documents (n,), each with its begin and end tokens; drop an incomplete one."""
     source = Ids([*documents, [0]])
-    stream = _InOrder(source, range(len(source)), stream=0, seq_len=seq_len, seed=0)
+    stream = DocumentStream(source, InOrder(range(len(source)), stream=0, seed=0), seq_len=seq_len)
     yield from (stream.next_sample() for _ in range((sum(source.sizes) - 1) // seq_len))
 
 

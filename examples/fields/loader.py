@@ -11,7 +11,7 @@ import torch
 
 from examples.fields.file import FieldSource, Part, check_fields
 from trainer.config.errors import ConfigError
-from trainer.data.order.streams import ItemStream, StreamLoader, assigned
+from trainer.data.order.streams import ItemStream, Shuffled, StreamLoader, assigned
 from trainer.data.sources.files import number_of
 from trainer.data.sources.registry import check_streams
 
@@ -56,7 +56,7 @@ class FieldLoader(StreamLoader):
 
     def streams_of(self, items: int, data_streams: int) -> dict[int, ItemStream]:
         shares = assigned(items, data_streams, self._seed, self._rank, self._degree)
-        return {stream: ItemStream(own, stream=stream, seed=self._seed) for stream, own in shares}
+        return {stream: ItemStream(Shuffled(own, stream=stream, seed=self._seed)) for stream, own in shares}
 
     def describe(self, items: int) -> dict[str, int]:
         source = self._source

@@ -28,10 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 
 from scripts.provenance import made_with
+from trainer.data.job_data import open_text
 from trainer.data.loader import BatchLoader
 from trainer.data.order.streams import assigned
 from trainer.data.sources.registry import DataSettings, all_documents
-from trainer.data.text_data import TextData, open_text
+from trainer.data.text_data import TextData
 from trainer.data.token_files.catalog import catalog_of, open_documents
 from trainer.data.token_files.format import index_bytes
 from trainer.data.token_files.made import cached

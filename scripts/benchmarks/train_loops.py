@@ -23,8 +23,8 @@ from torch import nn
 from trainer.components.optimizer import build_optimizer
 from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.schema import JobConfig, Model
+from trainer.data.job_data import open_training_data
 from trainer.data.loader import BatchLoader
-from trainer.data.text_data import open_training_data
 from trainer.families.args import ModelArgs
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.families.registry import model_args

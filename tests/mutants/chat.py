@@ -144,8 +144,8 @@ CHAT = (
     Mutant(
         "an epoch ends while conversations wait",
         "trainer/data/packing.py",
-        "if not (self._waiting or self._whole_left) and self._place == len(self.items):",
-        "if self._place == len(self.items):",
+        "if not (self._waiting or self._whole_left) and self._place == len(self.order):",
+        "if self._place == len(self.order):",
         f"{_FIT}::test_an_epoch_has_every_conversation_once_and_whole",
     ),
     Mutant(
@@ -185,14 +185,14 @@ CHAT = (
     ),
     Mutant(
         "the sources of a mixture begin again when a run resumes",
-        "trainer/data/text_data.py",
+        "trainer/data/mixture.py",
         "part.restart(_part(state, name))",
         "part.restart({})",
         f"{_MIXTURE}::test_the_order_does_not_depend_on_degrees_and_a_resume_is_exact",
     ),
     Mutant(
         "sources have half of their shares, and the last one the rest",
-        "trainer/data/text_data.py",
+        "trainer/data/mixture.py",
         "int(end * 2**64 / sum(parts))",
         "int(end * 2**63 / sum(parts))",
         f"{_MIXTURE}::test_each_source_has_its_share_at_any_time_in_the_whole_and_in_each_stream",

@@ -89,8 +89,8 @@ DATA = (
     Mutant(
         "every epoch has the same order",
         "trainer/data/order/streams.py",
-        "_EPOCH, self._stream, self._epoch)",
-        "_EPOCH, self._stream, 0)",
+        "_EPOCH, self.stream, epoch)",
+        "_EPOCH, self.stream, 0)",
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
@@ -271,8 +271,8 @@ DATA = (
     Mutant(
         "a resumed stream begins its document again",
         "trainer/data/packing.py",
-        '"token": self._token, "samples"',
-        '"token": 0, "samples"',
+        '{"token": self._token}',
+        '{"token": 0}',
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
@@ -882,7 +882,7 @@ PROCESSES = (
     ),
     Mutant(
         "a mixture draws its sources from the next sample",
-        "trainer/data/text_data.py",
+        "trainer/data/mixture.py",
         "source_of_sample(self.samples * self._n + self._stream, self._ends)",
         "source_of_sample((self.samples + 1) * self._n + self._stream, self._ends)",
         "tests/unit/test_mixture.py::test_sample_i_of_the_run_is_of_source_i_of_the_sequence",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import tests.numbered
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader
+from trainer.data.order.streams import Shuffled
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION, WINDOW, TooLong, WholeStream
 from trainer.data.text_data import TextData
 from trainer.data.tokenizers.tokenizer import Encoded
@@ -49,8 +50,8 @@ class Turns(tests.numbered.Numbers):
 
 
 def stream_of(lengths, seq_len=64, *, kind=Numbers, drops=False) -> WholeStream:
-    everything, long = np.arange(len(lengths)), TooLong(drops=drops)
-    return WholeStream(kind(lengths), everything, stream=0, seq_len=seq_len, seed=0, conversations=long)
+    order = Shuffled(range(len(lengths)), stream=0, seed=0)
+    return WholeStream(kind(lengths), order, seq_len=seq_len, conversations=TooLong(drops=drops))
 
 
 def documents(sequence) -> list[tuple[int, ...]]:

@@ -158,7 +158,7 @@ import sys, time
 start = time.process_time()
 import trainer.data.tokenizers.tokenizer
 from trainer.data.sources.registry import DataSettings, check_source
-from trainer.data.text_data import open_text
+from trainer.data.job_data import open_text
 check_source(DataSettings("python_stdlib"), 64)
 check_source(DataSettings("jsonl", {str(tmp_path)!r}), 1)
 trainer.data.tokenizers.tokenizer.vocab_size_of()

@@ -9,9 +9,10 @@ from tests.chat_files import CHATML, chat_folder, conversations, write_lines
 from trainer.commands.data import main, shortened
 from trainer.commands.main import main as lct
 from trainer.data import DataSettings, open_text, open_tokenizer
+from trainer.data.contents import LENGTHS, Contents, summary
 from trainer.data.loader import BatchLoader
 from trainer.data.packing import IGNORE_INDEX, TooLong
-from trainer.data.text_data import LENGTHS, Contents, TextData, contents_of, summary
+from trainer.data.text_data import TextData
 
 LINES = conversations(40)
 SEQ_LEN = 96
@@ -65,7 +66,7 @@ def test_the_sequence_that_is_shown_is_the_one_that_is_trained_on(sample, job, c
 def test_counts_are_those_of_the_documents(job, capsys):
     data = open_text(settings_of(job))
     documents = [data.source[i] for i in range(len(data.source))]
-    (found,) = contents_of(data).values()
+    (found,) = data.contents().values()
     assert found.lengths.tolist() == [len(one.ids) for one in documents]
     assert found.learned == sum(int(one.answers.sum()) for one in documents)
     whole = np.mean([len(one.ids) <= SEQ_LEN for one in documents])
@@ -89,9 +90,9 @@ def test_texts_are_learned_but_for_their_first_token(tmp_path):
     for name, content in (("a.txt", "the quick fox"), ("b.txt", "adds two")):
         (tmp_path / name).write_text(content)
     data = open_text(DataSettings("text", str(tmp_path)))
-    (found,) = contents_of(data).values()
+    (found,) = data.contents().values()
     assert found.learned == found.tokens - 2
-    assert contents_of(TextData(data.source, "pad", TooLong())) != {}
+    assert TextData(data.source, "pad", TooLong()).contents() != {}
     assert Contents(np.array([], dtype=np.int64), 0).whole(1) == 1.0
 
 

@@ -16,14 +16,15 @@ from tests.packing import assert_exact_in_legs
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model, Training
+from trainer.data.job_data import open_text
 from trainer.data.loader import BatchLoader
+from trainer.data.mixture import Mixture, ends_of, positions_of, source_of_sample
 from trainer.data.sources.registry import DataSettings
-from trainer.data.text_data import Mixture, ends_of, open_text, positions_of, source_of_sample
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.job import resolve
 from trainer.job.summary import summary
 
-pytestmark = pytest.mark.about("trainer/job/data.py")
+pytestmark = pytest.mark.about("trainer/data/data_set.py", "trainer/job/data.py")
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 WEIGHTS = (0.6, 0.1, 0.3)

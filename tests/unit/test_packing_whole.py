@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.numbered import Numbers
-from tests.packing import assert_exact_in_legs
+from tests.packing import InOrder, assert_exact_in_legs
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.data.job_data import open_text
 from trainer.data.loader import BatchLoader
+from trainer.data.order.streams import Shuffled
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION, DocumentStream, WholeStream
 from trainer.data.sources.registry import DataSettings
-from trainer.data.text_data import TextData, open_text
+from trainer.data.text_data import TextData
 from trainer.job import resolve
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
@@ -26,9 +28,8 @@ LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=40).filter(lambda le
 
 
 def stream_of(lengths: list[int], *, seq_len: int = 20, alone: bool = False) -> WholeStream:
-    source, everything = Numbers(lengths), np.arange(len(lengths))
-    settings = {"stream": 0, "seq_len": seq_len, "seed": 0, "alone": alone}
-    return WholeStream(source, everything, **settings)
+    order = Shuffled(range(len(lengths)), stream=0, seed=0)
+    return WholeStream(Numbers(lengths), order, seq_len=seq_len, alone=alone)
 
 
 def pieces(sequence) -> list[tuple[list[int], list[int]]]:
@@ -79,7 +80,7 @@ def test_each_token_of_each_document_is_trained_exactly_once_an_epoch(alone: boo
 def test_one_document_a_sequence_comes_in_the_order_of_the_stream() -> None:
     """The pieces of a long document follow each other."""
     stream = stream_of([50, 3, 20, 41, 7], alone=True)
-    order = [stream._item_at(place) for place in range(5)]
+    order = [stream.order.item(0, place) for place in range(5)]
     found = [pieces(sequence)[0][0] for sequence in an_epoch(stream)]
     assert [tokens[0] // 1000 for tokens in found] == sorted((tokens[0] // 1000 for tokens in found), key=order.index)
     assert [tokens[0] % 1000 for tokens in found if tokens[0] < 1000] == [1, 21, 41]
@@ -137,11 +138,11 @@ def test_a_resume_between_the_pieces_of_a_document_needs_their_number() -> None:
 def test_no_piece_is_lost_of_a_document_whose_rest_fills_up_a_sequence_before(lengths: list[int]) -> None:
     """A document of three pieces, which is read in the middle of a sequence; also after a resume from there."""
     stream = stream_of(lengths)
-    stream._order = order = np.arange(len(lengths))
+    stream.order = order = InOrder(range(len(lengths)), stream=0, seed=0)
     first = stream.next_sample()
     assert [len(tokens) for tokens, _ in pieces(first)] == [lengths[0], 2]
     (resumed := stream_of(lengths)).restart(stream.state)
-    resumed._order = order
+    resumed.order = order
     found, again = an_epoch(stream), an_epoch(resumed)
     assert [one.tokens.tolist() for one in again] == [one.tokens.tolist() for one in found]
     tokens = [token for sequence in (first, *found) for part, _ in pieces(sequence) for token in part]

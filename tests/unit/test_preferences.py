@@ -12,10 +12,10 @@ from tests.chat_files import CHATML, chat_folder, write_lines
 from trainer.config.data import DPO
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.data.job_data import open_text
 from trainer.data.loader import BatchLoader
 from trainer.data.packing import IGNORE_INDEX, sample_of
 from trainer.data.sources.registry import DataSettings
-from trainer.data.text_data import open_text
 from trainer.data.token_files.catalog import catalog_of, open_documents
 from trainer.data.token_files.format import Catalog, TokenFiles
 from trainer.data.tokenizers.tokenizer import Encoded, open_tokenizer

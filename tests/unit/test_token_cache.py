@@ -17,11 +17,12 @@ import pytest
 from tests.chat_files import CHATML, chat_folder, conversations, write_lines
 from tests.numbered import Numbers, write_pair
 from trainer.config.errors import ConfigError
+from trainer.data.job_data import open_text
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.packing import TooLong
 from trainer.data.sources.records import HubData
 from trainer.data.sources.registry import DataSettings, all_documents
-from trainer.data.text_data import TextData, open_text
+from trainer.data.text_data import TextData
 from trainer.data.token_files import made
 from trainer.data.token_files.catalog import catalog_of, open_documents
 from trainer.data.tokenizers.chat_template import ConversationEncoder, find_template

@@ -11,7 +11,7 @@ from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.config.schema import JobConfig
-from trainer.data.text_data import first_start
+from trainer.data.job_data import first_start
 from trainer.families.registry import from_path
 from trainer.hugging_face.files import CONFIG_FILE
 from trainer.job import resolve

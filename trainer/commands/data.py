@@ -11,9 +11,9 @@ made if they are not there.
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.data.text_data import contents_of, runs_of, table, what_is_lacking
+from trainer.data.contents import table, what_is_lacking
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.families.registry import from_path
 from trainer.runtime.console import escaped, set_up_logging
@@ -83,6 +83,18 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
         yield head, list(parts)
 
 
+def runs_of(marks: np.ndarray) -> list[tuple[int, int, bool]]:
+    """Return [start, stop) and value of each run of equal marks. marks: (n,) bool."""
+    edges: Sequence[int] = [
+        0,
+        *(np.flatnonzero(marks[1:] != marks[:-1]) + 1).tolist(),
+        len(marks),
+    ]
+    return [
+        (start, stop, bool(marks[start])) for start, stop in pairwise(edges) if stop > start
+    ]
+
+
 def shortened(parts: list[tuple[str, bool]], most: int) -> list[tuple[str, bool]]:
     """Return the first and the last characters of a text, `most` in all; 0: all of it."""
     length = sum(len(text) for text, _ in parts)
@@ -132,8 +144,8 @@ def page(documents: list[Document], title: str) -> str:
 
 def show(config: JobConfig, args: argparse.Namespace) -> str:
     """Return the table of a job's data and one of its sequences, which is also written as a page if that is wanted."""
+    from trainer.data.job_data import open_training_data
     from trainer.data.loader import BatchLoader
-    from trainer.data.text_data import open_training_data
 
     if config.task != "tokens":
         raise ConfigError(
@@ -164,7 +176,7 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
                 f"--html {args.html} cannot be written ({error.strerror})"
             ) from None
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    found = contents_of(data)
+    found = data.contents()
     counts = [table(found, training.seq_len)] if found else []
     counts += [f"note: {sentence}" for sentence in what_is_lacking(found)]
     return "\n\n".join([*counts, title, on_console(documents, color=color)])

@@ -27,9 +27,9 @@ from trainer.commands.options import Parser
 from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.data.job_data import all_data
 from trainer.data.sources.records import HubData
 from trainer.data.sources.registry import DATASETS, DataSettings
-from trainer.data.text_data import all_data
 from trainer.data.token_files.catalog import catalog_of
 from trainer.data.token_files.made import Inputs, noted, tokenize
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path

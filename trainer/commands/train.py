@@ -17,7 +17,7 @@ from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.loader import CommandLine, parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
-from trainer.data.text_data import all_data
+from trainer.data.job_data import all_data
 from trainer.data.token_files.catalog import catalog_of
 from trainer.families.registry import from_path
 from trainer.job import resolve

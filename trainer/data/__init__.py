@@ -7,7 +7,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "sources.registry": "DataSettings",
         "tokenizers.tokenizer": "Tokenizer open_tokenizer",
-        "text_data": "TextData open_text",
+        "job_data": "open_text",
+        "text_data": "TextData",
         "packing": "IGNORE_INDEX PackedSequence",
         "loader": "BatchLoader",
     },

@@ -23,7 +23,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from trainer.config.errors import ConfigError
-from trainer.data.order.streams import AGAIN, StreamState, streams_of_rank
+from trainer.data.contents import Contents
+from trainer.data.order.streams import AGAIN, streams_of_rank
 from trainer.data.packing import DocumentStream, WholeStream
 from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
@@ -107,14 +108,14 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
 
 
 class IterableDocuments:
-    """The documents of one stream by their number in a pass, in ascending order; each pass opens the iterable again.
+    """The documents of one stream, and their `Order`. Each pass opens the iterable again and reads them in turn.
 
     The length is the number of documents that are known: one more than were asked for, until the pass ends.
     """
 
     def __init__(self, settings: DataSettings, stream: int, streams: int) -> None:
         self._settings = settings
-        self._stream = stream
+        self.stream = stream
         self._streams = streams
         self._place = source_of(settings).iterable
         self._encode = source_of(settings).encoder(settings)
@@ -122,7 +123,15 @@ class IterableDocuments:
         self._skipped = Tally()
         self._epoch = -1
 
-    def start(self, epoch: int, state: Mapping[str, Any]) -> None:
+    def item(self, epoch: int, place: int) -> tuple[int, int]:
+        """Return what names a document: the number of the pass, and its own."""
+        return epoch, place
+
+    def passes(self, epoch: int, place: int) -> float:
+        """Return the whole passes: nobody knows how long one is."""
+        return float(epoch)
+
+    def restart(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Go to a position in a pass. state: of the stream, see `state`, of the same pass; empty: the beginning.
 
         Raises:
@@ -139,7 +148,7 @@ class IterableDocuments:
         self._states: dict[int, str] = {first: given}  # before a document was read
         try:
             iterable = resolve_name(self._place)(
-                self._settings.path, self._stream, self._streams
+                self._settings.path, self.stream, self._streams
             )
             self._loader = loader_of(iterable, epoch)
             if given:
@@ -177,7 +186,7 @@ class IterableDocuments:
         """
         epoch, number = place
         if epoch != self._epoch:
-            self.start(epoch, {})
+            self.restart(epoch, {})
         self._asked = max(self._asked, number + 1)
         self._read_to(self._asked)
         if number >= self._read:
@@ -201,7 +210,7 @@ class IterableDocuments:
             except StopIteration:
                 self._ended = True
             except Exception as error:
-                what = f"document {self._read + 1} of stream {self._stream} cannot be read"
+                what = f"document {self._read + 1} of stream {self.stream} cannot be read"
                 raise self._failed(what, error) from error
 
     def _state_before(self, number: int) -> str:
@@ -216,7 +225,7 @@ class IterableDocuments:
     def _lacks(self, number: int) -> ConfigError:
         return ConfigError(
             f"{self._settings.keys.dataset} = {self._settings.dataset!r}: pass {self._epoch + 1} of stream "
-            f"{self._stream} of {self._streams} has {self._read} documents, and number {number + 1} is asked for; give "
+            f"{self.stream} of {self._streams} has {self._read} documents, and number {number + 1} is asked for; give "
             "each stream documents, the same ones after a restart, or use fewer training.data_streams"
         )
 
@@ -252,46 +261,15 @@ class IterableDocuments:
 
     def _bad(self, number: int, what: str) -> BadRecord:
         return BadRecord(
-            f"{self._settings.dataset}, stream {self._stream}, document {number + 1}, {what}; give a text, an object "
+            f"{self._settings.dataset}, stream {self.stream}, document {number + 1}, {what}; give a text, an object "
             f'with a text or token ids in "{self._settings.text_field}" (training.dataset_text_field), or a list of '
             "token ids"
         )
 
 
-class _OfIterable:
-    """What a stream of packed sequences does otherwise if its documents are those of an iterable."""
-
-    _source: IterableDocuments
-
-    @property
-    def state(self) -> StreamState:
-        """The position, and that of the iterable before the oldest document that is still needed."""
-        return super().state | self._source.state(self._epoch, self.oldest)
-
-    @property
-    def passes(self) -> float:
-        """Whole passes over the iterable: nobody knows how long one is."""
-        return float(self._epoch)
-
-    def restart(self, state: Mapping[str, Any]) -> None:
-        super().restart(state)
-        self._source.start(self._epoch, state)
-
-    def _item_at(self, place: int) -> Any:
-        return self._epoch, place
-
-
-class IterableDocumentStream(_OfIterable, DocumentStream):
-    """Documents of an iterable one after another."""
-
-
-class IterableWholeStream(_OfIterable, WholeStream):
-    """Whole documents of an iterable."""
-
-
 @dataclass(frozen=True)
 class IterableData:
-    """The documents of an iterable, and how they are packed; it is used as `TextData` is."""
+    """The documents of an iterable, and how they are packed; see `DataSet`."""
 
     settings: DataSettings
     packing: str
@@ -313,17 +291,15 @@ class IterableData:
         seed: int,
         dp_rank: int,
         dp_degree: int,
-    ) -> dict[int, IterableDocumentStream | IterableWholeStream]:
+    ) -> dict[int, DocumentStream | WholeStream]:
         found = {}
         for s in streams_of_rank(data_streams, dp_rank, dp_degree):
             source = IterableDocuments(self.settings, s, data_streams)
-            how = {"seq_len": seq_len, "seed": seed}
             if self.packing == "concatenate":
-                found[s] = IterableDocumentStream(source, source, stream=s, **how)
+                found[s] = DocumentStream(source, source, seq_len=seq_len)
             else:
-                found[s] = IterableWholeStream(
-                    source, source, stream=s, **how, alone=self.packing == "pad"
-                )
+                alone = self.packing == "pad"
+                found[s] = WholeStream(source, source, seq_len=seq_len, alone=alone)
         return found
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:
@@ -339,3 +315,6 @@ class IterableData:
                 f"{self.settings.dataset!r} is an iterable; resume with the data set of the checkpoint, {AGAIN}"
             )
         return 0
+
+    def contents(self) -> dict[str, Contents]:
+        return {}

@@ -12,9 +12,9 @@ from longshard.context.planning.options import BatchPlan
 from longshard.sharding.tensors import content_hash
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Training
+from trainer.data.data_set import DataSet, Items, SampleStream
 from trainer.data.order.streams import StreamLoader
 from trainer.data.packing import PackedSequence
-from trainer.data.text_data import Mixture, MixtureStream, TextData, TextStream
 
 
 class TextBatch(TypedDict, total=False):
@@ -68,7 +68,7 @@ class BatchLoader(StreamLoader):
 
     def __init__(
         self,
-        data: TextData | Mixture,
+        data: DataSet,
         *,
         seq_len: int,
         local_batch_size: int,
@@ -96,17 +96,15 @@ class BatchLoader(StreamLoader):
     def fitting(self, data_streams: int) -> int:
         return self._data.streams_with_text(data_streams, self._seed)
 
-    def streams_of(
-        self, items: int | tuple[int, ...], data_streams: int
-    ) -> dict[int, TextStream | MixtureStream]:
+    def streams_of(self, items: Items, data_streams: int) -> Mapping[int, SampleStream]:
         return self._data.streams(
             items, self._seq_len, data_streams, self._seed, self._rank, self._degree
         )
 
-    def describe(self, items: int | tuple[int, ...]) -> dict[str, int]:
+    def describe(self, items: Items) -> dict[str, int]:
         return self._data.describe(items, self._seq_len)
 
-    def items_of(self, saved: Mapping[str, Any]) -> int | tuple[int, ...]:
+    def items_of(self, saved: Mapping[str, Any]) -> Items:
         return self._data.items_of(saved)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -117,7 +115,7 @@ class BatchLoader(StreamLoader):
             numbers, sequences = zip(*self._next_samples(self._batch_size), strict=True)
             arrays = arrays_of(sequences)
             batch = tensors_of(arrays)
-            if isinstance(self._data, Mixture):
+            if sequences[0].source is not None:
                 batch["sources"] = torch.tensor([sequence.source for sequence in sequences])
             batch["numbers"] = list(numbers)
             batch["padding"] = sum(sequence.padding for sequence in sequences)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.order.streams import ItemStream, StreamState
+from trainer.data.order.streams import ItemStream, Order, StreamState
 from trainer.data.sources.records import Tally
 from trainer.data.token_files.format import Pairs, TokenFiles
 from trainer.data.tokenizers.tokenizer import Encoded
@@ -54,7 +54,8 @@ class Sample(NamedTuple):
 class PackedSequence:
     """Four arrays (seq_len,) int64, each with memory of its own.
 
-    padding: tokens at the end that are of no document, at NO_POSITION; source: number of the data set in a mixture.
+    padding: tokens at the end that are of no document, at NO_POSITION.
+    source: number of the data set in a mixture, else None.
     """
 
     tokens: np.ndarray
@@ -62,7 +63,7 @@ class PackedSequence:
     positions: np.ndarray
     document_ids: np.ndarray
     padding: int = 0
-    source: int = 0
+    source: int | None = None
 
 
 def positions_of(lengths: np.ndarray | list[int], *, padding: int) -> np.ndarray:
@@ -115,7 +116,7 @@ _NO_TEXT = (
 class DocumentStream(ItemStream):
     """One numbered, endless stream of packed sequences over some of the documents.
 
-    documents: their numbers in the source, in the order in which they were assigned.
+    source: all documents, by what `order` gives.
     """
 
     ITEM = "document"
@@ -123,26 +124,19 @@ class DocumentStream(ItemStream):
     def __init__(
         self,
         source: TokenFiles,
-        documents: Sequence[int],
+        order: Order,
         *,
-        stream: int,
         seq_len: int,
-        seed: int,
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len = {seq_len} must be at least 1")
         self._source, self._seq_len = source, seq_len
-        super().__init__(documents, stream=stream, seed=seed)
+        super().__init__(order)
 
     @property
     def state(self) -> StreamState:
         """The position: epoch, document in the epoch's order, tokens already used of it, sequences given so far."""
-        return {
-            "epoch": self._epoch,
-            "document": self._place,
-            "token": self._token,
-            "samples": self.samples,
-        }
+        return super().state | {"token": self._token}
 
     def restart(self, state: StreamState) -> None:
         super().restart(state)
@@ -156,7 +150,9 @@ class DocumentStream(ItemStream):
         missing = self._seq_len
         while missing:
             if self._sample is None:
-                self._sample = sample_of(self._source[self._item_at(self._place)])
+                self._sample = sample_of(
+                    self._source[self.order.item(self._epoch, self._place)]
+                )
             tokens, labels, _ = self._sample
             here = slice(self._token, self._token + missing)
             parts.append(Sample(tokens[here], labels[here]))
@@ -165,8 +161,8 @@ class DocumentStream(ItemStream):
             missing = missing - taken
             barren = 0 if taken else barren + 1
             # an epoch may end, and the next begin, with all the empty ones
-            if barren == 2 * len(self.items):
-                raise ConfigError(_NO_TEXT.format(len(self.items), self._stream))
+            if barren == 2 * len(self.order):
+                raise ConfigError(_NO_TEXT.format(len(self.order), self.order.stream))
             if not taken:
                 parts.pop()
             if self._token >= len(tokens):
@@ -219,11 +215,9 @@ class WholeStream(ItemStream):
     def __init__(
         self,
         source: TokenFiles | Pairs,
-        documents: Sequence[int],
+        order: Order,
         *,
-        stream: int,
         seq_len: int,
-        seed: int,
         alone: bool = False,
         conversations: TooLong | None = None,
     ) -> None:
@@ -232,7 +226,7 @@ class WholeStream(ItemStream):
         self._alone = alone
         self._conversations = conversations
         self._enough = 1 if alone else TOKENS * seq_len
-        super().__init__(documents, stream=stream, seed=seed)
+        super().__init__(order)
 
     @property
     def state(self) -> StreamState:
@@ -250,7 +244,7 @@ class WholeStream(ItemStream):
     @property
     def passes(self) -> float:
         """Passes over the documents so far; one that waits does not count."""
-        return self._epoch + (self._place - len(self._waiting)) / len(self.items)
+        return self.order.passes(self._epoch, self._place - len(self._waiting))
 
     def restart(self, state: StreamState) -> None:
         super().restart(state)
@@ -272,7 +266,7 @@ class WholeStream(ItemStream):
             self._next_epoch()
         self.samples += 1
         chosen = self._chosen()
-        if not (self._waiting or self._whole_left) and self._place == len(self.items):
+        if not (self._waiting or self._whole_left) and self._place == len(self.order):
             self._next_epoch()
         return together(chosen, self._seq_len)
 
@@ -302,7 +296,7 @@ class WholeStream(ItemStream):
                 self._whole = self._pieces(self._place - 1)[:-1]
             self._whole_left = min(left, len(self._whole))  # less than all of the last one
         while (
-            self._place < len(self.items)
+            self._place < len(self.order)
             and self._tokens < self._enough
             and not self._whole_left
         ):
@@ -313,7 +307,7 @@ class WholeStream(ItemStream):
         return bool(self._waiting or self._whole_left)
 
     def _pieces(self, place: int) -> list[Sample]:
-        sample = sample_of(self._source[self._item_at(place)])
+        sample = sample_of(self._source[self.order.item(self._epoch, place)])
         tokens, labels, _ = sample
         seq_len = self._seq_len
         if self._conversations is not None:
@@ -327,8 +321,8 @@ class WholeStream(ItemStream):
 
     def _nothing(self) -> str:
         """Return the message for a stream whose documents have no piece."""
-        number = len(self.items)
-        stream = self._stream
+        number = len(self.order)
+        stream = self.order.stream
         if self._conversations is None:
             return _NO_TEXT.format(number, stream)
         return (
@@ -357,4 +351,3 @@ class WholeStream(ItemStream):
     def _next_epoch(self) -> None:
         self._epoch = self._epoch + 1
         self._place = 0
-        self._order = None

@@ -10,8 +10,8 @@ from typing import Any
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
+from trainer.data.job_data import training_data, validation_data
 from trainer.data.sources.registry import DATASETS, all_documents, source_of
-from trainer.data.text_data import training_data, validation_data
 from trainer.data.token_files.catalog import check_data
 from trainer.data.tokenizers import chat_notes
 from trainer.data.tokenizers.chat_template import ConversationEncoder, find_template, plain_text

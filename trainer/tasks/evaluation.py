@@ -22,9 +22,9 @@ from trainer.components.loss import token_losses, whole_logits, whole_sequence
 from trainer.components.metrics import ValidationResult, perplexity
 from trainer.config.errors import ConfigError
 from trainer.data.evaluation import NeedlePrompt
+from trainer.data.job_data import open_text, validation_data
 from trainer.data.loader import TextBatch, arrays_of, tensors_of
 from trainer.data.packing import IGNORE_INDEX, PackedSequence
-from trainer.data.text_data import open_text, validation_data
 from trainer.data.token_files.catalog import catalog_of
 from trainer.job.record import ResolvedJob
 from trainer.models.decoder import rotated_until

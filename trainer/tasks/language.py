@@ -17,16 +17,10 @@ from longshard.sharding.layout import contiguous
 from longshard.sharding.tensors import to_device
 from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
+from trainer.data.contents import QUICK, summary, what_is_lacking
+from trainer.data.job_data import open_training_data, training_data
 from trainer.data.loader import BatchLoader, Loader, TextBatch, batch_hash
 from trainer.data.packing import NO_POSITION
-from trainer.data.text_data import (
-    QUICK,
-    contents_of,
-    open_training_data,
-    summary,
-    training_data,
-    what_is_lacking,
-)
 from trainer.data.token_files.catalog import catalog_of
 from trainer.job.record import ResolvedJob
 from trainer.job.training import BALANCE_GROWTH
@@ -100,7 +94,7 @@ class LanguageTask:
             lambda: open_training_data(self.config, catalogs), dims["world"]
         )
         documents = data.items if isinstance(data.items, int) else sum(data.items)
-        if dims.rank("world") == 0 and documents <= QUICK and (found := contents_of(data)):
+        if dims.rank("world") == 0 and documents <= QUICK and (found := data.contents()):
             logger.info(summary(found, training.seq_len))
             for sentence in what_is_lacking(found):
                 logger.warning(sentence)

@@ -8,8 +8,8 @@ import torch
 
 from longshard.sharding.exchange import all_reduce
 from trainer.data.loader import TextBatch
+from trainer.data.mixture import positions_of
 from trainer.data.packing import IGNORE_INDEX
-from trainer.data.text_data import positions_of
 from trainer.job.record import ResolvedJob
 from trainer.observer import Observer
 from trainer.parallel.parallel_dims import ParallelDims

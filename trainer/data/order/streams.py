@@ -25,7 +25,7 @@ once more (cycle walking); such places are fewer than a row.
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, isqrt
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -152,35 +152,84 @@ def streams_with_text(has_text: np.ndarray, data_streams: int, seed: int) -> int
     return data_streams
 
 
-class ItemStream:
-    """One stream: goes through its items, in another order in each epoch.
+class Order(Protocol):
+    """The items of one stream, in the order of each epoch. stream: its number."""
+
+    stream: int
+
+    def __len__(self) -> int: ...
+
+    def item(self, epoch: int, place: int) -> Any:
+        """Return the item at a place in the order of an epoch."""
+
+    def passes(self, epoch: int, place: int) -> float:
+        """Return the passes over the items before a place; the item there does not count."""
+
+    def restart(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Go to the position of a stream's state, in this epoch; empty: the beginning."""
+
+    def state(self, epoch: int, oldest: int) -> StreamState:
+        """Return what `restart` needs besides the place. oldest: the first place that is still to be read."""
+
+
+class Shuffled:
+    """Items in an order that seed, stream and epoch decide.
 
     items: their numbers in the data set, in the order in which they were assigned.
     """
 
+    def __init__(self, items: Sequence[int], *, stream: int, seed: int) -> None:
+        self.stream = stream
+        self._items = items
+        self._seed = seed
+        self._epoch = -1
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def item(self, epoch: int, place: int) -> int:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = shuffled(len(self), self._seed, _EPOCH, self.stream, epoch)
+        return int(self._items[self._order[place]])
+
+    def passes(self, epoch: int, place: int) -> float:
+        return epoch + place / len(self)
+
+    def restart(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Do nothing: the order of every epoch is known."""
+
+    def state(self, epoch: int, oldest: int) -> StreamState:
+        return {}
+
+
+class ItemStream:
+    """One stream: goes through its items, in another order in each epoch."""
+
     ITEM = "item"
     """The name of the place in the epoch's order, in the state."""
 
-    def __init__(self, items: Sequence[int], *, stream: int, seed: int) -> None:
-        self.items, self._stream, self._seed = items, stream, seed
+    def __init__(self, order: Order) -> None:
+        self.order = order
         self.restart({})
 
     @property
     def state(self) -> StreamState:
-        """The position: epoch, place of the item in the epoch's order, samples given so far."""
-        return {"epoch": self._epoch, self.ITEM: self._place, "samples": self.samples}
+        """The position: epoch, place of the item in the epoch's order, samples given so far, what the order adds."""
+        place = {"epoch": self._epoch, self.ITEM: self._place, "samples": self.samples}
+        return place | self.order.state(self._epoch, self.oldest)
 
     @property
     def passes(self) -> float:
         """Passes over the items of this stream so far; the current item counts when it is used up."""
-        return self._epoch + self._place / len(self.items)
+        return self.order.passes(self._epoch, self._place)
 
     def restart(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
         self._epoch, self._place, self.samples = (
             int(state.get(key, 0)) for key in ("epoch", self.ITEM, "samples")
         )
-        self._order: Sequence[int] | None = None
+        self.order.restart(self._epoch, state)
 
     @property
     def oldest(self) -> int:
@@ -189,23 +238,16 @@ class ItemStream:
 
     def next_sample(self) -> Any:
         """Return the next sample: the next item."""
-        item = self._item_at(self._place)
+        item = self.order.item(self._epoch, self._place)
         self.advance()
         self.samples += 1
         return item
 
-    def _item_at(self, place: int) -> int:
-        if self._order is None:
-            self._order = shuffled(
-                len(self.items), self._seed, _EPOCH, self._stream, self._epoch
-            )
-        return int(self.items[self._order[place]])
-
     def advance(self) -> None:
         """Go to the next item, of the next epoch after the last one."""
         self._place += 1
-        if self._place == len(self.items):
-            self._place, self._order = 0, None
+        if self._place == len(self.order):
+            self._place = 0
             self._epoch += 1
 
 

@@ -1,0 +1,87 @@
+"""What data sets hold: tokens, learned tokens, and the documents that fit into a sequence, counted and as a table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trainer.data.token_files.format import TokenFiles
+from trainer.data.tokenizers import chat_notes
+
+LENGTHS = tuple(2**n for n in range(14, 19))
+"""Lengths of sequences of the retention curve: 16k .. 256k tokens."""
+
+
+QUICK = 10**7
+"""Documents that are counted at the start of a run: 80 MB of lengths, and a second."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """lengths: (n,) tokens of each document that has some; learned: tokens with a label; notes: see `TokenFiles`."""
+
+    lengths: np.ndarray
+    learned: int
+    notes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def whole(self, length: int) -> float:
+        """Return the share of documents of at most `length` tokens: the retention."""
+        return float((self.lengths <= length).mean()) if len(self.lengths) else 1.0
+
+
+def content_of(source: TokenFiles) -> Contents:
+    """Count the documents of token files."""
+    lengths = source.lengths()
+    lengths = lengths[lengths > 0]
+    learned = source.answers()
+    return Contents(
+        lengths, int((lengths - 1).sum()) if learned is None else learned, source.notes()
+    )
+
+
+def what_is_lacking(found: Mapping[str, Contents]) -> list[str]:
+    """Return a sentence for each thing that conversations of the sources have and their text has not."""
+    return chat_notes.sentences(chat_notes.sum_of([one.notes for one in found.values()]))
+
+
+def summary(found: Mapping[str, Contents], seq_len: int) -> str:
+    """Return the sums of all sources in a line, and below it the table if there are several."""
+    lengths = np.concatenate([one.lengths for one in found.values()])
+    learned = sum(one.learned for one in found.values())
+    total = Contents(lengths, 0)
+    line = (
+        f"{len(lengths):,} documents, {total.tokens:,} tokens, {learned / max(total.tokens, 1):.1%} learned; "
+        f"{total.whole(seq_len):.1%} of the documents have at most {seq_len:,} tokens"
+    )
+    return line if len(found) < 2 else f"{line}\n{table(found, seq_len)}"
+
+
+def table(found: Mapping[str, Contents], seq_len: int) -> str:
+    """Return a table, a row each source: counts, and the share of documents that are whole by length of a sequence."""
+    lengths = sorted({*LENGTHS, seq_len})
+    names = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths]
+    rows = [["source", "documents", "tokens", "learned", "median", "longest", *names]]
+    for name, one in found.items():
+        median, longest = (
+            (int(np.median(one.lengths)), int(one.lengths.max()))
+            if len(one.lengths)
+            else (0, 0)
+        )
+        counts = (f"{n:,}" for n in (len(one.lengths), one.tokens))
+        shares = (f"{one.whole(n):.1%}" for n in lengths)
+        learned = f"{one.learned / max(one.tokens, 1):.1%}"
+        rows.append([name or "all", *counts, learned, f"{median:,}", f"{longest:,}", *shares])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(
+        ["share of documents that are whole, by length of a sequence, on the right", *lines]
+    )

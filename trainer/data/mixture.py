@@ -1,0 +1,190 @@
+"""A mixture: several data sets by weights, read as one.
+
+Global sample i is of the source in whose part of [0, 1) the number i x golden ratio (mod 1) lies; the parts are as long
+as the weights. So each source has its share of any stretch of samples, up to a few, on any number of ranks, and nothing
+but i must be known. Each data stream has a stream of every source, and takes the next sequence of the one whose turn it
+is. (To count what each source lacks would bring every source to within one sample, but with two sources of equal weight
+and an even number of streams, half of the streams would never read one of them.)
+
+    weights 0.75, 0.25   samples 0 1 2 3 4 5 6 7 8 9 ...
+                         source  a a a b a a a b b a ...
+
+Torch-free.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.data.contents import Contents
+from trainer.data.data_set import DataSet, SampleStream
+from trainer.data.order.streams import AGAIN, StreamState
+from trainer.data.packing import PackedSequence
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
+
+
+def ends_of(weights: Sequence[float]) -> list[int]:
+    """Return where the part of each source ends, in units of 2**-64."""
+    parts = [Fraction(weight) for weight in weights]
+    return [int(end * 2**64 / sum(parts)) for end in accumulate(parts)]
+
+
+def source_of_sample(sample: int, ends: Sequence[int]) -> int:
+    """Return the number of the source of a global sample."""
+    return bisect_right(ends, sample * _GOLDEN % 2**64)
+
+
+def _part(state: Mapping[str, Any], name: str) -> StreamState:
+    """Return the entries of one source in the state of a stream of a mixture."""
+    return {
+        key.removeprefix(f"{name}/"): value
+        for key, value in state.items()
+        if key.startswith(f"{name}/")
+    }
+
+
+class MixtureStream:
+    """One numbered, endless stream of packed sequences of several sources. parts: a stream of each source, by name."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, SampleStream],
+        ends: Sequence[int],
+        *,
+        stream: int,
+        data_streams: int,
+    ) -> None:
+        self._parts = parts
+        self._ends = ends
+        self._stream = stream
+        self._n = data_streams
+        self.samples = 0
+
+    @property
+    def state(self) -> StreamState:
+        """The number of samples given so far, and the state of each source's stream under "name/key"."""
+        parts = ((name, part.state) for name, part in self._parts.items())
+        return {"samples": self.samples} | {
+            f"{name}/{key}": x for name, state in parts for key, x in state.items()
+        }
+
+    @property
+    def passes(self) -> float:
+        """Passes over the documents of all sources together."""
+        parts = self._parts.values()
+        return sum(len(part.order) * part.passes for part in parts) / sum(
+            len(part.order) for part in parts
+        )
+
+    def restart(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state`, or from the beginning if it is empty."""
+        self.samples = int(state.get("samples", 0))
+        for name, part in self._parts.items():
+            part.restart(_part(state, name))
+
+    def next_sample(self) -> PackedSequence:
+        """Return the next packed sequence, with the number of its source; it raises as the streams of the sources."""
+        source = source_of_sample(self.samples * self._n + self._stream, self._ends)
+        sequence = list(self._parts.values())[source].next_sample()
+        self.samples += 1
+        return replace(sequence, source=source)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Data sets by name, and the weight of each; see `DataSet`."""
+
+    parts: Mapping[str, DataSet]
+    weights: Sequence[float]
+
+    @property
+    def items(self) -> tuple[int, ...]:
+        """Documents of each source."""
+        return tuple(part.items for part in self.parts.values())
+
+    def check(self, data_streams: int | None, seed: int = 0) -> None:
+        """Check that every stream has a document of every source, see `DataSet.check`; ConfigError otherwise."""
+        for part in self.parts.values():
+            part.check(data_streams, seed)
+
+    def streams_with_text(self, data_streams: int, seed: int) -> int:
+        """Return `data_streams`, or fewer if a stream of a source of them had no text."""
+        fitting = 0
+        while fitting != data_streams:
+            fitting = data_streams
+            data_streams = min(
+                part.streams_with_text(data_streams, seed) for part in self.parts.values()
+            )
+        return data_streams
+
+    def streams(
+        self, items: tuple[int, ...], seq_len: int, data_streams: int, *how: int
+    ) -> dict[int, MixtureStream]:
+        """Return the streams that a data-parallel rank reads, by number; see `DataSet.streams`."""
+        parts = zip(self.parts.items(), items, strict=True)
+        found = {
+            name: part.streams(number, seq_len, data_streams, *how)
+            for (name, part), number in parts
+        }
+        ends = ends_of(self.weights)
+        numbers = next(iter(found.values()))
+        return {
+            s: MixtureStream(
+                {name: own[s] for name, own in found.items()},
+                ends,
+                stream=s,
+                data_streams=data_streams,
+            )
+            for s in numbers
+        }
+
+    def describe(self, items: tuple[int, ...], seq_len: int) -> dict[str, int]:
+        parts = zip(self.parts.items(), items, strict=True)
+        return {
+            f"{name}/{key}": x
+            for (name, part), number in parts
+            for key, x in part.describe(number, seq_len).items()
+        }
+
+    def items_of(self, saved: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return how many documents of each source to read.
+
+        Raises:
+            ConfigError: the sources are others, or one has changed, see `DataSet.items_of`.
+        """
+        before = {key.partition("/")[0] for key in saved if "/" in key}
+        if saved and before != set(self.parts):
+            raise ConfigError(
+                f"mixture.names = {sorted(self.parts)} are not the sources of the checkpoint, {sorted(before)}; keep "
+                f"them all (a weight of 0 leaves a source out), {AGAIN}"
+            )
+        return tuple(part.items_of(_part(saved, name)) for name, part in self.parts.items())
+
+    def contents(self) -> dict[str, Contents]:
+        return {
+            name: content
+            for name, part in self.parts.items()
+            for content in part.contents().values()
+        }
+
+
+def positions_of(
+    states: Mapping[int, Mapping[str, Any]], names: Sequence[str]
+) -> list[tuple[float, float]]:
+    """Return (samples, passes) of each source, summed over the given states of streams.
+
+    Of whole documents, those that wait count as read.
+    """
+    found = []
+    for name in names:
+        parts = [_part(state, name) | {"n": state["data_streams"]} for state in states.values()]
+        passes = (
+            part["epoch"] + part["document"] * part["n"] / part["documents"] for part in parts
+        )
+        found.append((float(sum(part["samples"] for part in parts)), sum(passes)))
+    return found
