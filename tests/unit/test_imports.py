@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _CP = "longshard.context"
 # From the lowest floor to the highest. A folder imports itself and folders of lower floors.
 FLOORS = (
-    ("longshard", "trainer", "longshard.lazy", "trainer.observer", "trainer.installed"),
+    ("longshard", "trainer", "longshard.lazy", "trainer.grouping", "trainer.observer", "trainer.installed"),
     ("trainer.config", "longshard.sharding"),
     (_CP, "trainer.hugging_face", "trainer.runtime"),
     ("longshard.domain", "longshard.integrations", "trainer.families", "trainer.data"),

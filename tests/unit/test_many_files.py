@@ -13,6 +13,8 @@ from trainer.config.errors import ConfigError
 from trainer.data.sources.registry import DATASETS, DataSettings, files_of
 from trainer.data.token_files.catalog import open_documents
 
+pytestmark = pytest.mark.about("trainer/grouping.py")
+
 
 def lines(folder: Path, files: int) -> Path:
     folder.mkdir()

@@ -20,6 +20,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
 from trainer.families.registry import hf_config
+from trainer.grouping import grouped
 from trainer.hugging_face.files import (
     CONFIG_FILE,
     INDEX,
@@ -27,7 +28,6 @@ from trainer.hugging_face.files import (
     HFModel,
     HFTensor,
     Shape,
-    grouped,
     read_config,
     read_folder,
 )

@@ -12,7 +12,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.optimizer import OPTIMIZERS_HERE
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
-from trainer.hugging_face.files import grouped
+from trainer.grouping import grouped
 from trainer.models.matrices import matrices_of
 from trainer.models.model_spec import model_spec
 from trainer.stores.folder import RunState, check_same_model, read_state, unreadable

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from safetensors import SafetensorError, safe_open
 
 from trainer.config.errors import ConfigError
+from trainer.grouping import grouped
 
 CONFIG_FILE = "config.json"
 
@@ -343,19 +344,6 @@ class NewFile:
     header: bytes
     tensors: tuple[str, ...]
     starts: Mapping[str, int]
-
-
-def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
-    """Return the names in groups whose sizes add up to at most so much; a larger one is alone."""
-    groups: list[list[str]] = []
-    total = 0
-    for name, size in sizes.items():
-        total += size
-        if not groups or total > most:
-            groups.append([])
-            total = size
-        groups[-1].append(name)
-    return groups
 
 
 def plan_files(

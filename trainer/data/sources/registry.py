@@ -27,7 +27,7 @@ from trainer.data.sources.records import (
 )
 from trainer.data.tokenizers.chat_template import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import NOTHING, Encoded, open_tokenizer
-from trainer.hugging_face.files import grouped
+from trainer.grouping import grouped
 
 _MODEL = Model()
 _TRAINING = Training()
