@@ -29,7 +29,7 @@ from trainer.data.sources.registry import DATASETS, DataSettings, Source
 from trainer.data.tokenizers.chat_template import TEMPLATES
 from trainer.families.args import ModelArgs
 from trainer.families.registry import MODELS, Family
-from trainer.hugging_face.files import HFConfig
+from trainer.hugging_face.config_json import HFConfig
 from trainer.job.record import TaskSpec
 from trainer.job.resolution import TASKS
 from trainer.observer import OBSERVERS

@@ -7,7 +7,7 @@ import torch
 from examples.toy_family.args import ToyArgs
 from examples.toy_family.model import ToyDecoder
 from longshard.sharding.exchange import all_reduce
-from trainer.hugging_face.files import HFTensor
+from trainer.hugging_face.pairs import HFTensor
 from trainer.models.model_spec import ModelSpec
 from trainer.models.parallelize import keep_stage, parallelize_decoder
 from trainer.observer import Observer

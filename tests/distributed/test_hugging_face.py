@@ -32,6 +32,7 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import RopeScaling
 from trainer.families.registry import hf_families
+from trainer.hugging_face import parts as hf_parts
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.writer import NewFolder
 from trainer.job import resolve
@@ -204,7 +205,7 @@ def unmoved(folder: str, hf: str) -> float:
 
 
 def unmoved_rows(reader: hf_reader.HFReader, name: str, offsets: list[int], lengths: list[int]) -> torch.Tensor:
-    return hf_reader.read_part(reader._stored[reader.pairs[name][1].name], offsets, lengths)
+    return hf_parts.read_part(reader._stored[reader.pairs[name][1].name], offsets, lengths)
 
 
 def test_the_test_sees_rotary_rows_in_the_wrong_order(pool: WorkerPool, tmp_path: Path) -> None:
@@ -219,14 +220,14 @@ def test_the_test_sees_rotary_rows_in_the_wrong_order(pool: WorkerPool, tmp_path
 
 def bytes_read(folder: str, hf: str, arguments: list[str]) -> tuple[int, int, int]:
     """Bytes that this rank reads from the weights' files, those that its part has, and readings of all headers."""
-    read, real = [], hf_reader._read_exactly
+    read, real = [], hf_parts._read_exactly
     headers = mock.patch.object(hf_reader, "read_folder", side_effect=hf_reader.read_folder)
 
     def counted(file, start: int, into: memoryview) -> None:
         read.append(len(into))
         real(file, start, into)
 
-    count = mock.patch.object(hf_reader, "_read_exactly", counted)
+    count = mock.patch.object(hf_parts, "_read_exactly", counted)
     with count, headers as folders, trainer_from(folder, hf, arguments) as trainer:
         parameters = [p for part in trainer.model_parts for p in part.parameters()]
         held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)

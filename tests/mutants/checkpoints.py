@@ -128,7 +128,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "tensors of a file begin where the file begins",
-        "trainer/hugging_face/files.py",
+        "trainer/hugging_face/stored.py",
         "initial=size - sum(sizes))",
         "initial=0)",
         "tests/unit/test_hugging_face.py",

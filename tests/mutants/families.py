@@ -52,14 +52,14 @@ FAMILIES = (
     ),
     Mutant(
         "a part of a matrix in float8 has the scales of the first blocks",
-        "trainer/hugging_face/reader.py",
+        "trainer/hugging_face/quantised.py",
         "firsts = [start // FLOAT8_BLOCK for start in offsets[-2:]]",
         "firsts = [0 * start for start in offsets[-2:]]",
         "tests/unit/test_float8_weights.py",
     ),
     Mutant(
         "the blocks of float8 begin where the part begins",
-        "trainer/hugging_face/reader.py",
+        "trainer/hugging_face/quantised.py",
         "torch.arange(offsets[dim], offsets[dim] + part.shape[dim])",
         "offsets[dim] // FLOAT8_BLOCK * FLOAT8_BLOCK + torch.arange(part.shape[dim])",
         "tests/unit/test_float8_weights.py",
@@ -122,7 +122,7 @@ FAMILIES = (
     ),
     Mutant(
         "a single file beside an index is overlooked",
-        "trainer/hugging_face/files.py",
+        "trainer/hugging_face/stored.py",
         "if (folder / SINGLE).is_file() and SINGLE not in files.values():",
         "if False:",
         "tests/unit/test_hugging_face.py",
@@ -171,7 +171,7 @@ FAMILIES = (
     ),
     Mutant(
         "tensors of the source lose the type that is wider than the others'",
-        "trainer/hugging_face/reader.py",
+        "trainer/hugging_face/parts.py",
         "if BYTES[stored.dtype] > usual}",
         "if BYTES[stored.dtype] > usual + 4}",
         _TYPES,

@@ -469,7 +469,7 @@ FAMILIES = (
     ),
     Mutant(
         "a tensor that is missing is not told",
-        "trainer/hugging_face/files.py",
+        "trainer/hugging_face/pairs.py",
         "if missing := [name for name in wanted if name not in found]:",
         "if missing := [name for name in wanted if name in ()]:",
         "tests/unit/test_hugging_face.py",

@@ -24,7 +24,7 @@ from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.registry import hf_config
 from trainer.hugging_face import reader as hf_reader
-from trainer.hugging_face.files import read_config
+from trainer.hugging_face.config_json import read_config
 from trainer.hugging_face.reader import HFReader
 from trainer.models import moe
 from trainer.models.auxiliary_loss import normalise_auxiliary_losses

@@ -23,7 +23,7 @@ from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.families.layer_kinds import LayerKind
 from trainer.families.registry import MODELS as FAMILIES
 from trainer.families.registry import hf_config, hf_families
-from trainer.hugging_face.files import Entries, read_config
+from trainer.hugging_face.config_json import Entries, read_config
 from trainer.hugging_face.reader import HFReader
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary

@@ -16,7 +16,7 @@ from trainer.commands.finished_run import step_configuration, weights_of
 from trainer.commands.main import main as lct
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
-from trainer.hugging_face.files import read_config
+from trainer.hugging_face.config_json import read_config
 from trainer.runtime.dump_folder import save_configuration
 from trainer.stores.folder import parse_state, state_text
 from trainer.stores.store import STATE_FILE, LocalStore

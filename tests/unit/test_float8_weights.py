@@ -15,8 +15,9 @@ from tests.hf_tensors import from_hf
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.registry import hf_config
-from trainer.hugging_face.files import read_config
-from trainer.hugging_face.reader import HFReader, scaled
+from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.quantised import scaled
+from trainer.hugging_face.reader import HFReader
 from trainer.hugging_face.writer import add_tokens
 from trainer.models.model_spec import hf_model, model_spec
 

@@ -18,9 +18,9 @@ from tests.hf_decoders import LLAMA, SHAPES, saved
 from tests.hf_tensors import from_hf
 from tests.unit.hugging_face_folders import resolved, tensors
 from trainer.config.errors import ConfigError
-from trainer.hugging_face import reader as hf_reader
-from trainer.hugging_face.files import INDEX, SINGLE, read_folder
+from trainer.hugging_face import parts as hf_parts
 from trainer.hugging_face.reader import HFReader
+from trainer.hugging_face.stored import INDEX, SINGLE, read_folder
 from trainer.models import parallelize as llama3
 from trainer.models.model_spec import hf_model
 
@@ -48,13 +48,13 @@ def test_every_tensor_is_read_as_it_is(tmp_path: Path, shape: str, dtype: torch.
 def test_parts_are_parts_of_the_whole_and_nothing_far_is_read(folder: Path) -> None:
     """A part is read with at most the rest of its heads."""
     reader, choose, read = HFReader(folder, hf_model(llama3.SPEC, LLAMA)), random.Random(0), []
-    real = hf_reader._read_exactly
+    real = hf_parts._read_exactly
 
     def counted(file, start: int, into: memoryview) -> None:
         read.append(len(into))
         real(file, start, into)
 
-    with mock.patch.object(hf_reader, "_read_exactly", counted):
+    with mock.patch.object(hf_parts, "_read_exactly", counted):
         for name in reader.pairs:
             whole = reader.read(name)
             for _ in range(6):

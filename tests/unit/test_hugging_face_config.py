@@ -12,7 +12,7 @@ from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, s
 from trainer.config.errors import ConfigError
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.registry import hf_config, hf_families
-from trainer.hugging_face.files import Entries, read_config
+from trainer.hugging_face.config_json import Entries, read_config
 
 pytestmark = pytest.mark.about("trainer/families/config_parts.py", "trainer/families/rotary_entries.py")
 

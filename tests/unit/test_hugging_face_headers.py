@@ -11,7 +11,7 @@ from tests.unit.hugging_face_folders import tensors
 from trainer.commands.check import check_tensors
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.hugging_face.files import SINGLE, read_file
+from trainer.hugging_face.stored import SINGLE, read_file
 from trainer.hugging_face.writer import NewFolder
 
 

@@ -17,7 +17,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
-from trainer.hugging_face.files import INDEX
+from trainer.hugging_face.stored import INDEX
 from trainer.job import resolve
 from trainer.job.summary import summary
 

@@ -22,8 +22,8 @@ from trainer.commands.convert import main as convert
 from trainer.config.schema import JobConfig, Model
 from trainer.families.registry import MODELS as families
 from trainer.families.registry import hf_config
-from trainer.hugging_face.files import read_folder
 from trainer.hugging_face.reader import HFReader
+from trainer.hugging_face.stored import read_folder
 from trainer.hugging_face.writer import NewFolder
 from trainer.models.initialization import stored_as
 from trainer.models.model_spec import hf_model, model_spec

@@ -15,9 +15,10 @@ from tests.unit.hugging_face_folders import tensors
 from tests.unit.saved_runs import saved_run
 from trainer.commands import convert
 from trainer.commands.main import main as lct
-from trainer.hugging_face import reader as hf_reader
-from trainer.hugging_face.files import SINGLE, plan_files, read_file
+from trainer.hugging_face.files import plan_files
+from trainer.hugging_face.parts import DTYPES
 from trainer.hugging_face.reader import HFReader
+from trainer.hugging_face.stored import SINGLE, read_file
 from trainer.hugging_face.writer import NewFolder
 from trainer.models import parallelize as llama3
 from trainer.models.model_spec import hf_model
@@ -82,7 +83,7 @@ def test_another_data_type_is_rounded_once(tmp_path: Path, dtype: str) -> None:
     hf, torch_dtype = saved(tmp_path / "hf", LLAMA), getattr(torch, dtype)
     assert convert.main(["to-hf", str(run_of(hf, tmp_path / "run")), str(tmp_path / "out"), "--dtype", dtype]) == 0
     (stored,) = {stored.dtype for stored in read_file(tmp_path / "out" / SINGLE).values()}
-    assert hf_reader.DTYPES[stored] == torch_dtype
+    assert DTYPES[stored] == torch_dtype
     there = tensors(hf)
     assert all(torch.equal(x, there[name].to(torch_dtype)) for name, x in tensors(tmp_path / "out").items())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch_dtype

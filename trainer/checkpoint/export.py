@@ -21,17 +21,10 @@ from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
 from trainer.families.registry import hf_config
 from trainer.grouping import grouped
-from trainer.hugging_face.files import (
-    CONFIG_FILE,
-    INDEX,
-    SINGLE,
-    HFModel,
-    HFTensor,
-    Shape,
-    read_config,
-    read_folder,
-)
-from trainer.hugging_face.reader import wider_types
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.hugging_face.pairs import HFModel, HFTensor, Shape
+from trainer.hugging_face.parts import wider_types
+from trainer.hugging_face.stored import INDEX, SINGLE, read_folder
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
 from trainer.job.lora import adapter_names, adapter_shapes, whole_sizes
 from trainer.models.model_spec import hf_model, model_spec

@@ -10,7 +10,7 @@ from trainer.data.tokenizers.as_json import json_files
 from trainer.data.tokenizers.chat_template import GENERATION_FILE, end_ids, find_template
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, tokenizer_found
 from trainer.data.tokenizers.tokenizer_json import read_settings
-from trainer.hugging_face.files import read_config
+from trainer.hugging_face.config_json import read_config
 from trainer.stores.folder import hf_folder
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -13,7 +13,7 @@ from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.config.schema import JobConfig
 from trainer.data.job_data import first_start
 from trainer.families.registry import from_path
-from trainer.hugging_face.files import CONFIG_FILE
+from trainer.hugging_face.config_json import CONFIG_FILE
 from trainer.job import resolve
 from trainer.job.data import conversation_notes
 from trainer.job.memory import check_memory

@@ -17,7 +17,7 @@ from trainer.config.loader import RUN_FILE, parse_command_line
 from trainer.config.schema import TOKENIZER_FILES, Checkpoint, Job, JobConfig, Model, Training
 from trainer.config.toml import with_bases
 from trainer.families.registry import hf_config, hf_family
-from trainer.hugging_face.files import CONFIG_FILE, read_config
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob
 from trainer.job.resolution import TASKS
 from trainer.stores.folder import checkpoint_folder, saved_configuration, step_to_load

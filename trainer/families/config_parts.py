@@ -11,7 +11,7 @@ from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.rotary_entries import FULL, SLIDING, rope_entries, rotary
-from trainer.hugging_face.files import Entries
+from trainer.hugging_face.config_json import Entries
 
 Fields = dict[str, Any]
 

@@ -12,7 +12,9 @@ from trainer.families.decoder_args import TABLES, TransformerArgs
 from trainer.families.decoder_tensors import hf_tensor
 from trainer.families.layer_kinds import LayerKind, in_turns
 from trainer.families.rotary_entries import rope_entries, rotary, rotary_share, rotary_table
-from trainer.hugging_face.files import FLOAT8_BLOCK, Entries, HFTensor
+from trainer.hugging_face.config_json import Entries
+from trainer.hugging_face.pairs import HFTensor
+from trainer.hugging_face.stored import FLOAT8_BLOCK
 
 _MOST_LAYERS = 10_000
 """Each layer is made before anything is computed."""

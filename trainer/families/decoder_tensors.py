@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layers import Layer
 from trainer.families.mixers import AttentionArgs
-from trainer.hugging_face.files import HFTensor
+from trainer.hugging_face.pairs import HFTensor
 
 if TYPE_CHECKING:
     import torch

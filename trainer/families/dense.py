@@ -21,7 +21,7 @@ from trainer.families.config_parts import (
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.rotary_entries import FULL, SLIDING, rotary_table
-from trainer.hugging_face.files import Entries
+from trainer.hugging_face.config_json import Entries
 
 
 def _read_smollm3(config: Entries) -> Fields:

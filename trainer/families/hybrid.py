@@ -30,7 +30,8 @@ from trainer.families.sparse import (
     SIGMOID_EXPERTS,
     SIGMOID_NAMES,
 )
-from trainer.hugging_face.files import Entries, HFTensor
+from trainer.hugging_face.config_json import Entries
+from trainer.hugging_face.pairs import HFTensor
 
 _LINEAR = "linear_attention"
 _MAMBA = ("mamba", "linear_attention")

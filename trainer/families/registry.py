@@ -10,7 +10,7 @@ from trainer.config.schema import JobConfig, Model
 from trainer.families import dense, hybrid, sparse
 from trainer.families.args import DecoderArgs, ModelArgs
 from trainer.families.decoder_args import sizes
-from trainer.hugging_face.files import Entries, HFConfig, folder_hint, read_config
+from trainer.hugging_face.config_json import Entries, HFConfig, folder_hint, read_config
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.families.layer_kinds import RopeScaling
-from trainer.hugging_face.files import Entries
+from trainer.hugging_face.config_json import Entries
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

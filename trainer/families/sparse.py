@@ -22,7 +22,7 @@ from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
 from trainer.families.mixers import LatentArgs
-from trainer.hugging_face.files import Entries
+from trainer.hugging_face.config_json import Entries
 
 
 def _read_sigmoid(config: Entries) -> Fields:

@@ -18,16 +18,11 @@ import torch
 
 from trainer.config.errors import ConfigError
 from trainer.config.writable import sync
-from trainer.hugging_face.files import (
-    CONFIG_FILE,
-    INDEX,
-    Shape,
-    plan_files,
-    read_config,
-    read_folder,
-    unfinished_output,
-)
-from trainer.hugging_face.reader import DTYPES, FLOATS, read_part
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.hugging_face.files import plan_files, unfinished_output
+from trainer.hugging_face.pairs import Shape
+from trainer.hugging_face.parts import DTYPES, FLOATS, read_part
+from trainer.hugging_face.stored import INDEX, read_folder
 
 MOST_BYTES = 5 * 10**9
 """Bytes of the tensors of one file, as transformers has it."""

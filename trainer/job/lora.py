@@ -6,7 +6,7 @@ from itertools import chain
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs, expert_layers, experts_of
-from trainer.hugging_face.files import Shape
+from trainer.hugging_face.pairs import Shape
 from trainer.job.pipeline_stages import PipelinePlan
 
 _GATES = ("gate", "shared_gate")

@@ -11,7 +11,7 @@ from trainer.config.errors import ConfigError
 from trainer.families.args import is_further, mtp_layers_of
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.registry import MODELS
-from trainer.hugging_face.files import HFModel, HFTensor
+from trainer.hugging_face.pairs import HFModel, HFTensor
 from trainer.job.record import ResolvedJob
 from trainer.observer import Observer
 from trainer.parallel.parallel_dims import ParallelDims

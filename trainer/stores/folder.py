@@ -26,7 +26,8 @@ from trainer.config.schema import JobConfig, LoRA
 from trainer.config.writable import is_address
 from trainer.families.args import ModelArgs
 from trainer.families.registry import hf_config, is_folder
-from trainer.hugging_face.files import CONFIG_FILE, read_config, read_folder
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.hugging_face.stored import read_folder
 from trainer.runtime.console import logger
 from trainer.stores.store import (
     STATE_FILE,

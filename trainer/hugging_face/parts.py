@@ -1,0 +1,89 @@
+"""Parts of the tensors of a file, read without any other byte, as PyTorch's tensors."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import BinaryIO
+
+import torch
+
+from trainer.hugging_face.quantised import blocks_of, scaled
+from trainer.hugging_face.stored import BYTES, FLOAT8, Stored
+
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+DTYPES = FLOATS | {"U8": torch.uint8, FLOAT8: torch.float8_e4m3fn}
+
+
+def wider_types(tensors: Mapping[str, Stored]) -> dict[str, torch.dtype]:
+    """Return the types of the tensors that are wider than most of the weights, such as norms in float32, by name."""
+    floats = {name: stored for name, stored in tensors.items() if stored.dtype in FLOATS}
+    elements: Counter[str] = Counter()
+    for stored in floats.values():
+        elements[stored.dtype] += math.prod(stored.shape)
+    usual = BYTES[elements.most_common(1)[0][0]] if elements else 0
+    return {
+        name: FLOATS[stored.dtype]
+        for name, stored in floats.items()
+        if BYTES[stored.dtype] > usual
+    }
+
+
+def dtype_of(stored: Stored) -> torch.dtype:
+    """Return the data type that a tensor of a file has when it has been read."""
+    return DTYPES[stored.dtype] if stored.scales is None else torch.float32
+
+
+def read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Return a part of a tensor of a file, of shape `lengths`; no other bytes are read but those of scales."""
+    part = _read_bytes(stored, offsets, lengths)
+    if stored.scales is None or 0 in lengths:
+        return part.to(dtype_of(stored))
+    return scaled(part, _read_bytes(stored.scales, *blocks_of(offsets, lengths)), offsets)
+
+
+def _read_bytes(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    part = torch.empty(tuple(lengths), dtype=DTYPES[stored.dtype])
+    into = memoryview(part.view(-1).view(torch.uint8).numpy())
+    done = 0
+    with stored.file.open("rb", buffering=0) as file:
+        for start, size in _runs(stored, offsets, lengths):
+            _read_exactly(file, start, into[done : done + size])
+            done += size
+    return part
+
+
+def _runs(
+    stored: Stored, offsets: Sequence[int], lengths: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield (first byte, bytes) of the contiguous runs of a part, in its order."""
+    shape = stored.shape
+    itemsize = BYTES[stored.dtype]
+    # The last dimension of which a part is wanted: in it a run is contiguous, with all that is within.
+    cut = max((dim for dim in range(len(shape)) if lengths[dim] != shape[dim]), default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    size = math.prod(lengths[cut:]) * itemsize
+    for place in product(
+        *(
+            range(offset, offset + n)
+            for offset, n in zip(offsets[:cut], lengths[:cut], strict=True)
+        )
+    ):
+        element = sum(
+            i * stride for i, stride in zip((*place, *offsets[cut:]), strides, strict=True)
+        )
+        yield stored.start + element * itemsize, size
+
+
+def _read_exactly(file: BinaryIO, start: int, into: memoryview) -> None:
+    file.seek(start)
+    while into:
+        count = file.readinto(into)  # a call reads 2 GiB at most
+        if not count:
+            raise OSError(f"{file.name} has become shorter")
+        into = into[count:]

@@ -1,0 +1,114 @@
+"""Published weights in fewer bits with their scales: which tensors they are, and their numbers.
+
+MXFP4 (OCP Microscaling Formats 1.0), as the experts of gpt-oss:
+
+   NAME_blocks  (E, R, G, 16) uint8   two numbers of 4 bits a byte, the lower ones first: an index of `_VALUES`
+   NAME_scales  (E, R, G) uint8       exponent of 2, plus 127, of the 32 numbers of a block
+-> NAME         (E, 32 * G, R)        as transformers has it, rows of the matrix last
+
+float8 in blocks, as DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), MiniMax-M2 and others are published:
+
+   NAME            (..., R, C) float8 e4m3
+   NAME_scale_inv  (..., ceil(R / 128), ceil(C / 128))   what the numbers of a block are multiplied by
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from trainer.config.errors import ConfigError
+from trainer.hugging_face.pairs import Shape
+from trainer.hugging_face.stored import FLOAT8, FLOAT8_BLOCK, Stored
+
+BLOCKS, SCALES = "_blocks", "_scales"
+FLOAT8_SCALES = "_scale_inv"
+_VALUES = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)
+
+
+def shapes_of(stored: Mapping[str, Stored]) -> dict[str, Shape]:
+    """Return the shapes of all tensors by name; blocks and their scales are one tensor."""
+    shapes = {name: x.shape for name, x in stored.items()}
+    for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
+        *first, groups, size = shapes[name + BLOCKS]
+        if shapes.get(name + SCALES) == (*first, groups) and len(first) == 2:
+            del shapes[name + BLOCKS], shapes[name + SCALES]
+            shapes[name] = first[0], 2 * groups * size, first[1]
+    return shapes
+
+
+def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the numbers as transformers has them, in bfloat16, which has all of them.
+
+    blocks: (E, R, G, B) uint8; scales: (E, R, G) uint8 -> (E, 2 * B * G, R).
+    """
+    values = torch.tensor(_VALUES, dtype=torch.bfloat16)
+    # (E, R, G, B, 2)
+    pairs = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), dim=-1)
+    return torch.ldexp(pairs, scales.int()[..., None, None] - 127).flatten(2).mT
+
+
+def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors by name, each one in float8 with its scales, which have no name of their own then.
+
+    Raises:
+        ConfigError: a tensor in float8 has no scales, or scales for blocks of another size.
+    """
+    scales = {
+        name: stored.get(name + FLOAT8_SCALES)
+        for name, x in stored.items()
+        if x.dtype == FLOAT8
+    }
+    for name, of_blocks in scales.items():
+        *first, rows, columns = (1, 1, *stored[name].shape)
+        grid = (*first, -(-rows // FLOAT8_BLOCK), -(-columns // FLOAT8_BLOCK))[
+            -len(stored[name].shape) :
+        ]
+        if of_blocks is None or of_blocks.shape != grid:
+            found = "is not there" if of_blocks is None else f"has the shape {of_blocks.shape}"
+            raise ConfigError(
+                f"{name} is stored as float8 and needs {name}{FLOAT8_SCALES} of shape {grid}, one scale for each block "
+                f"of {FLOAT8_BLOCK} x {FLOAT8_BLOCK}; it {found}"
+            )
+    found = {name: replace(x, scales=scales.get(name)) for name, x in stored.items()}
+    return {
+        name: x
+        for name, x in found.items()
+        if scales.get(name.removesuffix(FLOAT8_SCALES)) != x
+    }
+
+
+def blocks_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return (offsets, lengths) of the scales of a part of a tensor in float8."""
+    firsts = [start // FLOAT8_BLOCK for start in offsets[-2:]]
+    lasts = [
+        -(-(start + n) // FLOAT8_BLOCK)
+        for start, n in zip(offsets[-2:], lengths[-2:], strict=True)
+    ]
+    counts = [last - first for first, last in zip(firsts, lasts, strict=True)]
+    return [*offsets[:-2], *firsts], [*lengths[:-2], *counts]
+
+
+def scaled(part: torch.Tensor, scales: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
+    """Return a part of a tensor in float8 as float32. scales: of the blocks that it meets; offsets: of the part."""
+    for dim in range(-min(2, part.ndim), 0):
+        blocks = torch.arange(offsets[dim], offsets[dim] + part.shape[dim]) // FLOAT8_BLOCK
+        scales = scales.float().index_select(dim, blocks - offsets[dim] // FLOAT8_BLOCK)
+    return scales.mul_(part.float())
