@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.execution.build import Execution, build_execution
 from longshard.context.execution.chunks import ChunkRows
-from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels
+from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels, KernelNeeds
 from longshard.context.execution.latent import value_dim
 from longshard.context.local_attention import WAYS_TO_THE_PLAN
 from longshard.context.planning.heads import check_heads
@@ -193,9 +193,11 @@ class LivePlan:
             self.options,
             self.chunk and self.chunk[1],
             self.gpu,
-            bands=mask.has_windows,
-            fixed=self.mask is None and not settings.window,
-            softcap=settings.softcap,
+            KernelNeeds(
+                bands=mask.has_windows,
+                fixed=self.mask is None and not settings.window,
+                softcap=settings.softcap,
+            ),
         )
 
     def _check(self, inputs: AttentionInputs, sequences: tuple[int, ...]) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from longshard.context.execution.build import Execution, build_execution
 from longshard.context.execution.kernels.base import BackwardInputs, Terms
+from longshard.context.execution.kernels.choose import KernelNeeds
 from longshard.context.planning.mask import full
 from longshard.context.planning.methods import make_plan
 from longshard.context.planning.options import ContextParallelOptions
@@ -217,7 +218,9 @@ def _over_ranks(
     plan = make_plan(
         of_queries.layout, mask, options.method, of_queries.rank, kv_layout=of_keys.layout
     )
-    run = build_execution(plan, q, (of_queries.group,) * 2, options, fixed=True)
+    run = build_execution(
+        plan, q, (of_queries.group,) * 2, options, needs=KernelNeeds(fixed=True)
+    )
     out = _Attention.apply(q, k, v, run, width**-0.5 if scale is None else scale)
     return out[..., :values].reshape(*lead, rows, values)
 

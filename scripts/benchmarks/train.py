@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
-from longshard.context.execution.kernels.choose import choose_kernel
+from longshard.context.execution.kernels.choose import KernelNeeds, choose_kernel
 from longshard.context.planning.capabilities import CAPABILITIES
 from scripts.benchmarks.train_loops import WARMUP, Bare, Block, Rounds, Row, Work, free, memory_of, train, with_layers
 from scripts.provenance import made_with
@@ -261,7 +261,8 @@ def check(config: JobConfig, work: Work) -> None:
     check_float8_machine(config.float8, work.device, norms_have_parameters=job.model.norms_have_parameters)
     if job.attention is not None:
         with options_as_keys():
-            choose_kernel(work.device.type, work.compute_dtype, job.model.head_dim, job.attention.kernel, bands=True)
+            kind = work.device.type, work.compute_dtype, job.model.head_dim
+            choose_kernel(*kind, job.attention.kernel, KernelNeeds(bands=True))
 
 
 def described(work: Work, argv: Sequence[str], script: str = "scripts/benchmarks/train.py") -> Row:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longshard.context.execution.kernels import choose
-from longshard.context.execution.kernels.choose import CUDA_KERNELS, choose_kernel
+from longshard.context.execution.kernels.choose import CUDA_KERNELS, KernelNeeds, choose_kernel
 from longshard.context.execution.kernels.cpu import CpuFlash, Math
 from longshard.context.planning.capabilities import (
     CAPABILITIES,
@@ -38,7 +38,7 @@ from longshard.sharding.errors import OptionError
 )
 @pytest.mark.parametrize("bands", [False, True], ids=["causal", "bands"])
 def test_the_choice(device: str, dtype: torch.dtype, head_dim: int, name: str, bands: bool):
-    assert choose_kernel(device, dtype, head_dim, bands=bands).name == name
+    assert choose_kernel(device, dtype, head_dim, needs=KernelNeeds(bands=bands)).name == name
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_choice(device: str, dtype: torch.dtype, head_dim: int, name: str, b
 def test_auto_takes_one_launch_for_many_calls_where_a_kernel_has_it(
     device: str, dtype: torch.dtype, calls: int, name: str
 ) -> None:
-    assert choose_kernel(device, dtype, 64, calls=calls).name == name
+    assert choose_kernel(device, dtype, 64, needs=KernelNeeds(calls=calls)).name == name
 
 
 _CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "cudnn_varlen", "math"]
@@ -107,9 +107,9 @@ def test_the_rule_of_auto(able: list[str], calls: int, machine: dict, name: str)
 def test_auto_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch, capability, package, fixed: bool, name: str):
     monkeypatch.setattr(choose, "gpu_capability", lambda: capability)
     gpu = choose.GpuKernels(lambda _: package)
-    assert choose_kernel("cuda", torch.bfloat16, 64, fixed=fixed, gpu=gpu).name == name
-    assert choose_kernel("cpu", torch.bfloat16, 64, fixed=fixed).name == "cpu_flash"
-    assert choose_kernel("cuda", torch.bfloat16, 320, fixed=fixed).name == "efficient"
+    assert choose_kernel("cuda", torch.bfloat16, 64, gpu=gpu, needs=KernelNeeds(fixed=fixed)).name == name
+    assert choose_kernel("cpu", torch.bfloat16, 64, needs=KernelNeeds(fixed=fixed)).name == "cpu_flash"
+    assert choose_kernel("cuda", torch.bfloat16, 320, needs=KernelNeeds(fixed=fixed)).name == "efficient"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_choice_on_a_gpu_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplo
     choose._log_once.cache_clear()
     with caplog.at_level("INFO", "longshard"):
         for calls in (5, 6, 7):
-            choose_kernel("cuda", torch.bfloat16, 64, calls=calls)
+            choose_kernel("cuda", torch.bfloat16, 64, needs=KernelNeeds(calls=calls))
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["attention's kernel is varlen"]
 
 
@@ -155,7 +155,7 @@ def test_deterministic_runs_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch):
     """Its backward is not deterministic, and PyTorch's own choice excludes it then."""
     monkeypatch.setattr(choose, "gpu_capability", lambda: (9, 0))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert choose_kernel("cuda", torch.bfloat16, 64, fixed=True).name == "cuda_flash"
+    assert choose_kernel("cuda", torch.bfloat16, 64, needs=KernelNeeds(fixed=True)).name == "cuda_flash"
     with pytest.raises(OptionError, match=r"'cudnn' cannot do training.deterministic; kernels that can: 'cuda_flash'"):
         choose_kernel("cuda", torch.bfloat16, 64, "cudnn")
 
@@ -196,7 +196,7 @@ def test_flash_attention_is_left_out_for_heads_that_its_backward_pads_too_far(he
 )
 def test_a_kernel_that_cannot_is_refused_with_those_that_can(arguments: tuple, bands: bool, says: list[str]):
     with pytest.raises(OptionError, match=r"^kernel = ") as refusal:
-        choose_kernel(*arguments, bands=bands)
+        choose_kernel(*arguments, needs=KernelNeeds(bands=bands))
     for words in says:
         assert words in str(refusal.value)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshard.context.execution.kernels.base import BackwardInputs, Kernel, repeated, summed
-from longshard.context.execution.kernels.choose import CUDA_KERNELS, choose_kernel
+from longshard.context.execution.kernels.choose import CUDA_KERNELS, KernelNeeds, choose_kernel
 from longshard.context.execution.kernels.cpu import CpuFlash, Math
 from longshard.context.planning.capabilities import (
     Capabilities,
@@ -134,11 +134,11 @@ def test_types(kernel: Kernel, tile: tuple[Relation, int, int], dtype: torch.dty
 @pytest.mark.parametrize("tile", TILES, ids=TILE_IDS)
 def test_a_soft_cap_is_that_of_autograd(tile: tuple[Relation, int, int]):
     """Only this kernel has it: `auto` takes it, and another one is refused by name."""
-    kernel = choose_kernel("cpu", torch.float64, 8, softcap=0.7)
+    kernel = choose_kernel("cpu", torch.float64, 8, needs=KernelNeeds(softcap=0.7))
     assert run(kernel, tile, scale=1.0, softcap=0.7) < 1e-12
     assert run(Math(), (CAUSAL, 9, 9), scale=1.0, softcap=0.7) > 0.01
     with pytest.raises(OptionError, match=r"kernel = 'cpu_flash' cannot do a soft-cap of scores; .* 'math'"):
-        choose_kernel("cpu", torch.float64, 8, "cpu_flash", softcap=0.7)
+        choose_kernel("cpu", torch.float64, 8, "cpu_flash", needs=KernelNeeds(softcap=0.7))
 
 
 def test_half_precision_runs_by_the_definition():

@@ -13,6 +13,7 @@ losses.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,17 +28,23 @@ from trainer.job.transforms import CompileOptions
 from trainer.transforms.compile import compiled_loss, rows_vary
 
 
+class Place(NamedTuple):
+    """How logits of a chunk are made, and which tokens of the vocabulary they are for.
+
+    softcap: see `Chunks`; first: the first token that the weight has a row for; whole: it has rows for all tokens.
+    """
+
+    softcap: float
+    first: int
+    whole: bool
+
+
 def chunk_statistics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    softcap: float,
-    first: int,
-    whole: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, place: Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-sum-exp of each token's logits, and its label's logit, zero if the weight has no such row."""
-    logits, _ = _capped(hidden @ weight.T, softcap)
-    index, elsewhere = _label_index(labels, first, len(weight), whole)
+    logits, _ = _capped(hidden @ weight.T, place.softcap)
+    index, elsewhere = _label_index(labels, place.first, len(weight), place.whole)
     highest = logits.amax(1).to(_precise(logits))
     label_logit = logits.gather(1, index).squeeze(1).to(highest.dtype).masked_fill(elsewhere, 0)
     return _less(logits, highest).exp_().sum(1).log() + highest, label_logit
@@ -49,17 +56,15 @@ def chunk_gradient(
     labels: torch.Tensor,
     lse: torch.Tensor,
     grad: torch.Tensor,
-    softcap: float,
-    first: int,
-    whole: bool,
+    place: Place,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Return the gradient of the logits in the model's dtype: (softmax - one-hot) x gradient of the loss.
 
     z_loss: see `Chunks`, as in `chunk_at_once`.
     """
-    logits, slope = _capped(hidden @ weight.T, softcap)
-    index, elsewhere = _label_index(labels, first, len(weight), whole)
+    logits, slope = _capped(hidden @ weight.T, place.softcap)
+    index, elsewhere = _label_index(labels, place.first, len(weight), place.whole)
     shares = _less(logits, lse).exp_()
     if z_loss:
         shares.mul_((1 + 2 * z_loss * lse)[:, None])
@@ -179,6 +184,10 @@ class Chunks:
         chunks = self.of(*tensors)
         of_part = len(chunks) // len(self.factors)
         return [(self.factors[number // of_part], rows) for number, rows in enumerate(chunks)]
+
+    def place(self, weight: torch.Tensor) -> Place:
+        """Return what a chunk's logits are of. weight: rows of the vocabulary that this rank has."""
+        return Place(self.softcap, self.first_label(weight), self.over is None)
 
     def first_label(self, weight: torch.Tensor) -> int:
         """Return the first token of the vocabulary that this rank has."""
@@ -315,9 +324,9 @@ class _TokenLosses(torch.autograd.Function):
                 del grad_logits  # before those of the next chunk are made
                 pieces.append(statistics)
         else:
-            place = chunks.softcap, chunks.first_label(weight), chunks.over is None
+            place = chunks.place(weight)
             pieces += [
-                chunks.functions.statistics(h, weight, y, *place)
+                chunks.functions.statistics(h, weight, y, place)
                 for h, y in chunks.of(hidden, labels)
             ]
         lse, label_logit = (torch.cat(column) for column in zip(*pieces, strict=True))
@@ -342,12 +351,12 @@ class _TokenLosses(torch.autograd.Function):
         if gradients is not None and not any(grad.stride()):
             gradients.scale(grad[:1], missing)
             return gradients.rounded(weight)
-        place = chunks.softcap, chunks.first_label(weight), chunks.over is None
+        place = chunks.place(weight)
         grad = grad.masked_fill(missing, 0)
         gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
         for factor, (h, *rows) in chunks.with_factors(hidden, labels, lse, grad):
             gradients.add(
-                chunks.functions.gradient(h, weight, *rows, *place, chunks.z_loss),
+                chunks.functions.gradient(h, weight, *rows, place, chunks.z_loss),
                 h,
                 weight,
                 factor,

@@ -4,14 +4,19 @@ A communicator of NCCL is a queue, which runs one operation after another.
 """
 
 from datetime import timedelta
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from longshard.context.execution.chunks import ChunkExecution, ChunkRows
-from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels, choose_kernel
+from longshard.context.execution.kernels.choose import (
+    GPU_KERNELS,
+    NO_NEEDS,
+    GpuKernels,
+    KernelNeeds,
+    choose_kernel,
+)
 from longshard.context.execution.ring import StagedExecution
 from longshard.context.execution.ulysses import HeadExchange
 from longshard.context.planning.lowering import lower, shortest_side
@@ -35,22 +40,23 @@ def build_execution(
     options: ContextParallelOptions,
     waiting: ChunkRows | None = None,
     gpu: GpuKernels = GPU_KERNELS,
-    **needs: Any,
+    needs: KernelNeeds = NO_NEEDS,
 ) -> Execution:
     """Bind a plan to a kernel for queries like q, and to communicators; it is cheap, because lowered calls are cached.
 
     groups: the group over which K/V are sent in stages, and the group that exchanges heads; the same on a 1-D mesh.
-    waiting: what waits between the chunks of a sequence, if the plan is that of a chunk. needs: of `choose_kernel`, for
-    which the plan says `calls` and `largest`.
+    waiting: what waits between the chunks of a sequence, if the plan is that of a chunk. needs: of the kernel; the
+    plan says `calls` and `largest`.
     """
     device_type = q.device.type
     calls = max(len(stage.tiles) for stage in plan.forward)
     no_window = [
         tile for stage in plan.forward for tile in stage.tiles if not tile.relation.lower
     ]
-    needs |= {"calls": calls, "largest": max(map(shortest_side, no_window), default=0)}
+    largest = max(map(shortest_side, no_window), default=0)
+    needs = needs._replace(calls=calls, largest=largest)
     kind = device_type, q.dtype, q.shape[3]
-    kernel = choose_kernel(*kind, options.kernel, gpu=gpu, **needs)
+    kernel = choose_kernel(*kind, options.kernel, needs, gpu=gpu)
     if waiting is not None:
         how = {"merge": gpu.merge, "waiting": waiting}
         return ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, **how)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -47,24 +48,36 @@ class GpuKernels:
 GPU_KERNELS = GpuKernels()
 
 
+class KernelNeeds(NamedTuple):
+    """What attention asks of a kernel, beside the device, the data type and the size of heads."""
+
+    bands: bool = False
+    """Whether the mask has a lower bound."""
+    calls: int = 1
+    """The most tiles of a stage."""
+    fixed: bool = False
+    """Whether the mask is causal or full, with the same lengths in every step."""
+    softcap: float = 0.0
+    """Of the scores, 0 for none."""
+    largest: int = 0
+    """See `auto_kernel`."""
+
+
+NO_NEEDS = KernelNeeds()
+
+
 def choose_kernel(
     device_type: str,
     dtype: torch.dtype,
     head_dim: int,
     name: str = "auto",
+    needs: KernelNeeds = NO_NEEDS,
     *,
-    bands: bool = False,
-    calls: int = 1,
-    fixed: bool = False,
-    softcap: float = 0.0,
-    largest: int = 0,
     gpu: GpuKernels = GPU_KERNELS,
 ) -> Kernel:
     """Return the kernel of that name, or for `auto` the kernel that `auto_kernel` chooses on this machine.
 
-    bands: whether the mask has a lower bound; calls: the most tiles of a stage; fixed: whether the mask is causal or
-    full, with the same lengths in every step; softcap: of the scores, 0 for none; largest: see `auto_kernel`. The first
-    choice of a kernel on a GPU is logged.
+    The first choice of a kernel on a GPU is logged.
 
     Raises:
         OptionError: the named kernel cannot do it; the message names kernels that can.
@@ -72,18 +85,23 @@ def choose_kernel(
     deterministic = torch.are_deterministic_algorithms_enabled()
     kind = device_type, str(dtype).removeprefix("torch."), head_dim
     able = able_kernels(
-        name, *kind, bands=bands, deterministic=deterministic, softcap=bool(softcap)
+        name,
+        *kind,
+        bands=needs.bands,
+        deterministic=deterministic,
+        softcap=bool(needs.softcap),
     )
     on_gpu = device_type == "cuda"
     capability, package = (
         (gpu_capability(), gpu.newer_flash(head_dim)) if on_gpu else (None, None)
     )
     machine = {"capability": capability, "newer_flash": package is not None}
-    chosen = auto_kernel(able, calls, fixed=fixed, largest=largest, **machine)
+    how = {"fixed": needs.fixed, "largest": needs.largest}
+    chosen = auto_kernel(able, needs.calls, **how, **machine)
     chosen = chosen if name == "auto" else name
     if capability is not None:
         _log_once(kernel_words(chosen, capability, package, deterministic=deterministic))
-    return Math(softcap) if softcap else KERNELS[chosen]
+    return Math(needs.softcap) if needs.softcap else KERNELS[chosen]
 
 
 @cache
