@@ -71,7 +71,9 @@ def test_any_layout_resumes_from_what_another_saved(
 
 def killed_case(folder: str, arguments: list[str], rank: int) -> None:
     """Rank `rank` is killed in the second save: 0 before it publishes, another one before it has written."""
-    target = "trainer.stores.store.RemoteStore.publish" if rank == 0 else "trainer.checkpoint.weights.Writer.write_data"
+    target = (
+        "trainer.stores.store.RemoteStore.publish" if rank == 0 else "trainer.checkpoint.dcp_files.Writer.write_data"
+    )
     with trainer_in(folder, arguments) as trainer:
         trainer.train_step(1)
         trainer.checkpoint.save(1, tokens_seen=0, due=True)

@@ -50,7 +50,7 @@ def plant(kind: str, place: str) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from trainer.checkpoint.weights import Writer
+    from trainer.checkpoint.dcp_files import Writer
     from trainer.models.decoder import TransformerBlock
     from trainer.trainer import Trainer
 

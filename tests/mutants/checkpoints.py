@@ -21,14 +21,14 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a sum of damaged bytes is not looked at",
-        "trainer/checkpoint/weights.py",
+        "trainer/checkpoint/dcp_files.py",
         "if archive.testzip() is not None:",
         "if archive.testzip() == 0:",
         "tests/unit/test_checkpoint_files.py",
     ),
     Mutant(
         "what is no tensor is unpickled",
-        "trainer/checkpoint/weights.py",
+        "trainer/checkpoint/dcp_files.py",
         'raise ValueError(f"{read_item.storage_index.fqn} is no tensor")',
         "super().load_bytes(read_item, value)",
         "tests/unit/test_checkpoint_files.py",
@@ -86,7 +86,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "the check sum of the metadata is not compared",
-        "trainer/checkpoint/weights.py",
+        "trainer/checkpoint/metadata.py",
         "if state.sums.get(METADATA) not in (None, zlib.crc32(content)):",
         "if state.sums is None:",
         "tests/unit/test_checkpoint_files.py",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.checkpoint.weights import _ALLOWED
+from trainer.checkpoint.metadata import _ALLOWED
 from trainer.transforms.activation_checkpoint import KEPT_OPERATORS, MATRIX_PRODUCTS
 
 ROOT = Path(__file__).resolve().parents[2]

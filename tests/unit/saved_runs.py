@@ -7,7 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from trainer.checkpoint.weights import Writer, load_weights, model_tensors, names_of, open_initial
+from trainer.checkpoint.dcp_files import Writer
+from trainer.checkpoint.weights import load_weights, model_tensors, names_of, open_initial
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.families.registry import from_path

@@ -14,9 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trainer.checkpoint import weights
+from trainer.checkpoint import metadata
+from trainer.checkpoint.dcp_files import TensorsOnly, Writer
+from trainer.checkpoint.metadata import unpickled
 from trainer.checkpoint.verify import verify_step
-from trainer.checkpoint.weights import TensorsOnly, Writer, reader_of, unpickled
+from trainer.checkpoint.weights import reader_of
 from trainer.config.errors import ConfigError
 from trainer.stores.folder import RunState, read_state
 from trainer.stores.store import LocalStore
@@ -134,7 +136,7 @@ def test_metadata_may_fail_in_any_way(tmp_path: Path, error: type[Exception]):
     save(tmp_path, TENSORS)
     state = replace(read_state(LocalStore(tmp_path), 3), sums={})
     with (
-        mock.patch.object(weights._MetadataUnpickler, "load", side_effect=error("a reason")),
+        mock.patch.object(metadata._MetadataUnpickler, "load", side_effect=error("a reason")),
         pytest.raises(ConfigError, match=r"cannot be read \(a reason\)"),
     ):
         reader_of(LocalStore(tmp_path), state)

@@ -21,7 +21,7 @@ import resource, signal, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from trainer.checkpoint.weights import Writer
+from trainer.checkpoint.dcp_files import Writer
 from trainer.stores.folder import RunState
 from trainer.stores.store import LocalStore
 from trainer.config.writable import full_disk

@@ -23,12 +23,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
 from longshard.sharding.exchange import all_reduce
+from trainer.checkpoint.dcp_files import WholeState, Writer, cause_of
 from trainer.checkpoint.export import write_hf
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.weights import (
-    WholeState,
-    Writer,
-    cause_of,
     load_weights,
     model_tensors,
     names_of,

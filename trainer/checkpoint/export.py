@@ -8,14 +8,9 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.dcp_files import Reader
 from trainer.checkpoint.text_files import text_files
-from trainer.checkpoint.weights import (
-    Reader,
-    WeightsReader,
-    load_tensors,
-    open_saved,
-    open_weights,
-)
+from trainer.checkpoint.weights import WeightsReader, load_tensors, open_saved, open_weights
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
