@@ -14,7 +14,7 @@ from tests.distributed.checkpoint_cases import SETTINGS, load_step_save, merged,
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint import weights
+from trainer.checkpoint import dcp_files
 from trainer.checkpoint.checkpointer import tensors_of
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
@@ -87,7 +87,7 @@ def test_any_number_of_data_parallel_ranks_resumes_with_the_same_samples(pool: W
 def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, dict, list[int], list[int]]:
     """Train on while the writer is held up; what is saved must be the state of its own step."""
     trained = threading.Event()
-    write = weights.Writer.write_data
+    write = dcp_files.Writer.write_data
 
     def held_up(writer, *rest):
         assert trained.wait(60)
@@ -95,7 +95,7 @@ def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, 
 
     with trainer_in(folder, [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=1"]) as trainer:
         path = Path(folder) / "checkpoint"
-        with mock.patch.object(weights.Writer, "write_data", held_up):
+        with mock.patch.object(dcp_files.Writer, "write_data", held_up):
             trainer.train_step(1)
             wanted = whole_state(trainer)
             assert trainer.checkpoint.save(1, tokens_seen=0)

@@ -12,8 +12,8 @@ from tests.distributed.checkpoint_cases import SETTINGS, damaged, load_step_save
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint import weights
-from trainer.checkpoint.checkpointer import CheckpointError
+from trainer.checkpoint import dcp_files
+from trainer.checkpoint.failed_save import CheckpointError
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
@@ -24,7 +24,7 @@ from trainer.trainer import Trainer
 
 def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str, str, list[int]]:
     """Rank `rank` cannot write, with this error; where it arrives, and how it reads."""
-    target = (weights.Writer, "write_data") if rank else (LocalStore, "publish")
+    target = (dcp_files.Writer, "write_data") if rank else (LocalStore, "publish")
     broken = getattr(*target)
 
     def no_space(*_: object) -> None:
@@ -115,7 +115,7 @@ def steps_seen_case(folder: str) -> str:
     """Rank 1 does not see the checkpoints of rank 0: a folder that is not shared."""
     if Process.from_environment().rank == 1:
         elsewhere = mock.patch.dict(os.environ, {"LOCAL_RANK": "0"})  # of another machine
-        with elsewhere, mock.patch("trainer.checkpoint.checkpointer.step_to_load", return_value=None):
+        with elsewhere, mock.patch("trainer.checkpoint.run_folder.step_to_load", return_value=None):
             return main_case(folder, LAYOUTS["fsdp2"][1])
     return main_case(folder, LAYOUTS["fsdp2"][1])
 

@@ -113,7 +113,7 @@ def test_a_run_continues_another_one_and_then_itself(pool: WorkerPool, tmp_path:
 def best_unreadable_case(folder: str, arguments: list[str]) -> tuple[int, str]:
     """Rank 0 cannot read which checkpoint is the best one."""
     failing = OSError(errno.EIO, os.strerror(errno.EIO)) if Process.from_environment().rank == 0 else None
-    with mock.patch("trainer.checkpoint.checkpointer.best_saved", side_effect=failing, return_value=None):
+    with mock.patch("trainer.checkpoint.run_folder.best_saved", side_effect=failing, return_value=None):
         return main_case(folder, arguments)
 
 

@@ -25,7 +25,7 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model, in_float64
 from tests.hf_tensors import to_hf
 from tests.slow import slow
-from trainer.checkpoint.checkpointer import CheckpointError
+from trainer.checkpoint.failed_save import CheckpointError
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX

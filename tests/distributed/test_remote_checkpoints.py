@@ -15,7 +15,8 @@ from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.s3_server import ADDRESS, reached_by, s3_server
 from tests.slow import slow
-from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
+from trainer.checkpoint.checkpointer import tensors_of
+from trainer.checkpoint.failed_save import CheckpointError
 from trainer.commands import convert, verify
 from trainer.families.registry import MODELS
 from trainer.runtime.process_group import Process

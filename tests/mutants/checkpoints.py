@@ -100,7 +100,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a rank that is no reader lists the checkpoints",
-        "trainer/checkpoint/checkpointer.py",
+        "trainer/checkpoint/run_folder.py",
         "looks = Process.from_environment().local_rank == 0",
         "looks = True",
         f"{_CHECKPOINT}::test_a_rank_that_is_no_reader_opens_files_of_tensors_alone",
@@ -164,15 +164,15 @@ CHECKPOINTS = (
     Mutant(
         "initial weights are read in place of the run's own checkpoint",
         "trainer/checkpoint/checkpointer.py",
-        "step = self._step_to_load()",
-        "step = 0 if initial else self._step_to_load()",
+        "step = agreed_step(self._config, self.folder, world)",
+        "step = 0 if initial else agreed_step(self._config, self.folder, world)",
         "tests/distributed/test_hugging_face.py",
     ),
     Mutant(
         "the export takes the weights that the run started from",
-        "trainer/checkpoint/checkpointer.py",
-        "config = replace(self._config, checkpoint=replace(self.settings, load_step=step))",
-        "config = replace(self._config, checkpoint=replace(self.settings, enable=False))",
+        "trainer/checkpoint/last_export.py",
+        "config = replace(job.config, checkpoint=replace(settings, load_step=step))",
+        "config = replace(job.config, checkpoint=replace(settings, enable=False))",
         "tests/distributed/test_hugging_face.py",
     ),
     Mutant(

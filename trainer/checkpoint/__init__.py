@@ -3,5 +3,5 @@
 from longshard.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"checkpointer": "CheckpointError Checkpointer"}
+    __name__, {"checkpointer": "Checkpointer", "failed_save": "CheckpointError"}
 )

@@ -9,9 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,10 +20,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
-from longshard.sharding.exchange import all_reduce
 from trainer.checkpoint.dcp_files import WholeState, Writer, cause_of
-from trainer.checkpoint.export import write_hf
+from trainer.checkpoint.failed_save import not_written
 from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.last_export import export_last
+from trainer.checkpoint.run_folder import agreed_step, best_before, prepare
 from trainer.checkpoint.weights import (
     load_weights,
     model_tensors,
@@ -35,38 +34,24 @@ from trainer.checkpoint.weights import (
 )
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
-from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.config.writable import full_disk, nearest_existing
+from trainer.config.errors import SharedConfigError
 from trainer.data.loader import BatchLoader
 from trainer.hugging_face.reader import HFReader
-from trainer.job.lora import adapter_sizes, whole_sizes
-from trainer.job.record import ITEMSIZE, ResolvedJob
+from trainer.job.record import ResolvedJob
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.dump_folder import configuration_text
-from trainer.runtime.process_group import (
-    Process,
-    is_peer_failure,
-    set_group_timeout,
-    set_timeout,
-)
+from trainer.runtime.process_group import is_peer_failure, set_group_timeout
 from trainer.stores.folder import (
-    BEST_FILE,
     RunState,
-    best_saved,
     check_initial_weights,
     checkpoint_folder,
     model_description,
     states_of,
-    step_to_load,
     unreadable,
 )
-from trainer.stores.store import Place, Store, named_step, reason_of
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. The message says why, and is the same on every rank."""
+from trainer.stores.store import Place, Store, named_step
 
 
 def tensors_of(
@@ -153,9 +138,12 @@ class Checkpointer:
         step = 0
         initial = self.settings.initial_load_path
         if self.settings.enable:
-            step = self._step_to_load()
+            step = agreed_step(self._config, self.folder, world)
             if not self.settings.load_only:
-                raise_on_all_ranks(self._prepare_folder, world)
+                makes = self._dims.rank("world") == 0
+                raise_on_all_ranks(
+                    lambda: prepare(self._config, self.folder) if makes else None, world
+                )
         if step == 0 and initial is not None and not self.settings.initial_load_model_only:
             self._once(lambda: check_initial_weights(self._config, self._model) or b"")
             folder, step = named_step("checkpoint.initial_load_path", initial)
@@ -175,7 +163,7 @@ class Checkpointer:
             )
         tokens_seen = self._resume(self.folder, step, without=self.settings.load_step != -1)
         # One value for all: a rank that sees an older file would save when the others do not.
-        best_step, loss = json.loads(self._once(self._best_of_before))
+        best_step, loss = json.loads(self._once(lambda: best_before(self.folder)))
         self.best = loss if best_step <= step else math.inf  # a later one is of another history
         self._last_step = step
         return step, tokens_seen
@@ -206,14 +194,6 @@ class Checkpointer:
     def _once(self, read: Callable[[], bytes]) -> bytes:
         """Return on every rank what rank 0 reads: files are not opened by a thousand ranks at once."""
         return read_once(read, self._dims["world"])
-
-    def _best_of_before(self) -> bytes:
-        try:
-            return json.dumps(best_saved(self.folder) or (0, math.inf)).encode()
-        except OSError as error:
-            raise ConfigError(
-                f"{self.folder.path / BEST_FILE} cannot be read ({reason_of(error)}); {self.folder.remedy}"
-            ) from None
 
     def _resume(self, folder: Store, step: int, *, without: bool) -> int:
         """Load a saved step, if asked `without` what is excluded from loading, and return the tokens seen up to it."""
@@ -247,35 +227,6 @@ class Checkpointer:
             f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s){new}"
         )
         return state.tokens_seen
-
-    def _step_to_load(self) -> int:
-        """Return the step to resume from, 0 for none; one process of each machine looks for it, and all must agree."""
-        world = self._dims["world"]
-        looks = Process.from_environment().local_rank == 0
-        step = raise_on_all_ranks(
-            lambda: (step_to_load(self._config) or 0) if looks else None, world
-        )
-        found = [0, -(2**62)] if step is None else [step, -step]
-        most, least = all_reduce(
-            torch.tensor(found, device=world.device_type), world, "max"
-        ).tolist()
-        if most != -least:
-            raise SharedConfigError(
-                f"checkpoint.folder = {self.settings.folder!r}: one rank finds step {most} in {self.folder}, another "
-                f"step {-least}; job.dump_folder must be one folder that all machines share"
-            )
-        return most
-
-    def _prepare_folder(self) -> None:
-        if self._dims.rank("world") != 0:
-            return
-        try:
-            self.folder.prepare()
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoint.folder = {self.settings.folder!r}: {error.filename or self.folder} cannot be written "
-                f"({reason_of(error)}); {self.folder.remedy}"
-            ) from None
 
     # ---- saving
 
@@ -329,38 +280,11 @@ class Checkpointer:
         self.wait()
         started = time.monotonic()
         self._saved_at = started
-        described = model_description(self._config, self._model)
-        of_ranks = of_all_ranks(self._loader.state_dict(), self._dims["dp"])
-        streams = {
-            int(stream): position
-            for entries in of_ranks
-            for stream, position in entries.items()
-        }
-        model_only = self.settings.last_save_model_only and step == self._config.training.steps
-        state = RunState(
-            step,
-            tokens_seen,
-            described,
-            streams,
-            files={},
-            model_only=model_only,
-            optimizer=states_of(self._config),
-        )
+        writer = self._writer(step, tokens_seen, best)
         say_waiting(f"saving the checkpoint of step {step}")
-        kept = {
-            "keep_latest_k": self.settings.keep_latest_k,
-            "keep_every": self.settings.keep_every,
-        }
-        writer = Writer(
-            self.folder,
-            state,
-            best=best,
-            configuration=configuration_text(self._job.given),
-            **kept,
-        )
         self._last_step = step
         tensors = tensors_of(self._model_parts, self._optimizer)
-        if model_only:
+        if self._weights_alone(step):
             tensors = {name: x for name, x in tensors.items() if name.startswith("model.")}
         saving = {"storage_writer": writer, "process_group": self.group}
         if self.settings.async_mode != "disabled" and not last:
@@ -372,11 +296,39 @@ class Checkpointer:
         try:
             dcp.save(tensors, **saving)
         except CheckpointException as error:
-            raise self._not_written(step, error) from None
+            raise not_written(self._job, self.folder, step, error) from None
         logger.info(f"checkpoint of step {step} saved ({time.monotonic() - started:.1f} s)")
         if last and self.settings.last_save_in_hf and self._job.model.task == "tokens":
-            self._export(step)
+            export_last(self._job, self._dims, step, self.group)
         return True
+
+    def _weights_alone(self, step: int) -> bool:
+        return self.settings.last_save_model_only and step == self._config.training.steps
+
+    def _writer(self, step: int, tokens_seen: int, best: float | None) -> Writer:
+        """Return what writes a step, with the position of every data stream. A collective."""
+        of_ranks = of_all_ranks(self._loader.state_dict(), self._dims["dp"])
+        state = RunState(
+            step,
+            tokens_seen,
+            model_description(self._config, self._model),
+            {
+                int(stream): position
+                for entries in of_ranks
+                for stream, position in entries.items()
+            },
+            files={},
+            model_only=self._weights_alone(step),
+            optimizer=states_of(self._config),
+        )
+        return Writer(
+            self.folder,
+            state,
+            best=best,
+            configuration=configuration_text(self._job.given),
+            keep_latest_k=self.settings.keep_latest_k,
+            keep_every=self.settings.keep_every,
+        )
 
     def _save_in_background(
         self, tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]
@@ -402,30 +354,6 @@ class Checkpointer:
         finally:
             thread.shutdown(wait=False)
 
-    def _export(self, step: int) -> None:
-        """Write the weights of the last step, on rank 0 from their checkpoint, as a Hugging Face folder beside it."""
-        set_timeout(self._config.comm.checkpoint_timeout_seconds, but_for=self.group)
-        output = self.folder.path / f"step-{step}-hf"
-        dtype = getattr(torch, self.settings.export_dtype)
-        config = replace(self._config, checkpoint=replace(self.settings, load_step=step))
-
-        def write() -> None:
-            try:
-                if self._dims.rank("world") == 0:
-                    write_hf(output, config, self._model, dtype)
-            except OSError as error:
-                reason = full_disk(error, output.parent) or reason_of(error)
-                raise ConfigError(
-                    f"the Hugging Face folder {output} could not be written ({reason}); make room there, and make it "
-                    "from the checkpoint with lct convert to-hf"
-                ) from None
-
-        try:
-            raise_on_all_ranks(write, self._dims["world"])
-        except SharedConfigError as error:
-            raise CheckpointError(str(error)) from None
-        logger.info(f"weights saved for Hugging Face in {output}")
-
     def wait(self) -> None:
         """Wait for a save in the background; CheckpointError on every rank if it failed."""
         pending = self._pending
@@ -435,39 +363,7 @@ class Checkpointer:
         try:
             pending.result()
         except CheckpointException as error:
-            raise self._not_written(self._last_step, error) from None
-
-    def _not_written(self, step: int, error: CheckpointException) -> CheckpointError:
-        cause = cause_of(error)
-        rank = min(error.failures)
-        full = full_disk(cause, nearest_existing(Path(str(self.folder))), needed=self._size())
-        reason = (
-            reason_of(cause)
-            if isinstance(cause, OSError)
-            else str(cause).strip().split("\n")[0]
-        )
-        try:
-            kept = [earlier for earlier in self.folder.steps() if earlier < step]
-        except OSError:  # a store that does not answer
-            kept = []
-        room = (
-            "make room there and" if kept else "make room, or name another job.dump_folder, and"
-        )
-        return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.folder} (rank {rank}: {full or reason}); "
-            f"{room if full else 'when the cause is gone,'} run the same command again"
-            + (f", which resumes after step {kept[-1]}" if kept else "")
-        )
-
-    def _size(self) -> int:
-        """Return the bytes of a checkpoint, without the small files: each trained parameter, and its two moments."""
-        sizes = adapter_sizes(self._config, self._model)
-        beside = whole_sizes(self._config, self._model)
-        trained = sum([*sizes.values(), *beside.values()]) if sizes else self._model.n_params()
-        weight, moment = (
-            ITEMSIZE[name] for name in (self._config.training.dtype, self._config.state_dtype)
-        )
-        return trained * (weight + 2 * moment)
+            raise not_written(self._job, self.folder, self._last_step, error) from None
 
     def __enter__(self) -> "Checkpointer":
         return self

@@ -110,7 +110,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
     """Do the work of this rank in the job's process group, report how it ended, and return the exit code."""
     with imports_uncollected():
         import_module("trainer.trainer")  # `work` imports it later, with garbage collection
-        from trainer.checkpoint.checkpointer import CheckpointError
+        from trainer.checkpoint.failed_save import CheckpointError
         from trainer.components.out_of_memory import out_of_memory_explained
         from trainer.components.step_outcome import TrainingError
         from trainer.runtime.process_group import Process, is_peer_failure, process_group
