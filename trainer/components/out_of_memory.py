@@ -33,32 +33,25 @@ def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
 
 def memory_savers(job: ResolvedJob) -> list[str]:
     """Return settings that are not at their limit yet, the cheapest first, each as `key = value: what it does`."""
+    return [
+        *_savers_on_these_ranks(job),
+        *_activation_savers(job),
+        *_savers_of_last_resort(job),
+    ]
+
+
+def _savers_on_these_ranks(job: ResolvedJob) -> list[str]:
+    """Return settings that keep the step and the number of ranks, see `memory_savers`."""
     config = job.config
     degrees = job.degrees
-    device_type = job.device_type
     training = config.training
     parallelism = config.parallelism
-    shards = degrees.dp_shard
-    replicas = degrees.dp_replicate
     savers = []
-    if (
-        training.mixed_precision_param == "float32"
-        and training.dtype == "float32"
-        and device_type == "cuda"
-    ):
+    is_float32 = training.mixed_precision_param == training.dtype == "float32"
+    if is_float32 and job.device_type == "cuda":
         savers.append('training.mixed_precision_param = "auto": activations in bfloat16')
     if degrees.pp == 1 and training.local_batch_size > 1:
-        size = training.local_batch_size
-        # a divisor keeps the sequences of a step
-        fewer = next(n for n in range(size // 2, 0, -1) if size % n == 0)
-        total = (
-            f" with training.global_batch_size = {size * degrees.dp}"
-            if training.global_batch_size == -1
-            else ""
-        )
-        savers.append(
-            f"training.local_batch_size = {fewer}{total}: the same step in more micro-batches"
-        )
+        savers.append(_smaller_batch(job))
     if degrees.pp > 1 and parallelism.pipeline_parallel_microbatch_size > 1:
         savers.append(
             "parallelism.pipeline_parallel_microbatch_size = 1: fewer sequences at a time, the same step"
@@ -80,13 +73,39 @@ def memory_savers(job: ResolvedJob) -> list[str]:
         savers.append(
             "training.loss_chunk_tokens = 2048: the logits of so many tokens at a time"
         )
-    if replicas > 1:
+    if degrees.dp_replicate > 1:
+        replicas = degrees.dp_replicate
+        shards = degrees.dp_shard
         savers.append(
             f"parallelism.data_parallel_shard_degree = {shards * replicas} with "
             f"parallelism.data_parallel_replicate_degree = 1: one copy of the parameters instead of {replicas}"
         )
-    savers += _activation_savers(job)
-    if not training.enable_cpu_offload and device_type == "cuda" and degrees.dp_replicate == 1:
+    return savers
+
+
+def _smaller_batch(job: ResolvedJob) -> str:
+    """Return the setting by which the step has more micro-batches."""
+    training = job.config.training
+    size = training.local_batch_size
+    # a divisor keeps the sequences of a step
+    fewer = next(n for n in range(size // 2, 0, -1) if size % n == 0)
+    total = ""
+    if training.global_batch_size == -1:
+        total = f" with training.global_batch_size = {size * job.degrees.dp}"
+    return f"training.local_batch_size = {fewer}{total}: the same step in more micro-batches"
+
+
+def _savers_of_last_resort(job: ResolvedJob) -> list[str]:
+    """Return settings that cost much time, change the step or need more ranks, see `memory_savers`."""
+    training = job.config.training
+    degrees = job.degrees
+    shards = degrees.dp_shard
+    savers = []
+    if (
+        not training.enable_cpu_offload
+        and job.device_type == "cuda"
+        and degrees.dp_replicate == 1
+    ):
         savers.append(
             "training.enable_cpu_offload = true: parameters and optimizer state in host memory"
         )
