@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from longshard.sharding.ranges import Ranges
 from trainer.components.muon import Muon
 from trainer.components.rounding import RoundedAdam, Rounding, initial_state
 from trainer.config.errors import SharedConfigError
@@ -103,17 +104,22 @@ def build_optimizer(
     of_matrices["weight_decay"] = _or(muon.weight_decay, settings.weight_decay)
     groups = _with_rules([of_matrices] if matrices else [], settings, names)
     in_order = {p: matrices[p] for group in groups for p in group["params"]}
-    compute = (
-        "float64"
-        if config.training.dtype == "float64"
-        else muon.dtype_on(dims["world"].device_type)
-    )
-    on = {"dtype": getattr(torch, compute), "device": torch.device(dims["world"].device_type)}
     fused = implementation == "fused"
-    owners = Owners(in_order, dims.stage_group(), **on)
+    owners = _owners(in_order, config, dims)
     return Muon(
         groups, owners, muon, rest=rest, rounding=rounding, momenta=moments, fused=fused
     )
+
+
+def _owners(
+    matrices: Mapping[nn.Parameter, tuple[Ranges, ...]], config: JobConfig, dims: ParallelDims
+) -> Owners:
+    """Divide the matrices among the ranks of a stage. A collective."""
+    device_type = dims["world"].device_type
+    is_double = config.training.dtype == "float64"
+    compute = "float64" if is_double else config.muon.dtype_on(device_type)
+    on = {"dtype": getattr(torch, compute), "device": torch.device(device_type)}
+    return Owners(matrices, dims.stage_group(), **on)
 
 
 def _adam(
