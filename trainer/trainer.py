@@ -15,7 +15,7 @@ from longshard.sharding.tensors import to_device
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.early_update import EarlyUpdates
 from trainer.components.lr_scheduler import build_lr_scheduler, check_restart, scheduled_rate
-from trainer.components.metrics import MetricsLogger, StepRecord
+from trainer.components.metrics import MetricsLogger
 from trainer.components.norms import UpdateNorms, clip_gradients, settle_gradients, squared_norm
 from trainer.components.optimizer import (
     build_optimizer,
@@ -26,6 +26,7 @@ from trainer.components.optimizer import (
 from trainer.components.preparation import prepare_machine, prepare_process
 from trainer.components.profiling import profiling
 from trainer.components.qk_clip import QKClip
+from trainer.components.step_metrics import StepRecord
 from trainer.components.step_outcome import StepGuard, StepTotals
 from trainer.data.loader import BatchesAhead, data_identity
 from trainer.families.args import mtp_layers_of

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.components.device_peaks import peak_memory_gib
 from trainer.components.loss import token_losses
-from trainer.components.metrics import peak_memory_gib
 from trainer.models.chunked_loss import Chunks, chunked_token_losses
 
 

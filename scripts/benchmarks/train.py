@@ -35,7 +35,7 @@ from longshard.context.execution.kernels.choose import KernelNeeds, choose_kerne
 from longshard.context.planning.capabilities import CAPABILITIES
 from scripts.benchmarks.train_loops import WARMUP, Bare, Block, Rounds, Row, Work, free, memory_of, train, with_layers
 from scripts.provenance import made_with
-from trainer.components.metrics import peak_flops
+from trainer.components.device_peaks import peak_flops
 from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.loader import parse_command_line

@@ -15,7 +15,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.components.loss import token_losses
-from trainer.components.metrics import ValidationResult
+from trainer.components.step_metrics import ValidationResult
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX, sample_of
 from trainer.job import resolve

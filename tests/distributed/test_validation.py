@@ -16,7 +16,7 @@ from tests.distributed import harness
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, degrees
 from tests.slow import slow
-from trainer.components.metrics import ValidationResult
+from trainer.components.step_metrics import ValidationResult
 from trainer.config.errors import SharedConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.unit.small_decoder import ARGS, build
+from trainer.components.console_line import console_line, duration
+from trainer.components.device_peaks import peak_flops, peak_memory_gib
 from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler, lr_factor
-from trainer.components.metrics import StepMetrics, console_line, duration, peak_flops, peak_memory_gib
 from trainer.components.norms import clip_gradients
 from trainer.components.optimizer import build_optimizer
 from trainer.components.sinks import JsonLines, WeightsAndBiases
+from trainer.components.step_metrics import StepMetrics
 from trainer.config.schema import Job, JobConfig, LRScheduler, Optimizer
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.components.metrics import StepMetrics
+from trainer.components.step_metrics import StepMetrics
 from trainer.runtime.console import end_live_line, logger, program, say_waiting, set_up_logging, show_progress
 
 STEP = "step 50/100  loss 5.191 (max 5.91)  grad 0.53  lr 2.3e-3  1,461 tok/s  5.6 s  0.7 GiB  eta 4:40"

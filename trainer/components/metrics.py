@@ -1,196 +1,32 @@
 """Metrics of a step, reduced over ranks, to the console, `metrics.jsonl` and other sinks."""
 
 import json
-import math
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from longshard.sharding.exchange import all_reduce
-from trainer.components.device_clock import DeviceClock, Mark
+from trainer.components.console_line import console_line, duration
+from trainer.components.device_clock import DeviceClock
+from trainer.components.device_peaks import peak_flops, peak_memory_gib
 from trainer.components.sinks import JsonLines, TensorBoard, WeightsAndBiases
+from trainer.components.step_metrics import StepMetrics, StepRecord, ValidationResult
 from trainer.config.schema import JobConfig
 from trainer.data.loader import BatchesAhead
 from trainer.job.lora import flops_beside
 from trainer.job.record import ResolvedJob
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import raise_on_all_ranks
-from trainer.runtime.console import line_width, logger, show_progress
+from trainer.runtime.console import logger, show_progress
 from trainer.runtime.dump_folder import ESTIMATE, TENSORBOARD
 
-# Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
-_PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "MI325X": 1300e12,
-    "MI300X": 1300e12,
-    "MI250X": 191.5e12,
-}
 _LOW_MFU = 0.4
 """Share of the peak by which a step without a prediction of the planner is taken to be slow."""
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One logged step; the keys of an object in `metrics.jsonl`."""
-
-    step: int
-    loss: float
-    """Mean over the step of the losses of positions that have a target, without auxiliary losses."""
-    loss_max: float
-    """Largest mean loss of one sequence of the step."""
-    grad_norm: float
-    """Gradient norm before clipping."""
-    lr: float
-    seconds_per_step: float
-    """Time of one step on the slowest rank, mean over the steps since the last logged one."""
-    tokens_per_second: float
-    """Speed of the whole job since the last logged step; each token of a sequence counts once."""
-    tokens_per_second_per_device: float
-    tflops: float
-    """Model TFLOP/s per device, full attention counted."""
-    mfu: float | None
-    """Share (0 to 1) of the device's bfloat16 peak with full attention counted; None where no peak is known."""
-    mfu_causal: float | None
-    """The same, with only the visible part of attention counted."""
-    memory_gib: float
-    """Largest peak of a rank: allocated by PyTorch on a GPU, resident on a CPU."""
-    data_loading_fraction: float
-    """Share of the time in which ranks waited for data, mean over ranks."""
-    tokens_seen: int
-    """Tokens of the whole job since its first step."""
-    epoch: float
-    """Passes over the data so far, mean over the data streams."""
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What the metrics of a step need and the next step changes.
-
-    sequence_losses: see `MetricsLogger.log`; positions: of the data streams; waited: seconds for data since the last
-    logged step; end: of the step; None: when it is logged.
-    """
-
-    sequence_losses: torch.Tensor
-    lr: float
-    epoch: float
-    positions: Mapping[int, Mapping[str, int]]
-    waited: float
-    end: Mark | None
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss); inf where that is too large for a float."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-@dataclass(frozen=True)
-class ValidationResult:
-    """loss: mean cross entropy of the tokens that have a label; tokens: how many these are; seconds: of the run."""
-
-    loss: float
-    tokens: int
-    seconds: float
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.loss)
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a device for matrix products in `dtype`; None if it is not known."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process: allocated on its GPU, or resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10  # ru_maxrss: bytes there, KiB here
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def console_line(
-    metrics: StepMetrics, total_steps: int, eta_seconds: float, *, position: str = "tok"
-) -> str:
-    """Return one line of at most `line_width()` characters: progress, loss, speed, resources, time left.
-
-    position: short word for what a sample consists of: tokens, or points of a field.
-    `max`, the largest loss of a sequence, gives way to the share of the device's peak where that is known. A line that
-    is too long has single blanks, then neither `data` (waiting for data, from 5 % on) nor `max`,
-    and at last no resources.
-    """
-    loss_max = f" (max {_loss(metrics.loss_max, 2)})" if metrics.mfu is None else ""
-    data = (
-        f"data {metrics.data_loading_fraction:.0%}"
-        if metrics.data_loading_fraction >= 0.05
-        else ""
-    )
-    resources = (
-        "" if metrics.mfu is None else f"{metrics.mfu:.0%} mfu",
-        f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s",
-        f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB",
-    )
-    width = line_width()
-    lines = []
-    speed = metrics.tokens_per_second
-    choices = (
-        (loss_max, data, resources),
-        (loss_max, "", resources),
-        ("", "", resources),
-        ("", "", ()),
-    )
-    for detail, extra, used in choices:
-        parts = [
-            f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
-            f"loss {_loss(metrics.loss)}{detail}",
-            f"grad {metrics.grad_norm:.{2 if metrics.grad_norm < 100 else 0}f}",
-            f"lr {_short_power(metrics.lr)}",
-            f"{speed:,.0f} {position}/s"
-            if speed < 1e5
-            else f"{speed / 1e6:,.2f}M {position}/s",
-            *used,
-            extra,
-            f"eta {duration(eta_seconds)}" if metrics.step < total_steps else "",
-        ]
-        lines += [blanks.join(part for part in parts if part) for blanks in ("  ", " ")]
-    return next((line for line in lines if len(line) <= width), lines[-1])
-
-
-def duration(seconds: float) -> str:
-    """Return 4:40, 1:02:03, or from a day on 2d03h."""
-    seconds = round(seconds)
-    if seconds >= 86400:
-        return f"{seconds // 86400}d{seconds % 86400 // 3600:02}h"
-    text = str(timedelta(seconds=seconds))
-    return text.removeprefix("0:").removeprefix("0") if seconds < 3600 else text
-
-
-def _loss(loss: float, digits: int = 3) -> str:
-    """Return a loss with three digits or more: 5.191, or 3.1e-3, as those of regressions are."""
-    return f"{loss:.{digits}f}" if loss >= 0.1 or loss == 0 else _short_power(loss)
-
-
-def _short_power(number: float) -> str:
-    """Return 2.3e-3 for 0.0023."""
-    digits, _, power = f"{number:.1e}".partition("e")
-    return f"{digits}e{int(power)}"
 
 
 class MetricsLogger:
@@ -357,24 +193,43 @@ class MetricsLogger:
         """
         end = self._clock.mark() if record.end is None else record.end
         ended = self._clock.time_of(end)
-        elapsed = ended - self._started
         data_seconds = self.data_seconds - record.waited
+        elapsed = ended - self._started
+        with self._clock.after(end):  # the device is in the next step
+            metrics = self._reduced(step, loss, grad_norm, record, elapsed)
+        self.last_loss = loss
+        left = self.last_step - step
+        logger.info(
+            console_line(
+                metrics, self.last_step, left * metrics.seconds_per_step, position=self.position
+            )
+        )
+        beside = dict(more or {}) | (
+            self._beside_estimate(metrics.memory_gib) if self._sinks else {}
+        )
+        for sink in self._sinks:
+            sink.write(asdict(metrics) | beside)
+        self._last_step = step
+        self._started = ended
+        self.data_seconds = data_seconds
+        return metrics
+
+    def _reduced(
+        self, step: int, loss: float, grad_norm: float, record: StepRecord, elapsed: float
+    ) -> StepMetrics:
+        """Return the metrics of a step over all ranks; see `log`. elapsed: seconds of this rank."""
         steps = step - self._last_step
         ranks = self.dims.size("world")
-        with self._clock.after(end):  # the device is in the next step
-            largest = [
-                record.sequence_losses.max().item(),
-                elapsed,
-                peak_memory_gib(self.device),
-            ]
-            loss_max, elapsed, memory = self._of_all_ranks(largest, "max")
-            waited, epoch = (
-                x / ranks for x in self._of_all_ranks([record.waited, record.epoch], "sum")
-            )
+        loss_max = record.sequence_losses.max().item()
+        largest = [loss_max, elapsed, peak_memory_gib(self.device)]
+        loss_max, elapsed, memory = self._of_all_ranks(largest, "max")
+        waited, epoch = (
+            x / ranks for x in self._of_all_ranks([record.waited, record.epoch], "sum")
+        )
         per_device = self.tokens_per_step * steps / elapsed / ranks
         flops = [per_device * flops for flops in self.flops_per_token]
         mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]
-        metrics = StepMetrics(
+        return StepMetrics(
             step=step,
             loss=loss,
             loss_max=loss_max,
@@ -391,20 +246,6 @@ class MetricsLogger:
             tokens_seen=self.tokens_seen(step),
             epoch=epoch,
         )
-        self.last_loss = loss
-        left = self.last_step - step
-        logger.info(
-            console_line(
-                metrics, self.last_step, left * elapsed / steps, position=self.position
-            )
-        )
-        beside = dict(more or {}) | (self._beside_estimate(memory) if self._sinks else {})
-        for sink in self._sinks:
-            sink.write(asdict(metrics) | beside)
-        self._last_step = step
-        self._started = ended
-        self.data_seconds = data_seconds
-        return metrics
 
     def predicted_seconds(self) -> float:
         """Return the seconds of a step before one has run; 0.0 if nothing is known, as on CPUs.

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from longshard.sharding.exchange import all_reduce
 from trainer.components.loss import token_losses, whole_logits, whole_sequence
-from trainer.components.metrics import ValidationResult, perplexity
+from trainer.components.step_metrics import ValidationResult, perplexity
 from trainer.config.errors import ConfigError
 from trainer.data.evaluation import NeedlePrompt
 from trainer.data.job_data import open_text, validation_data

@@ -1,0 +1,73 @@
+"""A step as one line of a terminal: progress, loss, speed, resources, time left."""
+
+from datetime import timedelta
+
+from trainer.components.step_metrics import StepMetrics
+from trainer.runtime.console import line_width
+
+
+def console_line(
+    metrics: StepMetrics, total_steps: int, eta_seconds: float, *, position: str = "tok"
+) -> str:
+    """Return one line of at most `line_width()` characters: progress, loss, speed, resources, time left.
+
+    position: short word for what a sample consists of: tokens, or points of a field.
+    `max`, the largest loss of a sequence, gives way to the share of the device's peak where that is known. A line that
+    is too long has single blanks, then neither `data` (waiting for data, from 5 % on) nor `max`,
+    and at last no resources.
+    """
+    loss_max = f" (max {_loss(metrics.loss_max, 2)})" if metrics.mfu is None else ""
+    data = (
+        f"data {metrics.data_loading_fraction:.0%}"
+        if metrics.data_loading_fraction >= 0.05
+        else ""
+    )
+    resources = (
+        "" if metrics.mfu is None else f"{metrics.mfu:.0%} mfu",
+        f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s",
+        f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB",
+    )
+    width = line_width()
+    lines = []
+    speed = metrics.tokens_per_second
+    choices = (
+        (loss_max, data, resources),
+        (loss_max, "", resources),
+        ("", "", resources),
+        ("", "", ()),
+    )
+    for detail, extra, used in choices:
+        parts = [
+            f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
+            f"loss {_loss(metrics.loss)}{detail}",
+            f"grad {metrics.grad_norm:.{2 if metrics.grad_norm < 100 else 0}f}",
+            f"lr {_short_power(metrics.lr)}",
+            f"{speed:,.0f} {position}/s"
+            if speed < 1e5
+            else f"{speed / 1e6:,.2f}M {position}/s",
+            *used,
+            extra,
+            f"eta {duration(eta_seconds)}" if metrics.step < total_steps else "",
+        ]
+        lines += [blanks.join(part for part in parts if part) for blanks in ("  ", " ")]
+    return next((line for line in lines if len(line) <= width), lines[-1])
+
+
+def duration(seconds: float) -> str:
+    """Return 4:40, 1:02:03, or from a day on 2d03h."""
+    seconds = round(seconds)
+    if seconds >= 86400:
+        return f"{seconds // 86400}d{seconds % 86400 // 3600:02}h"
+    text = str(timedelta(seconds=seconds))
+    return text.removeprefix("0:").removeprefix("0") if seconds < 3600 else text
+
+
+def _loss(loss: float, digits: int = 3) -> str:
+    """Return a loss with three digits or more: 5.191, or 3.1e-3, as those of regressions are."""
+    return f"{loss:.{digits}f}" if loss >= 0.1 or loss == 0 else _short_power(loss)
+
+
+def _short_power(number: float) -> str:
+    """Return 2.3e-3 for 0.0023."""
+    digits, _, power = f"{number:.1e}".partition("e")
+    return f"{digits}e{int(power)}"
