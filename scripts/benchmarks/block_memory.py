@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
+from lct_planner import shim
+from lct_planner.tracing import Recorder, trace
 from tests.fake_cuda import table
 from trainer.models.decoder import TransformerBlock
-from trainer.planner import shim
-from trainer.planner.tracing import Recorder, trace
 
 _RANKS, _TOKENS = 8, 131_072
 _PARTS = {
@@ -83,7 +83,7 @@ def _stack() -> list[tuple[str, str, int]]:
     frame, found = sys._getframe(1), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if {"longshard", "trainer"} & {*path.parts[-5:]} and "planner" not in path.parts:
+        if {"longshard", "trainer"} & {*path.parts[-5:]}:
             found.append((path.name, frame.f_code.co_name, frame.f_lineno))
         frame = frame.f_back
     return found

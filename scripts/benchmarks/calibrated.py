@@ -15,11 +15,11 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
+from lct_planner.calibrate import calibrate, step_seconds
+from lct_planner.estimate import estimate
+from lct_planner.timing import device
+from lct_planner.worker import Worker
 from scripts.provenance import made_with
-from trainer.planner.calibrate import calibrate, step_seconds
-from trainer.planner.estimate import estimate
-from trainer.planner.timing import device
-from trainer.planner.worker import Worker
 from trainer.runtime.devices import this_machine
 
 BASE = ("--job.config_file", "debug_model", "--training.global_batch_size=-1")

@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
+from lct_planner.estimate import estimate
+from lct_planner.search import longest_sequence
+from lct_planner.timing import device
+from lct_planner.worker import Worker
 from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
-from trainer.planner.estimate import estimate
-from trainer.planner.search import longest_sequence
-from trainer.planner.timing import device
-from trainer.planner.worker import Worker
 
 _A, _P = "--activation_checkpoint.", "--parallelism."
 BASE = (

@@ -95,9 +95,9 @@ def run(name: str, steps: int, limit: float) -> dict[str, Any]:
 
 def predict(rows: dict[str, dict[str, Any]], gpu: str) -> None:
     """Add to each row what the planner says of it."""
-    from trainer.planner.estimate import estimate
-    from trainer.planner.timing import device
-    from trainer.planner.worker import Worker
+    from lct_planner.estimate import estimate
+    from lct_planner.timing import device
+    from lct_planner.worker import Worker
 
     with tempfile.TemporaryDirectory() as folder, Worker(has_shim=True) as worker:
         for name, row in rows.items():

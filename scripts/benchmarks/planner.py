@@ -21,12 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
+from lct_planner.estimate import Estimate, bubble, estimate
+from lct_planner.profile import Profile
+from lct_planner.timing import Device, device, step_time
+from lct_planner.worker import Worker
 from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
-from trainer.planner.estimate import Estimate, bubble, estimate
-from trainer.planner.profile import Profile
-from trainer.planner.timing import Device, device, step_time
-from trainer.planner.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "docs" / "measurements" / "published_runs.csv"

@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lct_planner.tracing import trace
 from tests.distributed.harness import BASE, Record, RecordingTrainer, resolved
 from trainer.config.loader import parse_command_line
 from trainer.job.record import ResolvedJob
-from trainer.planner.tracing import trace
 from trainer.runtime.process_group import Process, process_group
 
 _STEP, _STEPS = "a measured step", 4

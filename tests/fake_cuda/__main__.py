@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.planner import shim
+from lct_planner import shim
 
 EXPECTED = Path(__file__).with_name("expected.json")
 Found = dict[str, dict[str, Any]]

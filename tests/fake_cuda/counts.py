@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from lct_planner.events import Event
+from lct_planner.stand_ins import ATTENTION
+from lct_planner.tracing import Recorder
 from longshard.context.planning.cost import Cost
 from tests.fake_cuda.operators import CHECKS
-from trainer.planner.events import Event
-from trainer.planner.stand_ins import ATTENTION
-from trainer.planner.tracing import Recorder
 
 
 class CheckedRecorder(Recorder):

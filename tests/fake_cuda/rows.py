@@ -18,6 +18,10 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lct_planner.device import FakeDevice, Gpu, entered, machine
+from lct_planner.stand_ins import stand_ins
+from lct_planner.traced_trainer import kernels_of, patches
+from lct_planner.tracing import trace
 from longshard.context import attention
 from longshard.context.live import AttentionSettings, LivePlan, flat_mesh, opened
 from longshard.context.planning.mask import documents_of
@@ -26,10 +30,6 @@ from tests.fake_cuda import table
 from tests.fake_cuda.counts import CheckedRecorder, counted
 from tests.fake_cuda.faults import OF, Fault, faults
 from tests.fake_cuda.operators import CHECKS, flash_bodies, flash_package
-from trainer.planner.device import FakeDevice, Gpu, entered, machine
-from trainer.planner.stand_ins import stand_ins
-from trainer.planner.traced_trainer import kernels_of, patches
-from trainer.planner.tracing import trace
 
 _BATCH, _HEADS, _KV_HEADS, _HEAD_DIM, _WINDOW = 1, 32, 8, 128, 4096
 _OPERATORS = "context_parallel_attention", "context_parallel_attention_backward"

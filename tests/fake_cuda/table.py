@@ -8,11 +8,11 @@ from tempfile import mkdtemp
 from unittest import mock
 
 from examples.fields.tests.drifting import write_drifting_fields
+from lct_planner.device import Gpu
 from tests.covering import Row, covering_array
 from trainer.config.loader import parse_command_line
 from trainer.families.registry import MODELS
 from trainer.job import ResolvedJob, resolve
-from trainer.planner.device import Gpu
 
 VOCABULARY = 128_256
 FIELDS = "fields.zarr"

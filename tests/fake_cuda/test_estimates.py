@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.planner import shim
-from trainer.planner.estimate import Estimate, estimate, lines
-from trainer.planner.suggest import suggestions
-from trainer.planner.timing import attention_kernels, device
-from trainer.planner.worker import Worker
+from lct_planner import shim
+from lct_planner.estimate import Estimate, estimate, lines
+from lct_planner.suggest import suggestions
+from lct_planner.timing import attention_kernels, device
+from lct_planner.worker import Worker
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lct_planner import shim
 from tests.fake_cuda import table
 from tests.fake_cuda.__main__ import Found, expected, run
 from tests.slow import slow
-from trainer.planner import shim
 
 NAMES = [row.name for row in (*table.jobs(), *table.calls())]
 ROWS = [*(name for name in NAMES if name not in table.WHOLE_ONLY), *slow(*table.WHOLE_ONLY)]

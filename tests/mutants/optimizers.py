@@ -360,7 +360,7 @@ EARLY_UPDATES = (
     ),
     Mutant(
         "an early update counts beside the backward",
-        "trainer/planner/timing.py",
+        "lct_planner/timing.py",
         'if early and part == "optimizer" else 0.0',
         "if False else 0.0",
         "tests/unit/test_planner_times.py::test_an_update_during_the_backward_counts_where_it_takes_longer",

@@ -1,4 +1,4 @@
-"""Laws of size: what makes trainer/ and longshard/ hard to read is counted, and each count may only fall.
+"""Laws of size: what makes the packages hard to read is counted, and each count may only fall.
 
 A budget in lines rewards dense lines. These budgets count tokens, dense lines, long functions, long files, keys and
 long parameter lists. A change that lowers a count lowers its number here too; no change raises a number.
@@ -33,7 +33,10 @@ MOST_FILE_LINES = 400
 MOST_ARGUMENTS = 7
 WIDE_COLUMNS = 105
 
-MOST_TOKENS = 349_100
+PLANNER = "lct_planner"
+MOST_TOKENS = 331_300
+"""Of the library and the trainer."""
+MOST_PLANNER_TOKENS = 18_900
 MOST_TOKENS_PER_LINE = 8.8
 MOST_WIDE_SHARE = 0.0145
 MOST_LONG_FUNCTIONS = 0
@@ -66,9 +69,13 @@ class Source:
 
 @cache
 def program() -> list[Source]:
+    return [source for top in ("longshard", "trainer", PLANNER) for source in package(top)]
+
+
+@cache
+def package(top: str) -> list[Source]:
     return [
         count(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
-        for top in ("longshard", "trainer")
         for path in sorted((ROOT / top).rglob("*.py"))
     ]
 
@@ -125,18 +132,20 @@ def check(what: str, counted: float, most: float, offenders: list[tuple[str, flo
 
     Args:
         what: the name of the number in this file.
-        counted: the count of trainer/ as it is.
+        counted: the count of the packages as they are.
         most: the number.
         offenders: places and their counts. The message lists the largest ones.
     """
     largest = sorted(offenders, key=lambda pair: -pair[1])[:60]
     listed = "".join(f"\n  {place}: {size:,.6g}" for place, size in largest)
-    assert counted <= most, f"trainer/ has {counted:,.6g}, and {what} allows {most:,}. The largest ones:{listed}"
-    assert counted >= 0.99 * most, f"trainer/ has {counted:,.6g} only: lower {what} from {most:,} to this count."
+    assert counted <= most, f"The packages have {counted:,.6g}, and {what} allows {most:,}. The largest ones:{listed}"
+    assert counted >= 0.99 * most, f"The packages have {counted:,.6g} only: lower {what} from {most:,} to this count."
 
 
-def test_tokens() -> None:
-    check("MOST_TOKENS", sum(s.tokens for s in program()), MOST_TOKENS, [(s.path, s.tokens) for s in program()])
+@pytest.mark.parametrize(("name", "most"), [("MOST_TOKENS", MOST_TOKENS), ("MOST_PLANNER_TOKENS", MOST_PLANNER_TOKENS)])
+def test_tokens(name: str, most: int) -> None:
+    sources = [*package("longshard"), *package("trainer")] if name == "MOST_TOKENS" else package(PLANNER)
+    check(name, sum(s.tokens for s in sources), most, [(s.path, s.tokens) for s in sources])
 
 
 def test_tokens_per_line_of_code() -> None:
@@ -200,7 +209,7 @@ class A:
 def test_a_number_follows_its_count_in_both_directions() -> None:
     check("MOST", 991, 1000, [])
     check("MOST", 0, 0, [])
-    with pytest.raises(AssertionError, match=r"has 1,001, and MOST allows 1,000(.|\n)*trainer/a\.py:1 f: 60"):
+    with pytest.raises(AssertionError, match=r"have 1,001, and MOST allows 1,000(.|\n)*trainer/a\.py:1 f: 60"):
         check("MOST", 1001, 1000, [("trainer/a.py:1 f", 60)])
-    with pytest.raises(AssertionError, match="has 989 only: lower MOST from 1,000"):
+    with pytest.raises(AssertionError, match="have 989 only: lower MOST from 1,000"):
         check("MOST", 989, 1000, [])

@@ -299,13 +299,16 @@ OF_THE_TRACER = {
     "tree_map_only",
     *("_ends", "_places", "_random_state"),  # this project's own
 }
-_TRACER = ROOT / "trainer" / "planner"
+_TRACER = ROOT / "lct_planner"
 
 
 def uses(of_tracer: bool = False) -> dict[str, set[str]]:
     """Private name -> the modules that use it."""
     found: dict[str, set[str]] = {}
-    paths = [*(ROOT / "longshard").rglob("*.py"), *(ROOT / "trainer").rglob("*.py"), ROOT / "train.py"]
+    paths = [
+        *(path for top in ("longshard", "trainer", "lct_planner") for path in (ROOT / top).rglob("*.py")),
+        ROOT / "train.py",
+    ]
     for path in (path for path in paths if (_TRACER in path.parents) == of_tracer):
         for name in private_names(ast.parse(path.read_text())):
             found.setdefault(name, set()).add(str(path.relative_to(ROOT)))

@@ -1,6 +1,6 @@
 """The profile of a step of one part."""
 
-from trainer.planner.profile import Profile
+from lct_planner.profile import Profile
 
 
 def profile_of(**work: float) -> Profile:

@@ -6,7 +6,11 @@ import pytest
 
 from tests.about import ROOT, files_of, guards_of, subjects
 
-PROGRAM = [file for file in [*files_of("longshard"), *files_of("trainer")] if Path(file).name != "__init__.py"]
+PROGRAM = [
+    file
+    for file in [*files_of("longshard"), *files_of("trainer"), *files_of("lct_planner")]
+    if Path(file).name != "__init__.py"
+]
 NOT_QUICK = ("tests/repository/", "tests/fake_cuda/")
 
 

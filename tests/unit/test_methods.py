@@ -9,7 +9,8 @@ import pytest
 from longshard.context.planning.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = [str(p.relative_to(ROOT)) for top in ("longshard", "trainer") for p in sorted((ROOT / top).rglob("*.py"))]
+TOPS = ("longshard", "trainer", "lct_planner")
+PROGRAM = [str(p.relative_to(ROOT)) for top in TOPS for p in sorted((ROOT / top).rglob("*.py"))]
 # Settings may say of themselves which value of another setting they need.
 KNOW_NAMES = ("longshard/context/planning/methods.py", "trainer/config/")
 

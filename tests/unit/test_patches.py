@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.about("trainer/planner")
+pytestmark = pytest.mark.about("lct_planner")
 ROOT = Path(__file__).resolve().parents[2]
 OF_PYTORCH = {
     *("torch.Generator", "torch.Stream", "torch.Tensor.pin_memory", "torch.UntypedStorage.resize_"),
@@ -44,7 +44,7 @@ def replaced(text: str) -> Iterator[str]:
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             found = [whole(target) for target in targets if isinstance(target, ast.Attribute)]
-            yield from (name for name in found if name.startswith(("trainer.", "longshard.")))
+            yield from (name for name in found if name.startswith(("trainer.", "longshard.", "lct_planner.")))
         elif isinstance(node, ast.Call):
             called = whole(node.func)
             if called == "unittest.mock.patch.object" or (called == "setattr" and ast.unparse(node.args[0]) in names):
@@ -55,7 +55,10 @@ def replaced(text: str) -> Iterator[str]:
 
 
 def test_the_program_replaces_names_of_pytorch_alone() -> None:
-    files = [*(ROOT / "longshard").rglob("*.py"), *(ROOT / "trainer").rglob("*.py"), ROOT / "train.py"]
+    files = [
+        *(path for top in ("longshard", "trainer", "lct_planner") for path in (ROOT / top).rglob("*.py")),
+        ROOT / "train.py",
+    ]
     assert {name for path in files for name in replaced(path.read_text())} == OF_PYTORCH
 
 

@@ -9,18 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lct_planner.device import _is_composite
+from lct_planner.profile import Profile, deeper
+from lct_planner.profiling import _Allocator, added_up
+from lct_planner.tracing import trace
+from lct_planner.worker import _traceable, shallow_depths
 from tests.unit.planner_profile import profile_of
 from trainer.config.loader import parse_command_line
 from trainer.families.layer_kinds import LayerKind
 from trainer.job import resolve
 from trainer.parallel import ownership
-from trainer.planner.device import _is_composite
-from trainer.planner.profile import Profile, deeper
-from trainer.planner.profiling import _Allocator, added_up
-from trainer.planner.tracing import trace
-from trainer.planner.worker import _traceable, shallow_depths
 
-pytestmark = pytest.mark.about("trainer/planner")
+pytestmark = pytest.mark.about("lct_planner")
 
 _MIB = 1 << 20
 

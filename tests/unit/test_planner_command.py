@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lct_planner import worker
+from lct_planner.timing import StepTime
 from trainer.commands import check, train
 from trainer.commands import estimate as command
 from trainer.commands.main import main as lct
 from trainer.commands.start import parse
 from trainer.components import metrics
 from trainer.config.loader import parse_command_line
-from trainer.planner import worker
-from trainer.planner.timing import StepTime
 from trainer.runtime.devices import Machine
 
-pytestmark = pytest.mark.about("trainer/planner/estimate.py", "trainer/planner/calibrate.py", "trainer/planner/shim.py")
+pytestmark = pytest.mark.about("lct_planner/estimate.py", "lct_planner/calibrate.py", "lct_planner/shim.py")
 
 # ---- the command
 
@@ -78,7 +78,7 @@ def test_a_time_out_that_is_too_short_for_the_predicted_step_is_told(
         return SimpleNamespace(**vars(of), job=job)
 
     monkeypatch.setattr(command, "estimate", found)
-    monkeypatch.setattr("trainer.planner.estimate.estimate", found)
+    monkeypatch.setattr("lct_planner.estimate.estimate", found)
     for module in (command, worker):
         monkeypatch.setattr(module, "Worker", lambda **_: nullcontext())
     for ranks in ("1", "2"):

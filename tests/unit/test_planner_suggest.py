@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lct_planner.suggest import Choice, suggestions
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.planner.suggest import Choice, suggestions
 
 RANKS = 32
 NODE = 8

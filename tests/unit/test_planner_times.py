@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lct_planner import traced_trainer
+from lct_planner.device import Gpu
+from lct_planner.operators import parallel_rows
+from lct_planner.search import longest_sequence
+from lct_planner.stand_ins import kernel_of, kernel_of_one_rank
+from lct_planner.timing import RECORDS, Device, attention_kernels, device, step_time
 from longshard.context.planning.capabilities import FLASH_PACKAGES
 from tests.unit.planner_profile import profile_of
 from trainer.config.errors import ConfigError
-from trainer.planner import traced_trainer
-from trainer.planner.device import Gpu
-from trainer.planner.operators import parallel_rows
-from trainer.planner.search import longest_sequence
-from trainer.planner.stand_ins import kernel_of, kernel_of_one_rank
-from trainer.planner.timing import RECORDS, Device, attention_kernels, device, step_time
 
 # ---- time
 

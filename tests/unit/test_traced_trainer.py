@@ -9,14 +9,14 @@ from types import ModuleType
 import pytest
 import torch
 
-import trainer.planner
+import lct_planner
+from lct_planner.device import machine
 from longshard.sharding.exchange import has_peers
 from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.planner.device import machine
 from trainer.runtime.agreement import check_same, of_all_ranks, raise_on_all_ranks
 
 pytestmark = pytest.mark.about(
-    "trainer/planner/traced_trainer.py", "trainer/parallel/machine.py", "trainer/runtime/agreement.py"
+    "lct_planner/traced_trainer.py", "trainer/parallel/machine.py", "trainer/runtime/agreement.py"
 )
 _OURS = ("trainer.", "longshard.")
 
@@ -36,12 +36,12 @@ def added_methods(module: ModuleType) -> Iterator[str]:
 
 def test_methods_of_the_planner_replace_methods_of_the_trainer() -> None:
     """A method that is renamed there would be called no more, and the trace would take the device at its word."""
-    names = [f"trainer.planner.{each.name}" for each in pkgutil.iter_modules(trainer.planner.__path__)]
+    names = [f"lct_planner.{each.name}" for each in pkgutil.iter_modules(lct_planner.__path__)]
     assert [added for name in names for added in added_methods(importlib.import_module(name))] == []
 
 
 def test_the_test_sees_a_method_that_replaces_nothing() -> None:
-    module = ModuleType("trainer.planner.wrong")
+    module = ModuleType("lct_planner.wrong")
     text = "from trainer.trainer import Trainer\nclass Wrong(Trainer):\n"
     text += "    def build_metric(self): ...\n    def region(self): ...\n    def build_task(self): ..."
     exec(text, vars(module))

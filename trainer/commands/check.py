@@ -121,10 +121,10 @@ def peak_of_a_step(
     The note is empty where the time-outs are long enough, and on CPUs, whose speed is not known. node: ranks on one
     node, None for those of most GPUs.
     """
-    from trainer.planner import shim
-    from trainer.planner.estimate import estimate
-    from trainer.planner.timing import device
-    from trainer.planner.worker import Worker
+    from lct_planner import shim
+    from lct_planner.estimate import estimate
+    from lct_planner.timing import device
+    from lct_planner.worker import Worker
 
     traced = device_type if device_type == "cpu" or not shim.why_not() else "cpu"
     try:

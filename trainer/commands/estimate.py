@@ -18,19 +18,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lct_planner import shim
+from lct_planner.calibrate import calibrate
+from lct_planner.estimate import Estimate, estimate, in_words, lines
+from lct_planner.profile import Profile
+from lct_planner.search import Estimator, longest_sequence
+from lct_planner.suggest import suggestions
+from lct_planner.timing import device
+from lct_planner.worker import Worker
 from trainer.commands.start import Start, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.job import resolve
 from trainer.job.record import size_words
-from trainer.planner import shim
-from trainer.planner.calibrate import calibrate
-from trainer.planner.estimate import Estimate, estimate, in_words, lines
-from trainer.planner.profile import Profile
-from trainer.planner.search import Estimator, longest_sequence
-from trainer.planner.suggest import suggestions
-from trainer.planner.timing import device
-from trainer.planner.worker import Worker
 from trainer.runtime.console import line_width, paragraphs
 from trainer.runtime.devices import this_machine
 from trainer.runtime.nodes import whole_number
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
             if (type_ := machine.device_type(config.job.device)) != "cpu":
                 raise ConfigError(
                     f"--calibrate measures a CPU, and this job runs on {type_}; give --job.device cpu, or take a "
-                    "record of trainer/planner/gpus.toml"
+                    "record of lct_planner/gpus.toml"
                 )
             print(
                 calibrate(arguments, options.calibrate, memory=machine.memory(type_) or 1 << 36)

@@ -10,10 +10,10 @@ import venv
 from collections.abc import Mapping
 from pathlib import Path
 
+from lct_planner import shim
 from tests.repository.documented.brought import brought
 from tests.repository.documented.pages import ROOT
 from tests.repository.documented.warm_client import PLAIN, SERVERS, SHORTENED, WITH_SHIM
-from trainer.planner import shim
 
 _PROGRAMS = {"lct": "trainer.commands.main", "torchrun": "torch.distributed.run", "tensorboard": "tensorboard.main"}
 _SCRIPT = "#!{python}\nimport sys\n\nfrom {module} import {function} as main\n\nsys.exit(main())\n"

@@ -27,7 +27,7 @@ os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHIN
 _PRELOAD = [
     *("torch", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.nn.attention"),
     *("torch._dynamo", "tensorboard", "torch.utils.tensorboard", "tiktoken", "tokenizers", "jinja2", "numpy"),
-    *("trainer.trainer", "trainer.runtime.launch", "trainer.commands.rank", "trainer.planner.tracing"),
+    *("trainer.trainer", "trainer.runtime.launch", "trainer.commands.rank", "lct_planner.tracing"),
 ]
 _MOST_BYTES = 1 << 20
 _PROGRAMS = {"lct": ("trainer.commands.main", "main"), "torchrun": ("torch.distributed.run", "main")}

@@ -15,10 +15,10 @@ from statistics import median
 
 import numpy as np
 
+from lct_planner.profile import Profile
+from lct_planner.worker import Worker
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.planner.profile import Profile
-from trainer.planner.worker import Worker
 
 _STEPS, _SKIPPED = 8, 2
 QUANTITIES = ("products", "attention_forward", "attention_backward", "launches", "memory")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lct_planner.profile import Profile
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.toml import load_toml
-from trainer.planner.profile import Profile
 
 RECORDS = Path(__file__).with_name("gpus.toml")
 
@@ -85,7 +85,7 @@ def device(name: str) -> Device:
         return Device(**given | {"capability": tuple(given.get("capability", (0, 0)))})
     except TypeError as error:
         raise ConfigError(
-            f"--gpu {name}: {error}; trainer/planner/gpus.toml shows a whole record"
+            f"--gpu {name}: {error}; lct_planner/gpus.toml shows a whole record"
         ) from None
 
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-from trainer.planner.traced_trainer import TracedTrainer
+from lct_planner.traced_trainer import TracedTrainer
 
 
 def mesh_names(trainer: TracedTrainer) -> dict[tuple[int, ...], str]:

@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from trainer.planner.events import AFTER, BEFORE, Block, Event, Events
-from trainer.planner.profile import Amounts, Profile
-from trainer.planner.stand_ins import ATTENTION
+from lct_planner.events import AFTER, BEFORE, Block, Event, Events
+from lct_planner.profile import Amounts, Profile
+from lct_planner.stand_ins import ATTENTION
 
 _SMALL = 1 << 20
 _PAGE = 2 << 20

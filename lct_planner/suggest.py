@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
+from lct_planner.estimate import Estimate
+from lct_planner.search import Estimator
 from longshard.context.planning.methods import METHODS
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.planner.estimate import Estimate
-from trainer.planner.search import Estimator
 
 Settings = Mapping[str, str]
 """Key of the configuration -> its value, as on the command line."""

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
+from lct_planner import stand_ins
+from lct_planner.device import Gpu
 from longshard.context.execution.kernels import cuda
 from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels
 from longshard.context.execution.kernels.flash import usable
@@ -20,8 +22,6 @@ from trainer.components.optimizer import build_optimizer
 from trainer.components.step_outcome import StepTotals
 from trainer.models.experts import Experts
 from trainer.parallel.expert_parallel import DispatchPlan, Routing
-from trainer.planner import stand_ins
-from trainer.planner.device import Gpu
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import Batch, Task
 from trainer.trainer import Trainer

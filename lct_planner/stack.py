@@ -15,7 +15,7 @@ _KINDS = (
     ("torch/utils/checkpoint.py", "recompute_fn", "recomputed"),
 )
 """Part of a file's path, function or "" for any -> what the memory is for; the first that fits the innermost frame."""
-_OURS = re.compile(r"/(?:longshard|trainer/(?!planner/))[^.]*\.py$")
+_OURS = re.compile(r"/(?:longshard|trainer)/[^.]*\.py$")
 _of_code: dict[CodeType, str] = {}
 
 

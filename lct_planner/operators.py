@@ -6,10 +6,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lct_planner.device import is_pinned
+from lct_planner.stand_ins import ATTENTION
 from longshard.context.execution.build import Execution
 from longshard.context.planning.lowering import is_large
-from trainer.planner.device import is_pinned
-from trainer.planner.stand_ins import ATTENTION
 
 
 def flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> int:

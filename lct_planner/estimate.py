@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lct_planner.profile import Profile
+from lct_planner.timing import Device, StepTime, attention_kernels, step_time
+from lct_planner.worker import Worker
 from longshard.context.planning.capabilities import FLASH_PACKAGES
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
 from trainer.job.record import size_words
-from trainer.planner.profile import Profile
-from trainer.planner.timing import Device, StepTime, attention_kernels, step_time
-from trainer.planner.worker import Worker
 
 _PURPOSES = {
     "forward": "activations",

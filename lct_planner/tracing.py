@@ -23,20 +23,11 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from longshard.context.live import LivePlan
-from longshard.context.live import resolve as resolve_plan
-from longshard.context.planning.capabilities import FlashPackage
-from longshard.context.planning.cost import AttentionShape, Cost, LatentShape, attention_cost
-from longshard.sharding import exchange
-from longshard.sharding.tensors import local_part
-from trainer.components.optimizer import ensure_state
-from trainer.job.record import ResolvedJob
-from trainer.parallel.machine import Machine
-from trainer.planner import stack
-from trainer.planner.device import GPU, FakeDevice, Gpu, entered, machine, pinned
-from trainer.planner.events import AFTER, BEFORE, Block, Change, Event, Events
-from trainer.planner.messages import bytes_sent, group_of, mesh_names
-from trainer.planner.operators import (
+from lct_planner import stack
+from lct_planner.device import GPU, FakeDevice, Gpu, entered, machine, pinned
+from lct_planner.events import AFTER, BEFORE, Block, Change, Event, Events
+from lct_planner.messages import bytes_sent, group_of, mesh_names
+from lct_planner.operators import (
     direction,
     flops,
     has_stages,
@@ -46,8 +37,17 @@ from trainer.planner.operators import (
     parallel_rows,
     shapes,
 )
-from trainer.planner.stand_ins import ATTENTION, kernel_of, kernel_of_one_rank, stand_ins
-from trainer.planner.traced_trainer import TracedTrainer, installed_flash, kernels_of, patches
+from lct_planner.stand_ins import ATTENTION, kernel_of, kernel_of_one_rank, stand_ins
+from lct_planner.traced_trainer import TracedTrainer, installed_flash, kernels_of, patches
+from longshard.context.live import LivePlan
+from longshard.context.live import resolve as resolve_plan
+from longshard.context.planning.capabilities import FlashPackage
+from longshard.context.planning.cost import AttentionShape, Cost, LatentShape, attention_cost
+from longshard.sharding import exchange
+from longshard.sharding.tensors import local_part
+from trainer.components.optimizer import ensure_state
+from trainer.job.record import ResolvedJob
+from trainer.parallel.machine import Machine
 
 
 def trace(

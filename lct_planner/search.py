@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from trainer.planner.estimate import Estimate
+from lct_planner.estimate import Estimate
 
 Estimator = Callable[[Sequence[str]], Estimate]
 """Arguments of a command line -> estimate. Raises ConfigError for settings that do not go together."""

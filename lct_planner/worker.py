@@ -22,14 +22,14 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lct_planner import shim
+from lct_planner.profile import Profile, deeper
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Checkpoint, Profiling
 from trainer.families.args import kind_of_layer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.pipeline_stages import layers_of_stages, resolve_pipeline
-from trainer.planner import shim
-from trainer.planner.profile import Profile, deeper
 
 SHALLOW = 4
 """Layers of the shallower of two traced models: the first two and the last two differ from those between. As many more
@@ -104,8 +104,8 @@ def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
 
 def _send_profile(sender: Connection, job: ResolvedJob, gpu: Any, pp_rank: int) -> None:
     """Trace the first rank of a pipeline rank, and send its profile, or the error."""
-    from trainer.planner.profiling import added_up
-    from trainer.planner.tracing import trace
+    from lct_planner.profiling import added_up
+    from lct_planner.tracing import trace
 
     try:
         rank = pp_rank * (job.degrees.world_size // job.degrees.pp)
@@ -169,7 +169,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         )
         gpu = None
         if question["gpu"] is not None:
-            from trainer.planner.device import Gpu
+            from lct_planner.device import Gpu
 
             gpu = Gpu(**question["gpu"] | {"capability": tuple(question["gpu"]["capability"])})
         with tempfile.TemporaryDirectory() as folder:
@@ -241,7 +241,7 @@ class Worker:
             environment |= shim.environment(shim.build())
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.planner.worker"],
+            [sys.executable, "-m", "lct_planner.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -312,7 +312,7 @@ def main() -> None:
     # what the trainer prints is not an answer
     answers = sys.stdout
     sys.stdout = sys.stderr
-    importlib.import_module("trainer.planner.tracing")  # once, for all copies of this process
+    importlib.import_module("lct_planner.tracing")  # once, for all copies of this process
     shim.install()
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
