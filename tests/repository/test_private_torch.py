@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.program import files_of_program
 from trainer.checkpoint.metadata import _ALLOWED
 from trainer.transforms.activation_checkpoint import KEPT_OPERATORS, MATRIX_PRODUCTS
 
@@ -305,10 +306,7 @@ _TRACER = ROOT / "lct_planner"
 def uses(of_tracer: bool = False) -> dict[str, set[str]]:
     """Private name -> the modules that use it."""
     found: dict[str, set[str]] = {}
-    paths = [
-        *(path for top in ("longshard", "trainer", "lct_planner") for path in (ROOT / top).rglob("*.py")),
-        ROOT / "train.py",
-    ]
+    paths = files_of_program()
     for path in (path for path in paths if (_TRACER in path.parents) == of_tracer):
         for name in private_names(ast.parse(path.read_text())):
             found.setdefault(name, set()).add(str(path.relative_to(ROOT)))

@@ -1,16 +1,11 @@
 """Laws of tests/about.py: a quick test guards each file of the program, and a file gets the tests that are about it."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.about import ROOT, files_of, guards_of, subjects
+from tests.about import ROOT, guards_of, subjects
+from tests.program import files_of_program
 
-PROGRAM = [
-    file
-    for file in [*files_of("longshard"), *files_of("trainer"), *files_of("lct_planner")]
-    if Path(file).name != "__init__.py"
-]
+PROGRAM = [str(file.relative_to(ROOT)) for file in files_of_program() if file.name not in ("__init__.py", "train.py")]
 NOT_QUICK = ("tests/repository/", "tests/fake_cuda/")
 
 

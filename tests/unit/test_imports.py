@@ -4,9 +4,10 @@ import ast
 import re
 from pathlib import Path
 
+from tests.program import files_of_program
+
 ROOT = Path(__file__).resolve().parents[2]
 _CP = "longshard.context"
-TOPS = ("longshard", "trainer", "lct_planner")
 # From the lowest floor to the highest. A folder imports itself and folders of lower floors.
 FLOORS = (
     ("longshard", "trainer", "longshard.lazy", "trainer.grouping", "trainer.observer", "trainer.installed"),
@@ -38,7 +39,7 @@ _LAZY = ("longshard", "longshard.lazy")
 
 def imports() -> dict[str, set[str]]:
     """Every module of the program -> the modules that it imports, anywhere in its text."""
-    paths = [ROOT / "train.py", *(path for top in TOPS for path in (ROOT / top).rglob("*.py"))]
+    paths = files_of_program()
     modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
     arrows: dict[str, set[str]] = {}
     for name, path in modules.items():

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from longshard.context.planning.methods import METHODS
+from tests.program import files_of_program
 
 ROOT = Path(__file__).resolve().parents[2]
-TOPS = ("longshard", "trainer", "lct_planner")
-PROGRAM = [str(p.relative_to(ROOT)) for top in TOPS for p in sorted((ROOT / top).rglob("*.py"))]
+PROGRAM = [str(path.relative_to(ROOT)) for path in files_of_program()]
 # Settings may say of themselves which value of another setting they need.
 KNOW_NAMES = ("longshard/context/planning/methods.py", "trainer/config/")
 

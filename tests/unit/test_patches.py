@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.program import files_of_program
+
 pytestmark = pytest.mark.about("lct_planner")
 ROOT = Path(__file__).resolve().parents[2]
 OF_PYTORCH = {
@@ -55,10 +57,7 @@ def replaced(text: str) -> Iterator[str]:
 
 
 def test_the_program_replaces_names_of_pytorch_alone() -> None:
-    files = [
-        *(path for top in ("longshard", "trainer", "lct_planner") for path in (ROOT / top).rglob("*.py")),
-        ROOT / "train.py",
-    ]
+    files = files_of_program()
     assert {name for path in files for name in replaced(path.read_text())} == OF_PYTORCH
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.program import files_of_program
+
 ROOT = Path(__file__).resolve().parents[2]
 _MAKERS = {"WeakKeyDictionary", "WeakSet", "WeakValueDictionary", "Counter", "defaultdict", "count", "ContextVar"}
 _MAKERS |= {"Library", "Lock", "local"}
@@ -66,10 +68,7 @@ def documented() -> set[str]:
 
 def test_the_table_of_state_is_true() -> None:
     found = {}
-    for path in [
-        *(path for top in ("longshard", "trainer", "lct_planner") for path in (ROOT / top).rglob("*.py")),
-        ROOT / "train.py",
-    ]:
+    for path in files_of_program():
         if kept := [*state(ast.parse(path.read_text()))]:
             found[str(path.relative_to(ROOT)).removeprefix("trainer/")] = kept
     assert found.keys() == documented(), found
