@@ -40,6 +40,12 @@ from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.data.packing import IGNORE_INDEX
 
+pytestmark = pytest.mark.about(
+    "longshard/integrations/arguments.py",
+    "longshard/integrations/attended.py",
+    "longshard/integrations/rotary_length.py",
+)
+
 IN_FLOAT32 = 1e-6  # where a model adds up in float32 whatever its weights are
 LENGTHS = (8, 3, 10)
 ROPE = {"rope_theta": 1e4}

@@ -5,14 +5,14 @@ from tests.mutants.mutant import Mutant
 MODELS_OF_OTHERS = (
     Mutant(
         "a model may count its part from 0",
-        "longshard/integrations/watch.py",
+        "longshard/integrations/positions.py",
         "restarted = not is_global and bool(",
         "restarted = False and bool(",
         "tests/distributed/test_transformers.py",
     ),
     Mutant(
         "documents excuse any positions",
-        "longshard/integrations/watch.py",
+        "longshard/integrations/positions.py",
         "self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)",
         "self.flags |= 0",
         "tests/distributed/test_transformers.py",

@@ -1,0 +1,103 @@
+"""Which attention modules and layers attended through the context, found out by hooks around them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from longshard.context.live import LivePlan
+from longshard.context.planning.options import ContextParallelError
+from longshard.integrations import inspection
+
+
+class AttendedLayers:
+    """Counts the context's attention calls of modules while a model runs, and says which of them made none.
+
+    is_in_force: returns whether attention is intercepted where it is called.
+    """
+
+    def __init__(self, live: LivePlan, is_in_force: Callable[[], bool]) -> None:
+        self._live = live
+        self._is_in_force = is_in_force
+        self._root: nn.Module | None = None  # whose forward runs
+        self._calls_before: dict[nn.Module, int] = {}
+        self._attended: dict[str, bool] = {}  # of attention modules and layers, in this forward
+        # of nn.ModuleLists: kinds, number
+        self._stacks: dict[nn.Module, dict[str, tuple[list[str], int]]] = {}
+
+    def covered(
+        self, root: nn.Module, modules: Mapping[str, nn.Module]
+    ) -> list[tuple[str, nn.Module]]:
+        """Return the attention modules and layers of a model, to be watched by `before` and `after`.
+
+        The context does not see a call from another thread, a function compiled by torch.jit or a C++ library. The
+        module of such a call counts none.
+        """
+        kinds: list[str] = []
+        stacks = self._stacks[root] = {}
+        layers = set()
+        found = []
+        for name, module in modules.items():
+            kinds = inspection.layer_kinds(getattr(module, "config", None)) or kinds
+            if isinstance(module, nn.ModuleList):
+                stacks[name] = kinds, len(module)
+                layers.update(f"{name}.{i}" for i in range(len(module)))
+            if name in layers or inspection.ATTENTION.search(type(module).__name__):
+                found.append((name, module))
+        return found
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Hook before the forward of a module."""
+        if not self._is_in_force():
+            raise ContextParallelError(
+                f"{type(module).__name__} was called in another thread, or outside of the context's interception; "
+                "run the model's forward and backward in the thread that entered `context_parallel`"
+            )
+        self._calls_before[module] = self._live.calls
+
+    def after(
+        self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object
+    ) -> None:
+        """Hook after the forward of the module `name`."""
+        if self._root is not None:  # it is not a recomputation
+            self._attended[name] = (
+                self._attended.get(name, True) and self._live.calls > self._calls_before[module]
+            )
+
+    def begin(self, root: nn.Module) -> None:
+        """Note that the forward of a model begins, unless it runs within that of another one."""
+        if self._root in (None, root):
+            self._root = root
+            self._attended = {}
+            # a model found by its call gets hooks too late for it
+            self._calls_before[root] = self._live.calls
+
+    def end(self, root: nn.Module) -> str | None:
+        """Return why the forward of a model, which ends, is refused, or None."""
+        if root is not self._root:
+            return None
+        attended = self._attended
+        self._attended = {}
+        self._root = None
+        for name, did in attended.items():
+            if not did and inspection.ATTENTION.search(type(root.get_submodule(name)).__name__):
+                return (
+                    f"{name} ran and no context-parallel attention in it: it attends in another way than by "
+                    "F.scaled_dot_product_attention, or in another thread; make it call that, or name it in "
+                    "`intercept_sdpa(allow_modules=[...])`"
+                )
+        for name, (kinds, number) in self._stacks[root].items():
+            ran = {
+                i: attended[f"{name}.{i}"] for i in range(number) if f"{name}.{i}" in attended
+            }
+            without = [
+                i
+                for i, did in ran.items()
+                if not did and not inspection.is_tokenwise(kinds, i, number)
+            ]
+            if without and any(ran.values()):
+                return (
+                    f"layers {without} of {name} ran no context-parallel attention, and other layers there did; if "
+                    "they mix no tokens in another way, name their class in `intercept_sdpa(allow_modules=[...])`"
+                )
+        return None

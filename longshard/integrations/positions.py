@@ -1,0 +1,92 @@
+"""The positions that a model uses on a rank, compared with the places of its tokens in the sequence or documents."""
+
+import weakref
+from functools import reduce
+from operator import or_
+
+import numpy as np
+import torch
+
+from longshard.context.live import LivePlan
+from longshard.sharding.tensors import version_of
+
+_RESTARTED, _NOT_GLOBAL, _NOT_BY_DOCUMENT = 1, 2, 4
+
+
+class Positions:
+    """The positions that a model was seen to use on this rank.
+
+    A model without positions counts a rank's part of the sequence from 0. This is right if the part begins a sequence
+    or a document, and only if the other ranks count in the same way. So the ranks compare their `flags`.
+    """
+
+    def __init__(self, live: LivePlan) -> None:
+        tokens = live.layout.indices(live.mesh.get_local_rank())
+        self._global = torch.from_numpy(tokens)
+        starts = [tokens] if live.mask is None else list(_places_in_documents(live, tokens))
+        self._by_document = [torch.from_numpy(x) for x in starts]
+        self._last: tuple[weakref.ref, int] | None = None
+        self.flags = 0
+
+    def see(self, positions: object) -> bool:
+        """Check a value that may be positions: an integer tensor (..., tokens of this rank).
+
+        Return whether it may be, and was not checked just before. No shape decides this, so that ranks agree.
+        """
+        if not isinstance(positions, torch.Tensor) or positions.dtype not in (
+            torch.int64,
+            torch.int32,
+        ):
+            return False
+        version = version_of(positions)
+        if self._last is not None and self._last[0]() is positions and self._last[1] == version:
+            return False
+        self._last = weakref.ref(positions), version
+        self._compare(positions)
+        return True
+
+    def _compare(self, positions: torch.Tensor) -> None:
+        if positions.ndim == 0 or positions.shape[-1] != len(self._global):
+            return
+        x = positions.detach().reshape(-1, positions.shape[-1]).to("cpu", torch.int64)
+        is_global = bool(_agree(x, self._global).all())
+        is_by_document = bool(
+            torch.stack([_agree(x, places) for places in self._by_document]).any(0).all()
+        )
+        restarted = not is_global and bool(_agree(x, torch.arange(x.shape[1])).all())
+        if is_global or is_by_document or restarted:
+            self.flags |= _RESTARTED * restarted | _NOT_GLOBAL * (not is_global)
+            self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)
+
+    def refusal_of_ranks(self, flags: list[int]) -> str | None:
+        """Return why positions are wrong, by the flags of all ranks, or None if all count the sequence or documents."""
+        self.flags = 0
+        if reduce(or_, flags) != _RESTARTED | _NOT_GLOBAL | _NOT_BY_DOCUMENT:
+            return None
+        return (
+            f"the model counts positions from 0 on rank(s) {[rank for rank, x in enumerate(flags) if x & _RESTARTED]} "
+            "of the group, where its tokens are not the sequence's first; give it global `position_ids`, cut as a "
+            "buffer of `context_parallel`, or those of documents together with their mask"
+        )
+
+
+def _agree(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return for each row of x (rows, n) whether it is `places` (n,) plus an offset, which some tables have."""
+    offset = x - places
+    return (offset == offset[:, :1]).all(1) & (offset[:, 0] >= 0)
+
+
+def _places_in_documents(live: LivePlan, tokens: np.ndarray) -> list[np.ndarray]:
+    """Return, for each sequence of the mask, the places of tokens counted from the first key that each may see."""
+    places = []
+    for number in range(live.mask.sequences):
+        bands = live.mask.sequence(number).bands
+        starts = np.array([band.q_start for band in bands], dtype=np.int64)
+        band = np.searchsorted(starts, tokens, side="right") - 1
+        firsts = np.array([band.kv_start for band in bands], dtype=np.int64)
+        places.append(
+            np.where(band >= 0, tokens - firsts[np.maximum(band, 0)], tokens)
+            if len(bands)
+            else tokens
+        )
+    return places

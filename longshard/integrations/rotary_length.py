@@ -1,0 +1,48 @@
+"""Rotary tables that depend on the longest sequence: give them the largest position of all ranks.
+
+transformers' `dynamic` and `longrope` have frequencies that depend on max(position_ids) + 1.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longshard.context.planning.options import ContextParallelError
+from longshard.sharding.exchange import all_reduce
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Return whether a module's table depends on the largest position, of which a rank has its part only."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(
+        isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds
+    )
+
+
+def lengthened(
+    mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict]:
+    """Return a rotary module's arguments with the largest position of all ranks appended; a collective."""
+    positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+    if not isinstance(positions, torch.Tensor) or positions.ndim < 2:
+        raise ContextParallelError(
+            f"{type(module).__name__} has a rotary table that depends on the largest position, and was called "
+            "without `position_ids`; use another rope_type, such as 'linear', 'yarn' or 'llama3'"
+        )
+    largest = all_reduce(positions.max().reshape(1), mesh, "max")
+    longer = torch.cat([positions, largest.expand(*positions.shape[:-1], 1)], dim=-1)
+    if "position_ids" in kwargs:
+        return args, kwargs | {"position_ids": longer}
+    return (args[0], longer, *args[2:]), kwargs
+
+
+def shortened(module: nn.Module, args: tuple, kwargs: dict[str, Any], table: Any) -> Any:
+    """Return a rotary module's table, or tables, without the row of the position that `lengthened` appended."""
+    return (
+        table[..., :-1, :]
+        if isinstance(table, torch.Tensor)
+        else tuple(x[..., :-1, :] for x in table)
+    )
