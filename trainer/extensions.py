@@ -26,7 +26,7 @@ from trainer.config.places import check_place
 from trainer.config.registry import CHOICES, OPTIMIZERS, TABLES, TASK_OF_DATASET
 from trainer.config.schema import JobConfig
 from trainer.data.sources.registry import DATASETS, DataSettings, Source
-from trainer.data.tokenizers.chat_template import TEMPLATES
+from trainer.data.tokenizers.template_files import TEMPLATES
 from trainer.families.args import ModelArgs
 from trainer.families.registry import MODELS, Family
 from trainer.hugging_face.config_json import HFConfig

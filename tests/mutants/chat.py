@@ -52,7 +52,7 @@ CHAT = (
     ),
     Mutant(
         "a token that is half prompt and half answer has a label",
-        "trainer/data/tokenizers/chat_template.py",
+        "trainer/data/tokenizers/conversation_encoder.py",
         "(start <= starts) & (starts < stop)",
         "(start < stops) & (starts < stop)",
         "tests/unit/test_chat_text.py::test_a_token_across_the_border_has_no_label",
@@ -129,7 +129,7 @@ CHAT = (
     ),
     Mutant(
         "a text ends with one of the model's end tokens only",
-        "trainer/data/tokenizers/chat_template.py",
+        "trainer/data/tokenizers/template_files.py",
         "ends |= set(named) if isinstance(named, list) else {named}",
         "pass",
         "tests/unit/test_hugging_face_runs.py::test_every_end_that_a_model_names_ends_a_text",

@@ -8,7 +8,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.packing import IGNORE_INDEX, Sample, sample_of
 from trainer.data.sources.conversations import conversation
 from trainer.data.sources.records import BadRecord
-from trainer.data.tokenizers.chat_template import ConversationEncoder
+from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|eos|>"}

@@ -11,7 +11,9 @@ from tests.unit.chat_encoding import CALL, CALLING, SPECIAL, TURNS, learnt, read
 from trainer.config.data import Chat
 from trainer.data.packing import IGNORE_INDEX
 from trainer.data.sources.conversations import conversation
-from trainer.data.tokenizers.chat_template import ChatTemplate, ConversationEncoder, find_template
+from trainer.data.tokenizers.chat_template import ChatTemplate
+from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
+from trainer.data.tokenizers.template_files import find_template
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 

@@ -8,8 +8,12 @@ import pytest
 from tests.chat_files import CALLS, CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder
 from tests.unit.chat_encoding import CALLING, SPECIAL, TURNS, read, refusal
 from trainer.config.errors import MissingFile
-from trainer.data.tokenizers.chat_template import ChatTemplate, ConversationEncoder, find_template
+from trainer.data.tokenizers.chat_template import ChatTemplate
+from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
+from trainer.data.tokenizers.template_files import find_template
 from trainer.data.tokenizers.tokenizer import open_tokenizer
+
+pytestmark = pytest.mark.about("trainer/data/tokenizers/template_sandbox.py")
 
 
 @pytest.fixture(scope="module")

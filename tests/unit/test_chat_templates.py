@@ -14,7 +14,7 @@ from tests.published_templates import OF_TEXT, PUBLISHED, TOOL, answer, special_
 from tests.unit.chat_encoding import read, refusal
 from trainer.config.errors import ConfigError
 from trainer.data.packing import IGNORE_INDEX, sample_of
-from trainer.data.tokenizers.chat_template import ConversationEncoder
+from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 CONVERSATIONS = {

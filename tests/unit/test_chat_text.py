@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.chat_files import TEMPLATES, chat_folder
 from tests.unit.chat_encoding import TURNS, learnt, read, sampled
 from trainer.data.packing import IGNORE_INDEX
-from trainer.data.tokenizers.chat_template import ConversationEncoder, find_template
+from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
+from trainer.data.tokenizers.template_files import find_template
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 
 

@@ -25,7 +25,8 @@ from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.text_data import TextData
 from trainer.data.token_files import made
 from trainer.data.token_files.catalog import catalog_of, open_documents
-from trainer.data.tokenizers.chat_template import ConversationEncoder, find_template
+from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
+from trainer.data.tokenizers.template_files import find_template
 from trainer.data.tokenizers.tokenizer import Encoded, open_tokenizer
 
 

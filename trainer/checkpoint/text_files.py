@@ -7,7 +7,7 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.as_json import json_files
-from trainer.data.tokenizers.chat_template import GENERATION_FILE, end_ids, find_template
+from trainer.data.tokenizers.template_files import GENERATION_FILE, end_ids, find_template
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, tokenizer_found
 from trainer.data.tokenizers.tokenizer_json import read_settings
 from trainer.hugging_face.config_json import read_config

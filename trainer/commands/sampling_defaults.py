@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizers.chat_template import GENERATION_FILE
+from trainer.data.tokenizers.template_files import GENERATION_FILE
 from trainer.data.tokenizers.tokenizer_json import read_settings
 from trainer.stores.folder import hf_folder
 

@@ -11,7 +11,8 @@ from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.chat_messages import read_messages, read_template_arguments
-from trainer.data.tokenizers.chat_template import ChatTemplate, end_ids, find_template
+from trainer.data.tokenizers.chat_template import ChatTemplate
+from trainer.data.tokenizers.template_files import end_ids, find_template
 from trainer.stores.folder import hf_folder
 
 if TYPE_CHECKING:

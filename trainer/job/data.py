@@ -14,7 +14,8 @@ from trainer.data.job_data import training_data, validation_data
 from trainer.data.sources.registry import DATASETS, all_documents, source_of
 from trainer.data.token_files.catalog import check_data
 from trainer.data.tokenizers import chat_notes
-from trainer.data.tokenizers.chat_template import ConversationEncoder, find_template, plain_text
+from trainer.data.tokenizers.conversation_encoder import ConversationEncoder, plain_text
+from trainer.data.tokenizers.template_files import find_template
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch
 

@@ -9,7 +9,7 @@ from longshard.context.planning.capabilities import runs_fla
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizers.chat_template import find_template
+from trainer.data.tokenizers.template_files import find_template
 from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.families.args import DecoderArgs, experts_of, has_windows, mtp_layers_of
 from trainer.families.feed_forward_args import has_grouped_product

@@ -25,7 +25,7 @@ from trainer.data.sources.records import (
     text_of_file,
     text_of_line,
 )
-from trainer.data.tokenizers.chat_template import ConversationEncoder
+from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import NOTHING, Encoded, open_tokenizer
 from trainer.grouping import grouped
 

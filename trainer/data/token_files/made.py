@@ -39,7 +39,7 @@ from trainer.data.token_files.format import (
     open_pair,
 )
 from trainer.data.tokenizers import chat_notes
-from trainer.data.tokenizers.chat_template import ConversationEncoder
+from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import (
     NOTHING,
     open_tokenizer,

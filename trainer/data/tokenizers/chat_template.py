@@ -8,50 +8,29 @@ rendered   <|user|>\n2 + 2?<|end|>\n<|assistant|>\n4<|end|>\n     the template w
 answers                                           ------          with the token that ends them
 """
 
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import date
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from trainer.config.errors import ConfigError, MissingFile
-from trainer.config.registry import Registry
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Chat
 from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages, left_out
 from trainer.data.tokenizers.chat_messages import argument_forms
-from trainer.data.tokenizers.chat_notes import ANSWERS, ends_of_spans, notes_of
-from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer, open_tokenizer, special_names
-from trainer.data.tokenizers.tokenizer_json import read_settings
+from trainer.data.tokenizers.chat_notes import ends_of_spans, notes_of
+from trainer.data.tokenizers.template_sandbox import environment_of
 
 if TYPE_CHECKING:
     import jinja2
 
-NO_TEMPLATE = "none"
-GENERATION_FILE = "generation_config.json"
-TEMPLATES: Registry[str] = Registry("chat template")
-"""Templates that packages add, as Jinja text; see `register_chat_template`."""
 _MARKS = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
 _USER = {"role": "user"}
 # characters of an answer by which its end is found; an earlier one may begin otherwise
 _TAILS = (16, 8, 4, 2, 1)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DEFAULT = Chat()
-_SPECIAL = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 
 class ChatTemplate:
@@ -89,10 +68,10 @@ class ChatTemplate:
         self.identity = f"{self.files}{how}"
         """What the texts and their answers depend on, beside the conversations."""
         try:
-            self._plain = _environment(("", ""), chat.date).from_string(source)
+            self._plain = environment_of(("", ""), chat.date).from_string(source)
             marks = _GENERATION.search(source) is not None
             self._marked = (
-                _environment(_MARKS, chat.date).from_string(source) if marks else None
+                environment_of(_MARKS, chat.date).from_string(source) if marks else None
             )
         except jinja2.TemplateError as error:
             raise ConfigError(
@@ -294,196 +273,3 @@ def _messages_of(found: Mapping[str, Any]) -> Messages:
 def _brought(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a conversation gives to the template beside its messages."""
     return {"tools": found.get("tools"), "values": found.get("values", {})}
-
-
-def find_template(
-    tokenizer_path: str,
-    chat_template: str | None,
-    chat: Chat = _DEFAULT,
-    ends: Mapping[str, str] | None = None,
-) -> ChatTemplate | None:
-    """Return the template in the file `chat_template`, or the registered one, or that of the tokenizer's folder.
-
-    None if there is none.
-
-    ends: `bos_token` and `eos_token` of a tokenizer without `tokenizer_config.json`.
-
-    Raises:
-        ConfigError: a file that is damaged.
-        MissingFile: `chat_template` is not there.
-    """
-    if chat_template == NO_TEMPLATE:
-        return None
-    tokenizer = Path(tokenizer_path)
-    folders = [tokenizer if tokenizer.is_dir() else tokenizer.absolute().parent]
-    # Meta's is in a folder inside that of the model
-    if not tokenizer.is_dir() and folders[0].name == "original":
-        folders.append(folders[0].parent)
-    settings = [(folder, read_settings(folder / "tokenizer_config.json")) for folder in folders]
-    special = next((_special_tokens(found) for _, found in settings if found), ends or {})
-    made = partial(ChatTemplate, special=special, chat=chat)
-    with suppress(ConfigError):  # reported when the tokenizer is opened
-        made = partial(made, tokens=special_names(tokenizer_path))
-    if chat_template in TEMPLATES:
-        return made(TEMPLATES[chat_template], chat_template)
-    if chat_template is not None:
-        try:
-            source = Path(os.path.expanduser(chat_template)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise MissingFile(
-                f"model.chat_template = {chat_template!r} cannot be read ({getattr(error, 'strerror', error)}); name "
-                "a Jinja file, 'none', or leave it out for the template of the tokenizer's folder"
-            ) from None
-        return made(source, chat_template)
-    for folder, found in settings:
-        file = folder / "chat_template.jinja"
-        if file.is_file():
-            return made(file.read_text(encoding="utf-8"), str(file))
-        source = found.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            named = (
-                entry
-                for entry in source
-                if isinstance(entry, dict) and entry.get("name") == "default"
-            )
-            source = next(named, {}).get("template")
-        if isinstance(source, str):
-            return made(source, str(folder / "tokenizer_config.json"))
-    return None
-
-
-def end_ids(
-    tokenizer: Tokenizer, folders: Iterable[Path | None], template: ChatTemplate | None
-) -> set[int]:
-    """Return the tokenizer's end, all that a `generation_config.json` names, and those of the template's answers."""
-    ends: set[Any] = {tokenizer.eos_id}
-    for folder in set(folders) - {None}:
-        named = read_settings(folder / GENERATION_FILE).get("eos_token_id")
-        ends |= set(named) if isinstance(named, list) else {named}
-    for end in template.ends_of_answers() if template is not None else ():
-        ends |= set(tokenizer.encode_with_places(end, special=True)[0].tolist())
-    return {end for end in ends if type(end) is int and 0 <= end < tokenizer.vocab_size}
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    entries = {name: settings.get(name) for name in _SPECIAL}
-    texts = {
-        name: entry.get("content") if isinstance(entry, dict) else entry
-        for name, entry in entries.items()
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _environment(marks: tuple[str, str], today: str | None) -> "jinja2.Environment":
-    """Return the sandbox in which templates run.
-
-    marks: what stands around an answer that a template marks; today: the date of `strftime_now`, None: it is undefined.
-    """
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """The block `generation`, around what an assistant has written."""
-
-        tags = frozenset({"generation"})
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body, lineno=line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{marks[0]}{caller()}{marks[1]}"
-
-    def refuse(reason: str) -> None:
-        raise TemplateError(reason)
-
-    def to_json(value: object, ensure_ascii: bool = False, **how: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json  # jinja2's own escapes HTML
-    environment.globals["raise_exception"] = refuse
-    if today is not None:
-        environment.globals["strftime_now"] = date.fromisoformat(today).strftime
-    return environment
-
-
-# ---- conversations to token ids
-
-
-class ConversationEncoder:
-    """Renders conversations. template: None for prompts and answers that are plain text."""
-
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        self._tokenizer, self._template = tokenizer, template
-
-    @classmethod
-    def of(
-        cls, tokenizer_path: str, chat_template: str | None, chat: Chat
-    ) -> "ConversationEncoder":
-        """Return the encoder for a tokenizer and a template; it raises as `open_tokenizer` and `find_template`."""
-        tokenizer = open_tokenizer(tokenizer_path)
-        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-        ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
-        return cls(tokenizer, find_template(tokenizer_path, chat_template, chat, ends))
-
-    @property
-    def identity(self) -> str | None:
-        """What the texts depend on, beside the conversations."""
-        return self._template and self._template.identity
-
-    @property
-    def files(self) -> str | None:
-        """The template and the special tokens that files say; None without a template."""
-        return self._template and self._template.files
-
-    def encode(self, document: Mapping[str, Any]) -> Encoded:
-        """Return the tokens of a conversation, and which lie in an answer; ConfigError if the template refuses it."""
-        if self._template is None:
-            return self._plain(**plain_text(document))
-        rendered, answers = self._template.render(document)
-        encoded = _marked(*self._tokenizer.encode_with_places(rendered, special=True), answers)
-        return encoded._replace(notes=self._template.notes(document, rendered, answers))
-
-    def notes(self, document: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return the notes that `encode` would give, without tokens; it raises as `encode`."""
-        if self._template is None:
-            return self.encode(document).notes
-        return self._template.notes(document, *self._template.render(document))
-
-    def _plain(self, prompt: str, answer: str) -> Encoded:
-        ids, places = self._tokenizer.encode_with_places(prompt + answer, special=False)
-        end = len(prompt) + len(answer)
-        tokenizer = self._tokenizer
-        if tokenizer.bos_id is not None:
-            ids = np.append(tokenizer.bos_id, ids)
-            places = np.concatenate([[[-1, 0]], places])
-        if tokenizer.eos_id is not None:
-            ids = np.append(ids, tokenizer.eos_id)
-            places = np.concatenate([places, [[end, end + 1]]])
-        notes = {ANSWERS: 1} | ({"end": 1} if tokenizer.eos_id is None else {})
-        return _marked(ids, places, [(len(prompt), end + 1)])._replace(notes=notes)
-
-
-def plain_text(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return prompt and answer of a conversation that needs no template; ConfigError if it has messages."""
-    if "messages" in found:
-        raise ConfigError(
-            f'{found["where"]()} has "messages", which need a chat template, and the tokenizer has none; name its '
-            "Jinja file in model.chat_template, or the folder of an instruction-tuned model in model.tokenizer_path"
-        )
-    return {"prompt": found["prompt"], "answer": found["answer"]}
-
-
-def _marked(ids: np.ndarray, places: np.ndarray, answers: Sequence[tuple[int, int]]) -> Encoded:
-    """Return tokens (n,), and which lie in an answer with all characters, [start, stop) of each in places (n, 2)."""
-    starts, stops = places.T
-    learned = np.zeros(len(ids), dtype=bool)
-    for start, stop in answers:
-        learned |= (start <= starts) & (starts < stop) & (stops <= stop)
-    return Encoded(ids, learned)

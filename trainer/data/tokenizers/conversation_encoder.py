@@ -1,0 +1,86 @@
+"""Conversations to token ids, and which of these are learned. Torch-free."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Chat
+from trainer.data.tokenizers.chat_notes import ANSWERS
+from trainer.data.tokenizers.chat_template import ChatTemplate
+from trainer.data.tokenizers.template_files import find_template
+from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer, open_tokenizer
+
+
+class ConversationEncoder:
+    """Renders conversations. template: None for prompts and answers that are plain text."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+
+    @classmethod
+    def of(
+        cls, tokenizer_path: str, chat_template: str | None, chat: Chat
+    ) -> "ConversationEncoder":
+        """Return the encoder for a tokenizer and a template; it raises as `open_tokenizer` and `find_template`."""
+        tokenizer = open_tokenizer(tokenizer_path)
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
+        return cls(tokenizer, find_template(tokenizer_path, chat_template, chat, ends))
+
+    @property
+    def identity(self) -> str | None:
+        """What the texts depend on, beside the conversations."""
+        return self._template and self._template.identity
+
+    @property
+    def files(self) -> str | None:
+        """The template and the special tokens that files say; None without a template."""
+        return self._template and self._template.files
+
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        """Return the tokens of a conversation, and which lie in an answer; ConfigError if the template refuses it."""
+        if self._template is None:
+            return self._plain(**plain_text(document))
+        rendered, answers = self._template.render(document)
+        encoded = _marked(*self._tokenizer.encode_with_places(rendered, special=True), answers)
+        return encoded._replace(notes=self._template.notes(document, rendered, answers))
+
+    def notes(self, document: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return the notes that `encode` would give, without tokens; it raises as `encode`."""
+        if self._template is None:
+            return self.encode(document).notes
+        return self._template.notes(document, *self._template.render(document))
+
+    def _plain(self, prompt: str, answer: str) -> Encoded:
+        ids, places = self._tokenizer.encode_with_places(prompt + answer, special=False)
+        end = len(prompt) + len(answer)
+        tokenizer = self._tokenizer
+        if tokenizer.bos_id is not None:
+            ids = np.append(tokenizer.bos_id, ids)
+            places = np.concatenate([[[-1, 0]], places])
+        if tokenizer.eos_id is not None:
+            ids = np.append(ids, tokenizer.eos_id)
+            places = np.concatenate([places, [[end, end + 1]]])
+        notes = {ANSWERS: 1} | ({"end": 1} if tokenizer.eos_id is None else {})
+        return _marked(ids, places, [(len(prompt), end + 1)])._replace(notes=notes)
+
+
+def plain_text(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return prompt and answer of a conversation that needs no template; ConfigError if it has messages."""
+    if "messages" in found:
+        raise ConfigError(
+            f'{found["where"]()} has "messages", which need a chat template, and the tokenizer has none; name its '
+            "Jinja file in model.chat_template, or the folder of an instruction-tuned model in model.tokenizer_path"
+        )
+    return {"prompt": found["prompt"], "answer": found["answer"]}
+
+
+def _marked(ids: np.ndarray, places: np.ndarray, answers: Sequence[tuple[int, int]]) -> Encoded:
+    """Return tokens (n,), and which lie in an answer with all characters, [start, stop) of each in places (n, 2)."""
+    starts, stops = places.T
+    learned = np.zeros(len(ids), dtype=bool)
+    for start, stop in answers:
+        learned |= (start <= starts) & (starts < stop) & (stops <= stop)
+    return Encoded(ids, learned)
