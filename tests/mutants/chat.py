@@ -290,7 +290,7 @@ CHAT = (
     ),
     Mutant(
         "the cache gives the labels of older code",
-        "trainer/data/token_files/made.py",
+        "trainer/data/token_files/inputs.py",
         'names |= {"labels": LABELS, ',
         "names |= {",
         "tests/unit/test_label_code.py::test_labels_of_another_number_are_made_again",

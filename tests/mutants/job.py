@@ -102,7 +102,7 @@ DATA = (
     ),
     Mutant(
         "a data set that has changed is not recognised",
-        "trainer/data/token_files/made.py",
+        "trainer/data/token_files/inputs.py",
         "                    digest.update(f",
         "                    str(f",
         "tests/unit/test_data_jsonl.py tests/unit/test_data_content.py",
@@ -207,14 +207,14 @@ DATA = (
     ),
     Mutant(
         "token files of another text field are taken",
-        "trainer/data/token_files/made.py",
-        '        found["text_field"] = _hash(settings.text_field)\n',
+        "trainer/data/token_files/inputs.py",
+        '        found["text_field"] = hash_of(settings.text_field)\n',
         "        pass\n",
         "tests/unit/test_token_cache.py tests/unit/test_mixture.py",
     ),
     Mutant(
         "token files of another content are taken",
-        "trainer/data/token_files/made.py",
+        "trainer/data/token_files/inputs.py",
         '"inputs": list(self.digests)}',
         '"inputs": []}',
         "tests/unit/test_token_cache.py",
@@ -242,7 +242,7 @@ DATA = (
     ),
     Mutant(
         "two processes write one shard",
-        "trainer/data/token_files/made.py",
+        "trainer/data/token_files/shards.py",
         "        if index.exists():\n            return\n",
         "",
         "tests/unit/test_token_file_damage.py",

@@ -10,9 +10,10 @@ import pytest
 from tests.chat_files import CHATML, chat_folder, conversations, write_lines
 from trainer.config.errors import ConfigError
 from trainer.data.sources.registry import DataSettings
-from trainer.data.token_files import made
+from trainer.data.token_files import inputs
 from trainer.data.token_files.catalog import catalog_of
-from trainer.data.token_files.made import LABELS, Inputs, tokenize
+from trainer.data.token_files.inputs import LABELS, Inputs
+from trainer.data.token_files.made import tokenize
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = (
@@ -45,7 +46,7 @@ def test_the_number_of_the_code_of_labels_is_raised_with_it():
     found = hash_of([(ROOT / name).read_text() for name in CODE])
     assert HASHES.get(LABELS) == found, (
         f"the code that makes labels has changed: if a label of any conversation may be another one, raise LABELS in "
-        f"trainer/data/token_files/made.py; then write {found!r} for that number into HASHES"
+        f"trainer/data/token_files/inputs.py; then write {found!r} for that number into HASHES"
     )
     assert len(HASHES) == 1, "old numbers are not kept"
 
@@ -68,7 +69,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataSettings:
 def test_labels_of_another_number_are_made_again(settings, tmp_path, monkeypatch):
     catalog_of(settings)
     catalog_of(settings)
-    monkeypatch.setattr(made, "LABELS", LABELS + 1)
+    monkeypatch.setattr(inputs, "LABELS", LABELS + 1)
     catalog_of(settings)
     assert len(list((tmp_path / "cache" / "long-context-trainer" / "tokens").iterdir())) == 2
 

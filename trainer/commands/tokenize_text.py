@@ -31,7 +31,8 @@ from trainer.data.job_data import all_data
 from trainer.data.sources.records import HubData
 from trainer.data.sources.registry import DATASETS, DataSettings
 from trainer.data.token_files.catalog import catalog_of
-from trainer.data.token_files.made import Inputs, noted, tokenize
+from trainer.data.token_files.inputs import Inputs
+from trainer.data.token_files.made import noted, tokenize
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.families.registry import from_path
 from trainer.runtime.console import set_up_logging

@@ -28,7 +28,7 @@ from trainer.data.order.streams import AGAIN, streams_of_rank
 from trainer.data.packing import DocumentStream, WholeStream
 from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
-from trainer.data.token_files.made import made_by
+from trainer.data.token_files.inputs import made_by
 from trainer.data.tokenizers.tokenizer import (
     NOTHING,
     Encoded,

@@ -37,7 +37,8 @@ from trainer.data.token_files.format import (
     checked_pair,
     open_pair,
 )
-from trainer.data.token_files.made import cached, made_by, template_hash
+from trainer.data.token_files.inputs import made_by, template_hash
+from trainer.data.token_files.made import cached
 from trainer.data.tokenizers.tokenizer import Encoded, tokenizer_hash, vocab_size_of
 from trainer.runtime.console import logger
 

@@ -6,177 +6,42 @@ documents keep the order of the data set. Bad and empty ones keep their place, w
 stays when the job is killed, and the next job makes the others; a job that finds another one at work waits for it.
 """
 
-import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import Any
 
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.config.loader import IMPORTED, import_packages
-from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
-from trainer.data.sources.records import HubData, Tally, text_of_file
-from trainer.data.sources.registry import DataSettings, Part, documents_of, files_of, source_of
+from trainer.data.sources.files import cache_folder, write_whole
+from trainer.data.sources.records import HubData
+from trainer.data.sources.registry import DataSettings, Part
 from trainer.data.token_files.format import (
-    CODES,
     MANIFEST,
-    NOTES,
     UNFINISHED,
-    index_bytes,
-    open_pair,
 )
-from trainer.data.tokenizers import chat_notes
-from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
+from trainer.data.token_files.inputs import Inputs, hash_of
+from trainer.data.token_files.shards import entry_of, write_shard
 from trainer.data.tokenizers.tokenizer import (
-    NOTHING,
-    open_tokenizer,
-    tokenizer_hash,
     vocab_size_of,
 )
 from trainer.runtime.console import logger
 from trainer.runtime.dump_folder import wait_for_lock
 from trainer.runtime.launcher_watch import end_with
 
-_FORMAT = 2
-LABELS = 1
-"""The number of the code that makes labels of conversations: each change of labels raises it, so that no run takes the
-labels of older code from the cache (tests/unit/test_label_code.py)."""
-# fewest and most bytes of input for a shard, of which small data have 64
-_SHARD_BYTES = 1 << 20, 1 << 28
 _ALONE_BYTES = 1 << 24  # input of about a second, in which other processes would only start
 _LOG_SECONDS = 5.0
 _TOKENS_A_BYTE = 0.3  # about what tokenizers make of text
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What token files follow from.
-
-    files: of the data set; digests: 63-bit hashes of their content, or of the revision of a data set of the hub;
-    made_by: hashes of the settings that decide which tokens the documents become, by name; see `streams.IDENTITY`.
-    """
-
-    settings: DataSettings
-    files: Sequence[str]
-    digests: Sequence[int]
-    made_by: Mapping[str, int]
-
-    @classmethod
-    def of(cls, settings: DataSettings) -> "Inputs":
-        """Return the inputs of a data set; that of the hub has a revision.
-
-        Raises:
-            ConfigError: data, tokenizer or template cannot be read, or there is no text.
-        """
-        if settings.dataset == "hub":
-            return cls(settings, (), [_hash(settings.path)], made_by(settings))
-        files = files_of(settings)
-        if not files:
-            raise ConfigError(
-                f"{settings.path or settings.dataset} holds no text; give files that are not empty"
-            )
-        return cls(settings, files, contents(files), made_by(settings))
-
-    def parts(self, shard_bytes: int | None) -> list[Part]:
-        """Return the parts of the data set, of which each is a shard. shard_bytes: None: by the size of the data."""
-        least, most = _SHARD_BYTES
-        size = shard_bytes or min(max(self.size // 64, least), most)
-        return source_of(self.settings).parts(self.settings, self.files, size)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files; 0: not known."""
-        return sum(map(os.path.getsize, self.files))
-
-    def plan(self, shard_bytes: int | None) -> dict[str, Any]:
-        """Return what decides the content of the shards."""
-        tokenizer = self.settings.tokenizer
-        described = {"hash": tokenizer_hash(tokenizer), "name": Path(tokenizer).name}
-        described["vocab_size"] = vocab_size_of(tokenizer)
-        names = {
-            "format": _FORMAT,
-            "dataset": self.settings.dataset,
-            "shard_bytes": shard_bytes,
-        }
-        names |= {"path": self.settings.path} if self.settings.dataset == "hub" else {}
-        if self.settings.dataset in CONVERSATIONS:
-            names |= {"labels": LABELS, "template": template_hash(self.settings)}
-        return names | {
-            "tokenizer": described,
-            "made_by": dict(self.made_by),
-            "inputs": list(self.digests),
-        }
-
-    def content(
-        self, parts: Sequence[Part], entries: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[int, int]]:
-        """Return the number of documents up to the end of each file, and the hash of the content of these."""
-        digest = hashlib.blake2b(digest_size=8)
-        found = []
-        documents = 0
-        last = None
-        # as files of other names have the same content on another machine
-        if not self.settings.path:
-            for text in map(text_of_file, self.files):
-                digest.update(f"{text}\0".encode("utf-8", "surrogatepass"))
-            return [(sum(entry["documents"] for entry in entries), number_of(digest))]
-        digests = dict(zip(self.files or (self.settings.path,), self.digests, strict=True))
-        for part, entry in zip(parts, entries, strict=True):
-            counts = [entry["documents"]] if len(part.files) == 1 else [1] * len(part.files)
-            for file, count in zip(part.files, counts, strict=True):
-                if file != last:
-                    digest.update(f"{digests[file]}\0".encode())
-                    found.append((documents, 0))
-                documents = documents + count
-                last = file
-                found[-1] = documents, number_of(digest)
-        return found
-
-
-def made_by(settings: DataSettings) -> dict[str, int]:
-    """Return hashes of the settings that decide which tokens documents become; ConfigError if one cannot be read."""
-    tokenizer = open_tokenizer(settings.tokenizer)
-    # Files beside that of the tokenizer may name the tokens that begin and end a text.
-    found = {
-        "tokenizer": _hash(
-            tokenizer_hash(settings.tokenizer), tokenizer.bos_id, tokenizer.eos_id
-        )
-    }
-    if settings.dataset in ("jsonl", "hub"):
-        found["text_field"] = _hash(settings.text_field)
-    if settings.dataset in CONVERSATIONS:
-        encoder = ConversationEncoder.of(
-            settings.tokenizer, settings.chat_template, settings.chat
-        )
-        found["template"] = _hash(encoder.identity)
-    return found
-
-
-def template_hash(settings: DataSettings) -> int | None:
-    """Return a hash of the chat template and of its special tokens; None if there is no template."""
-    files = ConversationEncoder.of(
-        settings.tokenizer, settings.chat_template, settings.chat
-    ).files
-    return None if files is None else _hash(files)
-
-
-def _hash(*parts: object) -> int:
-    return number_of(
-        hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8)
-    )
 
 
 def cached(settings: DataSettings, *, makes_files: bool = True) -> Path | None:
@@ -234,7 +99,7 @@ def _pinned(settings: DataSettings) -> DataSettings:
     path = settings.path or ""
     if settings.dataset != "hub" or HubData.of(path).revision:
         return settings
-    note = cache_folder() / "hub" / f"{_hash(path):016x}"
+    note = cache_folder() / "hub" / f"{hash_of(path):016x}"
     if not note.exists():
         write_whole(note, HubData.of(path).found().path.encode())
     return replace(settings, path=note.read_text(encoding="utf-8"))
@@ -401,86 +266,6 @@ def _written(
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _emptied_on_error(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to write at its end, and empty it if it cannot be written: a part of it would keep a disk full."""
-    with file.open("ab") as stream:
-        try:
-            yield stream
-        except OSError:
-            os.truncate(file, 0)  # another process may wait for this file, so it stays
-            raise
-
-
-def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
-    """Tokenize a part. Its .idx appears last, when the shard is whole; one process at a time writes it.
-
-    Raises:
-        ConfigError: the data cannot be read, or a record is bad and not to be skipped.
-        OSError: a file cannot be written.
-    """
-    # uint16, or int32: the format has no uint32
-    code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4
-    encode = source_of(settings).encoder(settings)
-    dtype = np.dtype(CODES[code])
-    index = stem.with_suffix(".idx")
-    lengths = []
-    sums = []
-    answers = []
-    skipped = Tally()
-    notes: dict[str, dict[str, Any]] = {}
-    with _emptied_on_error(stem.with_suffix(".bin")) as stream:
-        # a process of a run whose parent was killed may still write
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        if index.exists():
-            return
-        stream.truncate(0)
-        for document in documents_of(settings, part, skipped):
-            encoded = encode(document) if document else NOTHING
-            ids = encoded.ids
-            marks = encoded.answers
-            if encoded.notes:
-                chat_notes.add(notes, encoded.notes, document["where"]())
-            stream.write(content := ids.astype(dtype).tobytes())
-            lengths.append(len(ids))
-            sums.append(zlib.crc32(content))
-            if marks is not None:
-                answers.append(marks.tobytes())
-                sums[-1] = zlib.crc32(answers[-1], sums[-1])
-        stream.flush()
-        os.fsync(stream.fileno())
-        write_whole(stem.with_suffix(".crc"), np.array(sums, dtype="<u4").tobytes())
-        if settings.dataset in CONVERSATIONS:
-            write_whole(stem.with_suffix(".answers"), *answers)
-            write_whole(stem.with_suffix(NOTES), json.dumps(notes).encode())
-        if skipped.number:
-            note = {"skipped": skipped.number, "first": skipped.first}
-            write_whole(stem.with_suffix(".skipped"), json.dumps(note).encode())
-        write_whole(index, *index_bytes(code, lengths))
-
-
-def entry_of(stem: Path) -> dict[str, Any]:
-    """Return the manifest's entry of a shard: documents, tokens, check sums, and what was skipped in it.
-
-    Raises:
-        ConfigError: the index is damaged, or does not fit the ids.
-        OSError: a file is missing.
-    """
-    sums = {
-        name: zlib.crc32(stem.with_suffix(f".{name}").read_bytes()) for name in ("idx", "crc")
-    }
-    pair = open_pair(str(stem.with_suffix(".idx")))
-    note = {}
-    with suppress(FileNotFoundError):
-        note = json.loads(stem.with_suffix(".skipped").read_text(encoding="utf-8"))
-    return {
-        "documents": pair.documents,
-        "tokens": os.path.getsize(pair.ids) // pair.itemsize,
-        **sums,
-        **note,
-    }
 
 
 def _begin_process(parent: int, packages: Sequence[str]) -> None:
