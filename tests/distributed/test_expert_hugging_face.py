@@ -25,6 +25,7 @@ from trainer.components import generation
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
 from trainer.families.decoder_args import TransformerArgs
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
 from trainer.job import resolve
 from trainer.models.model_spec import hf_model, model_spec
@@ -36,7 +37,7 @@ MODELS = {"qwen3_moe": replace(QWEN, vocab_size=4354), "gpt_oss": GPT_OSS}
 def here_case(family: str, folder: str, texts: list[list[int]]) -> torch.Tensor:
     """Logits of the token after each text."""
     with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
-        load_weights([HFReader(Path(folder), hf_model(model_spec(family), job.model))], [part])
+        load_weights([HFReader(HFFolder(Path(folder)), hf_model(model_spec(family), job.model))], [part])
         return next(generation._logits(part, job, dims, texts, 1 + max(map(len, texts))))
 
 

@@ -22,6 +22,7 @@ from tests.unit.test_expert_hugging_face import relative, whole_folder
 from trainer.checkpoint.weights import load_weights
 from trainer.components import generation
 from trainer.config.schema import Model
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
 from trainer.models.linear_attention import Decay
 from trainer.models.model_spec import hf_model, model_spec
@@ -30,7 +31,7 @@ from trainer.models.model_spec import hf_model, model_spec
 def both_ways(family: str, folder: str, texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the token after each text, read as a whole, and token by token behind its first half."""
     with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
-        load_weights([HFReader(Path(folder), hf_model(model_spec(family), job.model))], [part])
+        load_weights([HFReader(HFFolder(Path(folder)), hf_model(model_spec(family), job.model))], [part])
         logits = partial(generation._logits, part, job, dims)
         found = []
         for text in texts:
@@ -65,7 +66,7 @@ def gradients_case(family: str, folder: str, tokens: torch.Tensor) -> dict[str, 
     """Gradients under the names of transformers, after one backward with planned attention."""
     spec = model_spec(family)
     with opened(Model(name=family, flavor=folder)) as (part, job, dims):
-        load_weights([HFReader(Path(folder), hf_model(spec, job.model))], [part])
+        load_weights([HFReader(HFFolder(Path(folder)), hf_model(spec, job.model))], [part])
         options = job.attention or ContextParallelOptions()
         settings = {"buffer_seq_dims": [1], "options": options, "local_attention": True}
         with context_parallel(dims["cp"], buffers=[tokens], **settings) as cp:

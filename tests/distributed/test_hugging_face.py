@@ -32,6 +32,7 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import RopeScaling
 from trainer.families.registry import hf_families
+from trainer.hugging_face import folder as hf_folder
 from trainer.hugging_face import parts as hf_parts
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.writer import NewFolder
@@ -221,7 +222,7 @@ def test_the_test_sees_rotary_rows_in_the_wrong_order(pool: WorkerPool, tmp_path
 def bytes_read(folder: str, hf: str, arguments: list[str]) -> tuple[int, int, int]:
     """Bytes that this rank reads from the weights' files, those that its part has, and readings of all headers."""
     read, real = [], hf_parts._read_exactly
-    headers = mock.patch.object(hf_reader, "read_folder", side_effect=hf_reader.read_folder)
+    headers = mock.patch.object(hf_folder, "read_folder", side_effect=hf_folder.read_folder)
 
     def counted(file, start: int, into: memoryview) -> None:
         read.append(len(into))
@@ -253,7 +254,8 @@ def test_a_rank_reads_what_it_holds(pool: WorkerPool, tmp_path: Path, layout: st
     arguments = [*arguments, "--training.dtype=float64"]  # as the file
     whole = sum(x.nbytes for x in safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors").values())
     results = pool.run(world_size, bytes_read, str(tmp_path / "run"), str(tmp_path / "hf"), arguments)
-    assert [folders for _, _, folders in results] == [1] + [0] * (world_size - 1)  # one rank reads the headers
+    # each rank checks the folder here; one of them reads the headers for all
+    assert [folders for _, _, folders in results] == [2] + [1] * (world_size - 1)
     for read, held, _ in results:
         assert read == held
         assert read < 0.6 * whole

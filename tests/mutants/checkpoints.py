@@ -150,8 +150,8 @@ CHECKPOINTS = (
     Mutant(
         "every rank reads the headers of a Hugging Face folder",
         "trainer/checkpoint/weights.py",
-        "once(lambda: HFReader(Path(given), tensors).headers)",
-        "HFReader(Path(given), tensors).headers",
+        "once(lambda: HFReader(start, tensors).headers)",
+        "HFReader(start, tensors).headers",
         "tests/distributed/test_hugging_face.py::test_a_rank_reads_what_it_holds",
     ),
     Mutant(

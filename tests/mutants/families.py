@@ -109,7 +109,7 @@ FAMILIES = (
     Mutant(
         "the tokenizer of the first folder is exported with a run that had another one",
         "trainer/checkpoint/text_files.py",
-        "(source in file.parents or _is_tokenizer(source, tokenizer)) else None",
+        "(source.path in file.parents or _is_tokenizer(source.path, tokenizer)) else None",
         "True else None",
         "tests/unit/test_exported_tokenizer.py",
     ),

@@ -853,6 +853,13 @@ PROCESSES = (
         "tests/unit/test_start.py",
     ),
     Mutant(
+        "each check opens the folder of the model again",
+        "trainer/families/registry.py",
+        "return folder if folder is not None and folder.path == path else ModelFolder(path)",
+        "return ModelFolder(path)",
+        "tests/unit/test_hugging_face_runs.py::test_the_files_of_a_folder_are_read_once",
+    ),
+    Mutant(
         "a folder of the hub starts from random weights",
         "trainer/families/registry.py",
         "checkpoint = replace(checkpoint, initial_load_path=path)",
@@ -876,7 +883,7 @@ PROCESSES = (
     Mutant(
         "random weights of a folder's sizes are called its own",
         "trainer/job/summary.py",
-        "sizes * is_folder(flavor)",
+        "sizes * (config.model.folder is not None)",
         "''",
         "tests/unit/test_hugging_face_runs.py",
     ),

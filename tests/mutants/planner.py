@@ -162,8 +162,8 @@ PLANNER = (
     Mutant(
         "a check does not trace",
         "trainer/commands/check.py",
-        "    check(command, start)\n    if not command.print_config:",
-        "    check(command, start)\n    if False:",
+        "    job = check(command, start)\n    if not command.print_config:",
+        "    job = check(command, start)\n    if False:",
         "tests/unit/test_start.py",
     ),
 )

@@ -24,7 +24,7 @@ from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.registry import hf_config
 from trainer.hugging_face import reader as hf_reader
-from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
 from trainer.models import moe
 from trainer.models.auxiliary_loss import normalise_auxiliary_losses
@@ -83,8 +83,8 @@ def saved(folder: Path, name: str) -> tuple[str, TransformerArgs, torch.nn.Modul
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_says_its_own_arguments(tmp_path: Path, name: str) -> None:
     family, args, _ = saved(tmp_path, name)
-    assert hf_config(family).read(read_config(tmp_path)) == args
-    theirs, ours = read_config(tmp_path).content, hf_config(family).write(args)
+    assert hf_config(family).read(HFFolder(tmp_path).entries) == args
+    theirs, ours = HFFolder(tmp_path).entries.content, hf_config(family).write(args)
     same = ours.keys() - {"rope_theta", "rope_scaling", "num_experts"}  # the names of before transformers 5
     assert {key: theirs[key] for key in same} == {key: ours[key] for key in same}
 
@@ -117,7 +117,7 @@ def read_here(folder: Path, family: str, args: TransformerArgs) -> torch.nn.Modu
     with torch.device("meta"):
         model = model_spec(family).build(args).double()
     initialize(model, seed=0, device=torch.device("cpu"))
-    reader = HFReader(folder, hf_model(model_spec(family), args))
+    reader = HFReader(HFFolder(folder), hf_model(model_spec(family), args))
     with torch.no_grad():
         state = model.state_dict()
         for name in reader.pairs:
@@ -155,7 +155,7 @@ def test_any_part_is_read_and_a_rank_reads_no_other_experts(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, args, _ = saved(tmp_path, name)
-    reader = HFReader(tmp_path, hf_model(model_spec(family), args))
+    reader = HFReader(HFFolder(tmp_path), hf_model(model_spec(family), args))
     read: list[int] = []
     real = hf_reader.read_part
 
@@ -189,7 +189,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     ):
         file.write_text(json.dumps(entries | change))
         with pytest.raises(ConfigError) as error:
-            hf_config("qwen3_moe").read(read_config(tmp_path))
+            hf_config("qwen3_moe").read(HFFolder(tmp_path).entries)
         assert message in str(error.value)
 
 
@@ -201,10 +201,10 @@ def test_the_balancing_loss_is_that_of_transformers(tmp_path: Path, family: str)
     entries = json.loads(file.read_text()) | {"router_aux_loss_coef": 0.9}
     for switch, coefficient in ((False, 0.0), (True, 0.9)):
         file.write_text(json.dumps(entries | {"output_router_logits": switch}))
-        assert hf_config(family).read(read_config(tmp_path)).router_aux_loss_coef == coefficient
+        assert hf_config(family).read(HFFolder(tmp_path).entries).router_aux_loss_coef == coefficient
     file.write_text(json.dumps(entries | {"output_router_logits": True, "router_aux_loss_coef": "much"}))
     with pytest.raises(ConfigError, match="router_aux_loss_coef = 'much' must be a number above 0"):
-        hf_config(family).read(read_config(tmp_path))
+        hf_config(family).read(HFFolder(tmp_path).entries)
 
 
 @pytest.mark.parametrize("same_step", [False, True])
@@ -285,9 +285,9 @@ def test_experts_in_mxfp4_are_read_as_published(tmp_path: Path) -> None:
     entries = json.loads((tmp_path / "config.json").read_text())
     content = entries | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    assert hf_config(family).read(read_config(tmp_path)) == args
+    assert hf_config(family).read(HFFolder(tmp_path).entries) == args
     model = hf_model(model_spec(family), args)
-    reader, wanted = HFReader(tmp_path, model), from_hf(model_spec(family), args, files | quantised)
+    reader, wanted = HFReader(HFFolder(tmp_path), model), from_hf(model_spec(family), args, files | quantised)
     for name, x in wanted.items():
         assert torch.equal(reader.read(name), x), name
     w13 = "layers.1.feed_forward.experts.w13"
@@ -301,7 +301,7 @@ def test_other_quantised_weights_are_refused(tmp_path: Path) -> None:
     entries = json.loads(file.read_text())
     file.write_text(json.dumps(entries | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ConfigError, match=r"quantization_config = \{'quant_method': 'fp8'\} is not supported"):
-        hf_config("gpt_oss").read(read_config(tmp_path))
+        hf_config("gpt_oss").read(HFFolder(tmp_path).entries)
     safetensors.torch.save_file(
         {"model.norm.weight": torch.zeros(32, dtype=torch.uint8)}, tmp_path / "more.safetensors"
     )
@@ -310,7 +310,7 @@ def test_other_quantised_weights_are_refused(tmp_path: Path) -> None:
     content["weight_map"]["model.norm.weight"] = "more.safetensors"
     index.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"model\.norm\.weight is stored as whole numbers"):
-        HFReader(tmp_path, hf_model(model_spec("gpt_oss"), GPT_OSS))
+        HFReader(HFFolder(tmp_path), hf_model(model_spec("gpt_oss"), GPT_OSS))
 
 
 def test_a_bias_that_chooses_begins_at_zero_with_pretrained_weights(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.families.layer_kinds import LayerKind
 from trainer.families.registry import MODELS as FAMILIES
 from trainer.families.registry import hf_config, hf_families
-from trainer.hugging_face.config_json import Entries, read_config
+from trainer.hugging_face.config_json import Entries
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
@@ -50,7 +51,7 @@ def saved(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_goes_there_and_back_bit_for_bit(tmp_path: Path, name: str) -> None:
     family, args = MODELS[name]
-    there = read_config(saved(tmp_path / "theirs", name))
+    there = HFFolder(saved(tmp_path / "theirs", name)).entries
     assert hf_config(family).read(there) == args
     written = {key: value for key, value in hf_config(family).write(args).items() if key not in _OLD}
     unused = {"sliding_window"} if there.content.get("use_sliding_window") is False else set()
@@ -82,7 +83,8 @@ def test_longrope_is_chosen_by_the_length_that_a_model_is_made_for(tmp_path: Pat
 
 def test_parts_of_fused_matrices_are_read(tmp_path: Path) -> None:
     family, args = MODELS["phi3, a window, heads rotated in part"]
-    reader = HFReader(saved(tmp_path, "phi3, a window, heads rotated in part"), hf_model(model_spec(family), args))
+    folder = HFFolder(saved(tmp_path, "phi3, a window, heads rotated in part"))
+    reader = HFReader(folder, hf_model(model_spec(family), args))
     fused = whole_folder(tmp_path)
     for layer in range(args.n_layers):
         qkv, gates = (fused[f"model.layers.{layer}.{x}_proj.weight"] for x in ("self_attn.qkv", "mlp.gate_up"))
@@ -104,9 +106,9 @@ def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
         index.write_text(json.dumps(content | {"weight_map": content["weight_map"] | {name: "more.safetensors"}}))
         if wrong:
             with pytest.raises(ConfigError, match=r"eh_proj\.weight is no tensor of this model"):
-                HFReader(tmp_path, hf_model(model_spec(family), args))
+                HFReader(HFFolder(tmp_path), hf_model(model_spec(family), args))
         else:
-            HFReader(tmp_path, hf_model(model_spec(family), args))
+            HFReader(HFFolder(tmp_path), hf_model(model_spec(family), args))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path, name: str, entries: dict
     file = saved(tmp_path, name) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
     with pytest.raises(ConfigError) as error:
-        hf_config(MODELS[name][0]).read(read_config(tmp_path))
+        hf_config(MODELS[name][0]).read(HFFolder(tmp_path).entries)
     assert f"{file}: {message}" in str(error.value)
 
 

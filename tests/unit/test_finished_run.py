@@ -16,7 +16,7 @@ from trainer.commands.finished_run import step_configuration, weights_of
 from trainer.commands.main import main as lct
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
-from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.folder import HFFolder
 from trainer.runtime.dump_folder import save_configuration
 from trainer.stores.folder import parse_state, state_text
 from trainer.stores.store import STATE_FILE, LocalStore
@@ -94,7 +94,7 @@ def test_a_later_run_does_not_change_what_a_step_means(tmp_path: Path, capsys, c
         assert lct(["verify", str(run)]) == 0
         found = capsys.readouterr()
         assert found.err == ""
-        return text, re.sub(r"\(.* s\)", "", found.out), read_config(tmp_path / "out").content
+        return text, re.sub(r"\(.* s\)", "", found.out), HFFolder(tmp_path / "out").entries.content
 
     run = small_run(tmp_path / "run")
     before = everything()

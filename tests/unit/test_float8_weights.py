@@ -15,7 +15,7 @@ from tests.hf_tensors import from_hf
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.registry import hf_config
-from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.quantised import scaled
 from trainer.hugging_face.reader import HFReader
 from trainer.hugging_face.writer import add_tokens
@@ -70,9 +70,9 @@ def test_float8_is_read_as_published(tmp_path: Path, family: str) -> None:
     """Rows that change their order, fused matrices, stacked experts, latent and linear attention; whole and by part."""
     args = wide(family)
     values = publish(tmp_path, family, args)
-    assert hf_config(family).read(read_config(tmp_path)) == args
-    reader = HFReader(tmp_path, hf_model(model_spec(family), args))
-    again = HFReader(tmp_path, hf_model(model_spec(family), args), reader.headers)
+    assert hf_config(family).read(HFFolder(tmp_path).entries) == args
+    reader = HFReader(HFFolder(tmp_path), hf_model(model_spec(family), args))
+    again = HFReader(HFFolder(tmp_path), hf_model(model_spec(family), args), reader.headers)
     wanted, generator = from_hf(model_spec(family), args, values), torch.Generator().manual_seed(4)
     for name, x in wanted.items():
         assert torch.equal(reader.read(name), x), name
@@ -121,7 +121,7 @@ def test_wrong_scales_are_named(tmp_path: Path, change: Callable, message: str) 
     change(stored, "model.layers.0.self_attn.o_proj.weight")
     safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
-        HFReader(tmp_path, hf_model(model_spec("llama3"), args))
+        HFReader(HFFolder(tmp_path), hf_model(model_spec("llama3"), args))
 
 
 def test_no_rows_are_added_to_quantised_weights(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_no_rows_are_added_to_quantised_weights(tmp_path: Path) -> None:
 def test_a_folder_may_have_another_path_on_another_rank(tmp_path: Path) -> None:
     args = wide("llama3")
     values = publish(tmp_path / "model", "llama3", args)
-    headers = HFReader(tmp_path / "model", hf_model(model_spec("llama3"), args)).headers
+    headers = HFReader(HFFolder(tmp_path / "model"), hf_model(model_spec("llama3"), args)).headers
     (tmp_path / "model").rename(tmp_path / "there")
-    there = HFReader(tmp_path / "there", hf_model(model_spec("llama3"), args), headers)
+    there = HFReader(HFFolder(tmp_path / "there"), hf_model(model_spec("llama3"), args), headers)
     assert torch.equal(there.read("norm.weight"), values["model.norm.weight"])
 
 
@@ -147,4 +147,4 @@ def test_other_settings_are_refused(tmp_path: Path, key: str, value: object) -> 
     entries["quantization_config"][key] = value
     (tmp_path / "config.json").write_text(json.dumps(entries))
     with pytest.raises(ConfigError, match=rf"{key}.* is not supported; it must be"):
-        hf_config("llama3").read(read_config(tmp_path))
+        hf_config("llama3").read(HFFolder(tmp_path).entries)

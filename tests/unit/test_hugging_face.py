@@ -19,8 +19,9 @@ from tests.hf_tensors import from_hf
 from tests.unit.hugging_face_folders import resolved, tensors
 from trainer.config.errors import ConfigError
 from trainer.hugging_face import parts as hf_parts
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
-from trainer.hugging_face.stored import INDEX, SINGLE, read_folder
+from trainer.hugging_face.stored import INDEX, SINGLE
 from trainer.models import parallelize as llama3
 from trainer.models.model_spec import hf_model
 
@@ -37,7 +38,7 @@ def test_every_tensor_is_read_as_it_is(tmp_path: Path, shape: str, dtype: torch.
     saved(tmp_path, args, dtype)
     assert (tmp_path / INDEX).is_file()
     wanted = from_hf(llama3.SPEC, args, tensors(tmp_path))
-    reader = HFReader(tmp_path, hf_model(llama3.SPEC, args))
+    reader = HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, args))
     assert reader.pairs.keys() == wanted.keys()
     for name, x in wanted.items():
         got = reader.read(name)
@@ -47,7 +48,7 @@ def test_every_tensor_is_read_as_it_is(tmp_path: Path, shape: str, dtype: torch.
 
 def test_parts_are_parts_of_the_whole_and_nothing_far_is_read(folder: Path) -> None:
     """A part is read with at most the rest of its heads."""
-    reader, choose, read = HFReader(folder, hf_model(llama3.SPEC, LLAMA)), random.Random(0), []
+    reader, choose, read = HFReader(HFFolder(folder), hf_model(llama3.SPEC, LLAMA)), random.Random(0), []
     real = hf_parts._read_exactly
 
     def counted(file, start: int, into: memoryview) -> None:
@@ -75,7 +76,7 @@ def test_a_layout_that_moves_more_than_rows_is_read_whole(tmp_path: Path) -> Non
     ours = {name: torch.randn(shape) for name, shape in shapes.items()}
     there = {f"toy.{name}": (x.t() if ".attention.w" in name and x.ndim == 2 else x) for name, x in ours.items()}
     safetensors.torch.save_file({name: x.contiguous() for name, x in there.items()}, tmp_path / SINGLE)
-    reader = HFReader(tmp_path, hf_model(toy.SPEC, args))
+    reader = HFReader(HFFolder(tmp_path), hf_model(toy.SPEC, args))
     for name, x in ours.items():
         assert torch.equal(reader.read(name), x)
     wq = "layers.0.attention.wq.weight"
@@ -106,7 +107,7 @@ def test_a_wrong_tensor_is_named(folder: Path, change: Callable, message: str) -
         file.unlink()
     safetensors.torch.save_file(found, folder / SINGLE)
     with pytest.raises(ConfigError) as error:
-        HFReader(folder, hf_model(llama3.SPEC, LLAMA))
+        HFReader(HFFolder(folder), hf_model(llama3.SPEC, LLAMA))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -120,21 +121,21 @@ def test_a_second_name_of_a_tied_tensor_may_be_there_with_the_same_values(tmp_pa
         file.unlink()
     found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
     safetensors.torch.save_file(found, tmp_path / SINGLE)
-    reader = HFReader(tmp_path, hf_model(llama3.SPEC, args))
+    reader = HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, args))
     assert "output.weight" not in reader.pairs
     assert torch.equal(reader.read("tok_embeddings.weight"), found["model.embed_tokens.weight"])
     rounded = found["model.embed_tokens.weight"].bfloat16()
     equal = {**found, "model.embed_tokens.weight": rounded, "lm_head.weight": rounded.float()}
     safetensors.torch.save_file(equal, tmp_path / SINGLE)
-    assert torch.equal(HFReader(tmp_path, hf_model(llama3.SPEC, args)).read("tok_embeddings.weight"), rounded)
+    assert torch.equal(HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, args)).read("tok_embeddings.weight"), rounded)
     alone = {name: x for name, x in found.items() if name != "model.embed_tokens.weight"}
     safetensors.torch.save_file(alone, tmp_path / SINGLE)
-    reader = HFReader(tmp_path, hf_model(llama3.SPEC, args))
+    reader = HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, args))
     assert torch.equal(reader.read("tok_embeddings.weight"), found["lm_head.weight"])
     found["lm_head.weight"][-1, -1] += 1
     safetensors.torch.save_file(found, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match=r"lm_head.weight and model.embed_tokens.weight differ, and"):
-        HFReader(tmp_path, hf_model(llama3.SPEC, args))
+        HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, args))
 
 
 def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
@@ -143,9 +144,9 @@ def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
     found = tensors(tmp_path)
     safetensors.torch.save_file(found, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match=rf"two sets of weights, {SINGLE} and the files of {INDEX}; remove"):
-        HFReader(tmp_path, hf_model(llama3.SPEC, LLAMA))
+        HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, LLAMA))
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(found, SINGLE)}))
-    HFReader(tmp_path, hf_model(llama3.SPEC, LLAMA))
+    HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, LLAMA))
 
 
 def damage(folder: Path, kind: str) -> None:
@@ -191,7 +192,7 @@ def damage(folder: Path, kind: str) -> None:
 def test_a_broken_folder_is_one_sentence(folder: Path, kind: str, message: str) -> None:
     damage(folder, kind)
     with pytest.raises(ConfigError) as error:
-        read_folder(folder)
+        _ = HFFolder(folder).tensors
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -204,4 +205,4 @@ def test_rotary_tables_of_old_files_are_ignored(folder: Path) -> None:
         file.unlink()
     safetensors.torch.save_file(whole, folder / SINGLE)
     resolved(f"--model.path={folder}")
-    assert HFReader(folder, hf_model(llama3.SPEC, LLAMA)).pairs
+    assert HFReader(HFFolder(folder), hf_model(llama3.SPEC, LLAMA)).pairs

@@ -12,7 +12,8 @@ from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, s
 from trainer.config.errors import ConfigError
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.registry import hf_config, hf_families
-from trainer.hugging_face.config_json import Entries, read_config
+from trainer.hugging_face.config_json import Entries
+from trainer.hugging_face.folder import HFFolder
 
 pytestmark = pytest.mark.about("trainer/families/config_parts.py", "trainer/families/rotary_entries.py")
 
@@ -37,13 +38,13 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("family", "shape"), CONFIGS)
 def test_a_model_of_transformers_says_its_own_arguments(tmp_path: Path, family: str, shape: str) -> None:
     args = CONFIGS[family, shape]
-    assert hf_config(family).read(read_config(saved(tmp_path, args, family=family))) == args
+    assert hf_config(family).read(HFFolder(saved(tmp_path, args, family=family)).entries) == args
 
 
 @pytest.mark.parametrize(("family", "shape"), CONFIGS)
 def test_what_we_write_is_what_transformers_writes(tmp_path: Path, family: str, shape: str) -> None:
     saved(tmp_path, CONFIGS[family, shape], family=family)
-    theirs, ours = read_config(tmp_path).content, hf_config(family).write(CONFIGS[family, shape])
+    theirs, ours = HFFolder(tmp_path).entries.content, hf_config(family).write(CONFIGS[family, shape])
     same = ours.keys() - {"rope_theta", "rope_scaling"}  # the names of before transformers 5
     assert {key: theirs[key] for key in same} == {key: ours[key] for key in same}
 
@@ -96,10 +97,10 @@ def test_old_and_new_names_mean_the_same(folder: Path) -> None:
     )
     for spelling in spellings:
         changed(folder, rope_parameters=None, **spelling) if "rope_scaling" in spelling else changed(folder, **spelling)
-        args = hf_config("llama3").read(read_config(folder))
+        args = hf_config("llama3").read(HFFolder(folder).entries)
         assert (args.rope_theta, args.rope_scaling) == (1e6, RopeScaling(8.0, 1.0, 4.0, 512))
     changed(folder, rope_theta=None, rope_scaling=None)
-    assert hf_config("llama3").read(read_config(folder)).rope_theta == 10000.0  # of transformers
+    assert hf_config("llama3").read(HFFolder(folder).entries).rope_theta == 10000.0  # of transformers
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_old_and_new_names_mean_the_same(folder: Path) -> None:
 def test_what_is_not_supported_is_named(folder: Path, entries: dict, message: str) -> None:
     changed(folder, **entries)
     with pytest.raises(ConfigError) as error:
-        hf_config("llama3").read(read_config(folder))
+        hf_config("llama3").read(HFFolder(folder).entries)
     assert f"{folder / 'config.json'}: {message}" in str(error.value)
 
 
@@ -139,10 +140,10 @@ def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
         ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, None),
     ):
         changed(tmp_path, layer_types=None, **entries)
-        args = hf_config("qwen2").read(read_config(tmp_path))
+        args = hf_config("qwen2").read(HFFolder(tmp_path).entries)
         assert (args.sliding_window, args.layers) == (window, (LayerKind(),))
     changed(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5})
-    scaling = hf_config("qwen2").read(read_config(tmp_path)).rope_scaling
+    scaling = hf_config("qwen2").read(HFFolder(tmp_path).entries).rope_scaling
     theirs = hf_model("qwen2", replace(QWEN2, rope_scaling=scaling)).model.rotary_emb
     assert scaling.original_max_seq_len == LLAMA.max_seq_len  # of transformers
     assert theirs.attention_scaling == scaling.magnitude == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
@@ -168,7 +169,7 @@ def test_windows_that_are_not_supported_are_named(tmp_path: Path, family: str, e
     changed(tmp_path, sliding_window=7)
     changed(tmp_path, **entries)
     with pytest.raises(ConfigError) as error:
-        hf_config(family).read(read_config(tmp_path))
+        hf_config(family).read(HFFolder(tmp_path).entries)
     assert f"{tmp_path / 'config.json'}: {message}" in str(error.value)
 
 
@@ -181,7 +182,7 @@ def test_each_layer_has_its_own_kind(tmp_path: Path) -> None:
         (windows | {"layer_types": [FULL, SLIDING, FULL]}, [None, 7, None]),
     ):
         changed(tmp_path, **entries)
-        args = hf_config("qwen3").read(read_config(tmp_path))
+        args = hf_config("qwen3").read(HFFolder(tmp_path).entries)
         assert [args.window_of_layer(i) for i in range(3)] == wanted
         kinds = hf_config("qwen3").write(args)["layer_types"]
         assert kinds == [FULL if window is None else SLIDING for window in wanted]
@@ -193,4 +194,4 @@ def test_every_mistral_without_the_entry_has_a_window(tmp_path: Path) -> None:
     for entries, window in (({"sliding_window": None}, None), ({}, 4096)):  # as in transformers
         content = {k: v for k, v in json.loads(file.read_text()).items() if k != "sliding_window"}
         file.write_text(json.dumps(content | entries))
-        assert hf_config("mistral").read(read_config(tmp_path)).sliding_window == window
+        assert hf_config("mistral").read(HFFolder(tmp_path).entries).sliding_window == window

@@ -13,6 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.hugging_face.stored import SINGLE, read_file
 from trainer.hugging_face.writer import NewFolder
+from trainer.job import resolve
 
 
 def place(first: int, last: int) -> dict:
@@ -55,7 +56,8 @@ def test_tensors_without_elements_and_in_any_order_are_allowed(tmp_path: Path) -
 
 def test_check_compares_names_and_shapes(tmp_path: Path) -> None:
     def check() -> None:
-        check_tensors(parse_command_line([f"--model.path={folder}", "--training.seq_len=32"]).config)
+        config = parse_command_line([f"--model.path={folder}", "--training.seq_len=32"]).config
+        check_tensors(resolve(config, 1, "cpu"))
 
     folder = saved(tmp_path / "hf", LLAMA)
     check()

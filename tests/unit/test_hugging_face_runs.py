@@ -12,11 +12,14 @@ from tests.chat_files import chat_folder
 from tests.hf_decoders import LLAMA, QWEN3, changed, saved
 from tests.unit.hugging_face_folders import resolved
 from trainer.commands import tokenize_text
+from trainer.commands.check import check_tensors
 from trainer.commands.generate import ends_of
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.hugging_face import folder as hf_folder
+from trainer.hugging_face.config_json import CONFIG_FILE
 from trainer.hugging_face.stored import INDEX
 from trainer.job import resolve
 from trainer.job.summary import summary
@@ -40,6 +43,16 @@ def test_a_folder_is_a_flavor(folder: Path) -> None:
     saved(folder, QWEN3, family="qwen3")
     assert refused(f"--model.flavor={folder}").endswith("is of another family than model.name = 'llama3'; use 'qwen3'")
     assert "model_type = 'bert'" in (changed(folder, model_type="bert") or refused(f"--model.flavor={folder}"))
+
+
+def test_the_files_of_a_folder_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real_text = Path.read_text
+    real_tensors = hf_folder.read_folder
+    monkeypatch.setattr(Path, "read_text", lambda file, *a, **k: read.append(file.name) or real_text(file, *a, **k))
+    monkeypatch.setattr(hf_folder, "read_folder", lambda where: read.append("tensors") or real_tensors(where))
+    check_tensors(resolve(parse_command_line([f"--model.path={folder}", "--training.seq_len=32"]).config, 1, "cpu"))
+    assert read.count(CONFIG_FILE) == read.count("tensors") == 1
 
 
 def test_what_cannot_start_a_run_is_refused_before_it(folder: Path, tmp_path: Path) -> None:

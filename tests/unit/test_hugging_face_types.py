@@ -22,8 +22,8 @@ from trainer.commands.convert import main as convert
 from trainer.config.schema import JobConfig, Model
 from trainer.families.registry import MODELS as families
 from trainer.families.registry import hf_config
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
-from trainer.hugging_face.stored import read_folder
 from trainer.hugging_face.writer import NewFolder
 from trainer.models.initialization import stored_as
 from trainer.models.model_spec import hf_model, model_spec
@@ -161,7 +161,7 @@ def test_types_in_one_file_are_aligned_and_in_the_order_of_their_names(tmp_path:
         "c": [*range(7)],
     }
     assert found["b"].dtype == torch.float32
-    places = {name: stored.start for name, stored in read_folder(tmp_path / "out").items()}
+    places = {name: stored.start for name, stored in HFFolder(tmp_path / "out").tensors.items()}
     assert places["b"] % 4 == 0
     assert places["a"] < places["c"]
 
@@ -178,7 +178,7 @@ def test_decays_stay_in_float32_beside_weights_in_bfloat16(tmp_path: Path, famil
     assert kept
     assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in kept)
     args, spec = replace(FAMILIES[family], vocab_size=4400), model_spec(family)
-    reader = HFReader(source, hf_model(spec, args))
+    reader = HFReader(HFFolder(source), hf_model(spec, args))
     with torch.device("meta"):
         model = stored_as(spec.build(args), torch.bfloat16)
     rounded = reader.rounded_to({name: x.dtype for x, name in names_of([model]).items()})

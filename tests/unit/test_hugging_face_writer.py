@@ -16,6 +16,7 @@ from tests.unit.saved_runs import saved_run
 from trainer.commands import convert
 from trainer.commands.main import main as lct
 from trainer.hugging_face.files import plan_files
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.parts import DTYPES
 from trainer.hugging_face.reader import HFReader
 from trainer.hugging_face.stored import SINGLE, read_file
@@ -70,7 +71,7 @@ def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys)
 def test_the_peak_is_seen_to_grow(tmp_path: Path) -> None:
     """Negative control of the measurement: whole models are larger."""
     hf = saved(tmp_path / "hf", LLAMA)
-    reader = HFReader(hf, hf_model(llama3.SPEC, LLAMA))
+    reader = HFReader(HFFolder(hf), hf_model(llama3.SPEC, LLAMA))
     largest = max(x.nbytes for x in tensors(hf).values())
     with PeakBytes() as peak:
         everything = [reader.read(name) for name in reader.pairs]

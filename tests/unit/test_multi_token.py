@@ -21,6 +21,7 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.registry import MODELS as FAMILIES
 from trainer.families.registry import hf_config
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
 from trainer.job import resolve
 from trainer.models.chunked_loss import Chunks, chunked_token_losses
@@ -203,16 +204,16 @@ def test_a_folder_without_them_starts_them_anew(tmp_path: Path) -> None:
     family, args = MODELS["deepseek_v3"]
     with in_double():
         hf_decoder(family, args).save_pretrained(tmp_path)
-    reader = HFReader(tmp_path, hf_model(model_spec(family), replace(args, mtp_layers=1)))
+    reader = HFReader(HFFolder(tmp_path), hf_model(model_spec(family), replace(args, mtp_layers=1)))
     assert reader.lacks_further
     assert not [name for name in reader.pairs if name.startswith(f"layers.{args.n_layers}.")]
-    assert not HFReader(tmp_path, hf_model(model_spec(family), args)).lacks_further
+    assert not HFReader(HFFolder(tmp_path), hf_model(model_spec(family), args)).lacks_further
     # One tensor of a layer alone is no layer.
     (file,) = tmp_path.glob("*.safetensors")
     more = {f"model.layers.{args.n_layers}.eh_proj.weight": torch.zeros(args.dim, 2 * args.dim)}
     save_file(load_file(file) | more, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=rf"there is no model\.layers\.{args.n_layers}\..* and \d+ more"):
-        HFReader(tmp_path, hf_model(model_spec(family), replace(args, mtp_layers=1)))
+        HFReader(HFFolder(tmp_path), hf_model(model_spec(family), replace(args, mtp_layers=1)))
 
 
 def test_what_transformers_reads_is_the_model_without_them(tmp_path: Path) -> None:

@@ -14,17 +14,15 @@ from trainer.checkpoint.weights import WeightsReader, load_tensors, open_saved, 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
-from trainer.families.registry import hf_config
+from trainer.families.registry import ModelFolder, hf_config, start_folder
 from trainer.grouping import grouped
-from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.hugging_face.config_json import CONFIG_FILE
 from trainer.hugging_face.pairs import HFModel, HFTensor, Shape
 from trainer.hugging_face.parts import wider_types
-from trainer.hugging_face.stored import INDEX, SINGLE, read_folder
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
 from trainer.job.lora import adapter_names, adapter_shapes, whole_sizes
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.runtime.console import logger
-from trainer.stores.folder import hf_folder
 from trainer.transforms.lora import merged
 
 _STACKED = {"w13": "gate_up_proj", "w2": "down_proj"}
@@ -50,14 +48,15 @@ def write_hf(
         ConfigError: transformers does not have the model, or the weights are damaged, or of another model.
         OSError: the folder cannot be written.
     """
-    content = _config_json(config, args, dtype)
+    source = start_folder(config)
+    content = _config_json(config, args, dtype, source)
     model = hf_model(model_spec(config.model.name), args)
     readers = open_weights(config, args)
     shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
     text = text_files(
-        config, next(content[longest] for longest in _LONGEST if longest in content)
+        config, next(content[longest] for longest in _LONGEST if longest in content), source
     )
-    kept = kept_types(config, model, dtype, _saved_types(readers[:1]))
+    kept = kept_types(config, model, dtype, _saved_types(readers[:1]), source)
     with NewFolder(
         output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes
     ) as folder:
@@ -80,12 +79,13 @@ def kept_types(
     model: HFModel,
     dtype: torch.dtype,
     saved: Mapping[str, torch.dtype] | None = None,
+    source: ModelFolder | None = None,
 ) -> dict[str, torch.dtype]:
     """Return the tensors there, by name, that keep a wider type than `dtype`, which rounds the others.
 
     They are buffers, such as the biases that choose experts, tensors that transformers keeps in float32, and tensors
     that are wider than most others in the folder from which the run started, or in its checkpoint. saved: the types
-    there, by our names.
+    there, by our names; source: that folder.
     """
     usual = getattr(torch, config.training.dtype)
     family = hf_config(config.model.name)
@@ -97,13 +97,12 @@ def kept_types(
                 kept[there] = torch.float32
             elif (own := (saved or {}).get(name, usual)).itemsize > usual.itemsize:
                 kept[there] = own
-    source = hf_folder(config)
-    if source is not None and any((source / file).is_file() for file in (INDEX, SINGLE)):
+    if source is not None and source.has_tensors:
         try:
-            kept |= wider_types(read_folder(source))
+            kept |= wider_types(source.tensors)
         except ConfigError as error:
             logger.warning(
-                f"tensors that {source} has in a wider type are written as the others: {error}"
+                f"tensors that {source.path} has in a wider type are written as the others: {error}"
             )
     return {
         there: torch.promote_types(dtype, kept[there])
@@ -112,13 +111,15 @@ def kept_types(
     }
 
 
-def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
+def _config_json(
+    config: JobConfig, args: DecoderArgs, dtype: torch.dtype, source: ModelFolder | None
+) -> dict[str, Any]:
     content = hf_config(config.model.name).write(args)
     name = str(dtype).removeprefix("torch.")
     content |= {"dtype": name, "torch_dtype": name}  # the second name is that of transformers 4
-    if (source := hf_folder(config)) is not None:
+    if source is not None:
         for longest in _LONGEST & {*content}:
-            content[longest] = max(read_config(source).whole(longest, 1), content[longest])
+            content[longest] = max(source.entries.whole(longest, 1), content[longest])
     return content
 
 

@@ -7,11 +7,10 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.as_json import json_files
-from trainer.data.tokenizers.template_files import GENERATION_FILE, end_ids, find_template
+from trainer.data.tokenizers.template_files import end_ids, find_template
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, tokenizer_found
-from trainer.data.tokenizers.tokenizer_json import read_settings
-from trainer.hugging_face.config_json import read_config
-from trainer.stores.folder import hf_folder
+from trainer.families.registry import ModelFolder
+from trainer.hugging_face.folder import GENERATION_FILE
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _PROBE = "def f(x):\n\treturn x ** 2  # naïve — 日本語 🙂 don't 12345\r\n   \n"
@@ -29,10 +28,10 @@ class TextFiles:
     ids: dict[str, Any]
 
 
-def text_files(config: JobConfig, longest: int) -> TextFiles:
+def text_files(config: JobConfig, longest: int, source: ModelFolder | None) -> TextFiles:
     """Return the files about text of a run with the tokenizer that it used. longest: tokens of the model.
 
-    The folder from which the run started has these files, unless the run had another tokenizer.
+    source: the folder from which the run started, which has these files, unless the run had another tokenizer.
 
     Raises:
         ConfigError: a file cannot be read, or is damaged.
@@ -40,22 +39,23 @@ def text_files(config: JobConfig, longest: int) -> TextFiles:
     model = config.model
     tokenizer = open_tokenizer(config.model.tokenizer_file)
     file = tokenizer_found(model.tokenizer_file)
-    source = hf_folder(config)
     files = {}
     own = (
         source
-        if source is not None and (source in file.parents or _is_tokenizer(source, tokenizer))
+        if source is not None
+        and (source.path in file.parents or _is_tokenizer(source.path, tokenizer))
         else None
     )
-    carried = own if own is not None and (own / "tokenizer.json").is_file() else None
+    carried = own.path if own is not None and (own.path / "tokenizer.json").is_file() else None
     if carried is None and file.name.endswith(".json"):
-        carried = own = file.parent
+        carried = file.parent
+        own = ModelFolder(carried)
     if carried is None:
         files |= json_files(str(file), longest)
     template = find_template(model.tokenizer_file, model.chat_template, config.chat)
     if template is not None and (model.chat_template is not None or carried is None):
         files["chat_template.jinja"] = template.source
-    before = {} if own is None else dict(read_settings(own / GENERATION_FILE))
+    before = {} if own is None else own.generation.content
     ends = sorted(end_ids(tokenizer, [own], template))
     given = before.get("eos_token_id")
     if carried is None or set(ends) != set(given if isinstance(given, list) else [given]):
@@ -73,7 +73,7 @@ def text_files(config: JobConfig, longest: int) -> TextFiles:
         }
         # without an entry some classes have an id of another vocabulary
         return TextFiles(carried, files, ids)
-    there = read_config(source).content
+    there = source.entries.content
     return TextFiles(carried, files, {key: there[key] for key in _TOKENS if key in there})
 
 

@@ -15,6 +15,7 @@ from trainer.checkpoint.metadata import METADATA, unpickled
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
+from trainer.families.registry import ModelFolder, opened_at
 from trainer.hugging_face.reader import HFReader
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.folder import (
@@ -104,21 +105,28 @@ def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Read
 
 
 def open_initial(
-    config: JobConfig, args: ModelArgs, once: Once = on_this_rank
+    config: JobConfig,
+    args: ModelArgs,
+    once: Once = on_this_rank,
+    opened: ModelFolder | None = None,
 ) -> Reader | HFReader:
-    """Return a reader of the weights in `checkpoint.initial_load_path`; ConfigError if damaged or of another model."""
+    """Return a reader of the weights in `checkpoint.initial_load_path`; ConfigError if damaged or of another model.
+
+    opened: see `opened_at`.
+    """
     key = "checkpoint.initial_load_path"
     given = config.checkpoint.initial_load_path
     folder, step = named_step(key, given)
+    start = opened_at(Path(given), opened)
 
     def look() -> bytes:
-        check_initial_weights(config, args)
+        check_initial_weights(config, args, start)
         return b"" if saved_step(key, given) is None else state_text(read_state(folder, step))
 
     if text := once(look):
         return reader_of(folder, parse_state(text, step), once)
     tensors = hf_model(model_spec(config.model.name), args)
-    return HFReader(Path(given), tensors, once(lambda: HFReader(Path(given), tensors).headers))
+    return HFReader(start, tensors, once(lambda: HFReader(start, tensors).headers))
 
 
 def open_weights(

@@ -10,15 +10,12 @@ from pathlib import Path
 from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, to_toml
-from trainer.config.schema import JobConfig
 from trainer.data.job_data import first_start
-from trainer.families.registry import from_path
-from trainer.hugging_face.config_json import CONFIG_FILE
+from trainer.families.registry import ModelFolder
 from trainer.job import resolve
 from trainer.job.data import conversation_notes
 from trainer.job.memory import check_memory
-from trainer.job.record import size_words
-from trainer.job.resolution import resolve_model
+from trainer.job.record import ResolvedJob, size_words
 from trainer.job.summary import summary
 from trainer.runtime.console import line_width
 from trainer.runtime.devices import Machine, this_machine
@@ -36,8 +33,8 @@ def acted(command: CommandLine, start: Start) -> bool:
     return command.print_config or command.check_config
 
 
-def check(command: CommandLine, start: Start) -> None:
-    """Check the configuration, and print its summary (but not beside --print-config).
+def check(command: CommandLine, start: Start) -> ResolvedJob:
+    """Check the configuration, print its summary (but not beside --print-config), and return the job.
 
     Without --world-size this is the job that `lct train` would start here. With it the job may be for another machine:
     `job.device = "auto"` then means GPUs, and files that are not here yet are notes.
@@ -65,6 +62,7 @@ def check(command: CommandLine, start: Start) -> None:
         print(f"note: {note}", file=sys.stderr)
     if taken := holder_of(folders_of(config)):
         raise taken
+    return job
 
 
 def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, str]:
@@ -84,9 +82,9 @@ def main(argv: list[str]) -> int:
     start = parse(argv)
     arguments = ["--check-config", *start.arguments]
     command = parse_command_line(arguments)
-    check(command, start)
+    job = check(command, start)
     if not command.print_config:
-        check_tensors(command.config)
+        check_tensors(job)
         peak, note = peak_of_a_step(
             arguments, *_ranks(command, start, this_machine()), node=start.ranks
         )
@@ -96,21 +94,21 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def check_tensors(config: JobConfig) -> None:
+def check_tensors(job: ResolvedJob) -> None:
     """Compare names and shapes of a Hugging Face folder with the model, by the headers of its files.
 
     Raises:
         ConfigError: a tensor is missing, unknown or of another shape.
     """
-    config = from_path(config)
+    config = job.given
     start = config.checkpoint.initial_load_path
-    if start is None or not (Path(start) / CONFIG_FILE).is_file():
+    if start is None or not ModelFolder(Path(start)).has_config:
         return
     if config.checkpoint.enable and not config.lora.rank and step_to_load(config) is not None:
         return  # it is not read
     from trainer.checkpoint.weights import open_initial  # it imports torch
 
-    open_initial(config, resolve_model(config))
+    open_initial(config, job.model, opened=job.folder)
 
 
 def peak_of_a_step(

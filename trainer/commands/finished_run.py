@@ -14,10 +14,10 @@ from trainer.commands.options import Parser
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.config.loader import RUN_FILE, parse_command_line
-from trainer.config.schema import TOKENIZER_FILES, Checkpoint, Job, JobConfig, Model, Training
+from trainer.config.schema import TOKENIZER_FILES, Checkpoint, Job, JobConfig, Training
 from trainer.config.toml import with_bases
-from trainer.families.registry import hf_config, hf_family
-from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.families.registry import ModelFolder
+from trainer.hugging_face.config_json import CONFIG_FILE
 from trainer.job import ResolvedJob
 from trainer.job.resolution import TASKS
 from trainer.stores.folder import checkpoint_folder, saved_configuration, step_to_load
@@ -105,13 +105,11 @@ def text_configuration(
     """
     named = [] if tokenizer is None else ["--model.tokenizer_path", tokenizer]
     adapted = {}
-    if (folder / CONFIG_FILE).is_file() and not (folder / RUN_FILE).is_file():
-        given = parse_command_line([*_hf_settings(folder, step), *named, *settings]).config
+    there = ModelFolder(folder)
+    if there.has_config and not (folder / RUN_FILE).is_file():
+        given = parse_command_line([*_hf_settings(there, step), *named, *settings]).config
         weights = str(folder.absolute())
-        if (
-            given.model.tokenizer_path is None
-            and given.model.tokenizer_file == Model().tokenizer_file
-        ):
+        if given.model.tokenizer_path is None and not there.has_tokenizer:
             files = ", ".join(TOKENIZER_FILES)
             raise ConfigError(
                 f"{folder} holds no tokenizer ({files}); name the model's own with --tokenizer"
@@ -122,9 +120,9 @@ def text_configuration(
         )
         weights = _saved_weights(given)
         if given.lora.rank:  # adapters, beside the weights that they adapt
-            there = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
+            kept = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
             adapted = {
-                "checkpoint": replace(given.checkpoint, folder=there),
+                "checkpoint": replace(given.checkpoint, folder=kept),
                 "lora": given.lora,
             }
     training = given.training
@@ -249,19 +247,17 @@ def weights_of(config: JobConfig) -> str:
     return f"{start} with the adapters of {saved}" if config.lora.rank else saved
 
 
-def _hf_settings(folder: Path, step: int) -> list[str]:
+def _hf_settings(folder: ModelFolder, step: int) -> list[str]:
     """Return the settings of a Hugging Face folder's model, for the longest sequences that it is made for."""
     if step != -1:
         raise ConfigError(
-            f"--step {step}: {folder} is a Hugging Face folder, which has no steps; leave --step out"
+            f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave --step out"
         )
-    name = hf_family(entries := read_config(folder))
-    dtype = entries.content.get("dtype") or entries.content.get("torch_dtype")
     return [
-        f"--model.name={name}",
-        f"--model.flavor={folder.absolute()}",
-        f"--training.seq_len={hf_config(name).read(entries).max_seq_len}",
-        f"--training.dtype={dtype if dtype in ('float64', 'bfloat16') else 'float32'}",
+        f"--model.name={folder.family}",
+        f"--model.flavor={folder.path.absolute()}",
+        f"--training.seq_len={folder.args.max_seq_len}",
+        f"--training.dtype={folder.dtype if folder.dtype in ('float64', 'bfloat16') else 'float32'}",
     ]
 
 
@@ -290,7 +286,7 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     if (
         not job.config.checkpoint.enable
         and start is not None
-        and (Path(start) / CONFIG_FILE).is_file()
+        and ModelFolder(Path(start)).has_config
     ):
         model.by_length = True  # as transformers does it with the same folder
     spec.parallelize(model, dims, job)

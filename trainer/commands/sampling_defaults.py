@@ -1,15 +1,11 @@
 """How a model draws tokens if the command line does not say it: as its `generation_config.json` does. Torch-free."""
 
 import argparse
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizers.template_files import GENERATION_FILE
-from trainer.data.tokenizers.tokenizer_json import read_settings
-from trainer.stores.folder import hf_folder
+from trainer.families.registry import start_folder
+from trainer.hugging_face.config_json import Entries
 
 USUAL: dict[str, float] = {"temperature": 0.7, "top_k": 0, "top_p": 1.0}
 """Where neither the command line nor the model says it."""
@@ -21,16 +17,15 @@ def set_sampling(args: argparse.Namespace, config: JobConfig) -> None:
     Raises:
         ConfigError: the file has a value that is out of bounds.
     """
-    folder = hf_folder(config)
-    named = {}
-    if folder is not None:
-        named = _named(folder / GENERATION_FILE, read_settings(folder / GENERATION_FILE))
+    folder = start_folder(config)
+    named = {} if folder is None else _named(folder.generation)
     for name, usual in USUAL.items():
         if getattr(args, name) is None:
             setattr(args, name, named.get(name, usual))
 
 
-def _named(file: Path, content: Mapping[str, Any]) -> dict[str, float]:
+def _named(entries: Entries) -> dict[str, float]:
+    content = entries.content
     if content.get("do_sample") is False:  # the likeliest token, whatever the others say
         return {"temperature": 0.0}
     found = {name: content[name] for name in USUAL if content.get(name) is not None}
@@ -44,6 +39,6 @@ def _named(file: Path, content: Mapping[str, Any]) -> dict[str, float]:
         if not right or (name == "top_p" and value == 0) or value == float("inf"):
             rule = {"top_k": "a whole number from 0", "top_p": "a number above 0, at most 1"}
             raise ConfigError(
-                f"{file}: {name} = {value!r} must be {rule.get(name, 'a number from 0')}; correct it"
+                f"{entries.file}: {name} = {value!r} must be {rule.get(name, 'a number from 0')}; correct it"
             )
     return found

@@ -13,7 +13,8 @@ from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.chat_messages import read_messages, read_template_arguments
 from trainer.data.tokenizers.chat_template import ChatTemplate
 from trainer.data.tokenizers.template_files import end_ids, find_template
-from trainer.stores.folder import hf_folder
+from trainer.families.registry import start_folder
+from trainer.hugging_face.folder import HFFolder
 
 if TYPE_CHECKING:
     from trainer.data.tokenizers.tokenizer import Tokenizer
@@ -31,7 +32,8 @@ def ends_of(
 ) -> set[int]:
     """Return the tokens that end a text; with a template also the one that ends an answer."""
     file = Path(config.model.tokenizer_file)
-    return end_ids(tokenizer, (file, file.parent, hf_folder(config)), template)
+    folders = (HFFolder(file), HFFolder(file.parent), start_folder(config))
+    return end_ids(tokenizer, folders, template)
 
 
 def text_tokens(tokenizer: "Tokenizer", text: str) -> list[int]:

@@ -207,13 +207,17 @@ class Model:
     """How far biases that balance experts without a loss move after each step; None: the flavor's; 0: off."""
 
     @property
+    def folder(self) -> Path | None:
+        """The Hugging Face folder that `flavor` names, with a slash in its path; None: a flavor by name."""
+        return Path(self.flavor) if "/" in self.flavor else None
+
+    @property
     def tokenizer_file(self) -> str:
         """The tokenizer that is used: `tokenizer_path`, that of a folder which `flavor` names, or the shipped one."""
         if self.tokenizer_path is not None:
             return self.tokenizer_path
-        has_one = "/" in self.flavor and any(
-            Path(self.flavor, name).is_file() for name in TOKENIZER_FILES
-        )
+        folder = self.folder
+        has_one = folder and any((folder / name).is_file() for name in TOKENIZER_FILES)
         return self.flavor if has_one else str(_SHIPPED_TOKENIZER)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
@@ -10,7 +11,8 @@ from trainer.config.schema import JobConfig, Model
 from trainer.families import dense, hybrid, sparse
 from trainer.families.args import DecoderArgs, ModelArgs
 from trainer.families.decoder_args import sizes
-from trainer.hugging_face.config_json import Entries, HFConfig, folder_hint, read_config
+from trainer.hugging_face.config_json import HFConfig
+from trainer.hugging_face.folder import HFFolder
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,6 @@ def hf_families() -> dict[str, HFConfig]:
     }
 
 
-def is_folder(flavor: str) -> bool:
-    """Return whether a flavor is the path of a Hugging Face folder, which has a slash in it."""
-    return "/" in flavor
-
-
 def hf_config(name: str) -> HFConfig:
     """Return how a family reads and writes `config.json`; ConfigError if transformers does not have it."""
     if name not in (families := hf_families()):
@@ -55,19 +52,49 @@ def hf_config(name: str) -> HFConfig:
     return families[name]
 
 
-def hf_family(entries: Entries) -> str:
-    """Return the name of the family that a `config.json` is of; ConfigError if it is of none."""
-    names = {known.model_type: name for name, known in hf_families().items()}
-    found = entries.content.get("model_type")
-    if found not in names:
-        raise ConfigError(
-            f"{entries.file}: model_type = {found!r} is not supported; it must be {' or '.join(names)}"
-        )
-    return names[found]
+@dataclass(frozen=True)
+class ModelFolder(HFFolder):
+    """A Hugging Face folder, and the meaning of its `config.json` to the families."""
+
+    @cached_property
+    def family(self) -> str:
+        """Name of the family; ConfigError if there is none of that `model_type`."""
+        names = {known.model_type: name for name, known in hf_families().items()}
+        found = self.entries.content.get("model_type")
+        if found not in names:
+            raise ConfigError(
+                f"{self.entries.file}: model_type = {found!r} is not supported; it must be {' or '.join(names)}"
+            )
+        return names[found]
+
+    @cached_property
+    def args(self) -> ModelArgs:
+        """Model arguments, `max_seq_len` being the longest sequence; ConfigError: the family lacks an entry's value."""
+        return hf_config(self.family).read(self.entries)
 
 
-def from_path(config: JobConfig) -> JobConfig:
+def model_folder(model: Model) -> ModelFolder | None:
+    """Open the folder that gives the sizes of a model; None: a flavor by name gives them."""
+    path = model.folder if model.path is None else Path(model.path)
+    return None if path is None else ModelFolder(path)
+
+
+def opened_at(path: Path, folder: ModelFolder | None) -> ModelFolder:
+    """Return a folder that is open, if it has this path, else open another one."""
+    return folder if folder is not None and folder.path == path else ModelFolder(path)
+
+
+def start_folder(config: JobConfig) -> ModelFolder | None:
+    """Open the folder of which a run has its weights or sizes, and so its tokenizer; None: no such."""
+    named = (config.checkpoint.initial_load_path, config.model.folder)
+    folders = (ModelFolder(Path(path)) for path in named if path)
+    return next((folder for folder in folders if folder.has_config), None)
+
+
+def from_path(config: JobConfig, folder: ModelFolder | None = None) -> JobConfig:
     """Return the configuration with `model.path` written out: family, sizes, and weights if no others are named.
+
+    folder: that of `model_folder`; None: it is opened here.
 
     Raises:
         ConfigError: the folder is missing, of no known family, or beside another model.
@@ -75,45 +102,47 @@ def from_path(config: JobConfig) -> JobConfig:
     model = config.model
     if model.path is None:
         return config
-    folder = Path(model.path)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.path = {model.path!r} is no folder here; {folder_hint(folder)}"
-        )
+    folder = folder or model_folder(model)
+    if not folder.path.is_dir():
+        raise ConfigError(f"model.path = {model.path!r} is no folder here; {folder.hint}")
     if model.flavor != Model().flavor:
         raise ConfigError(
             f"model.path = {model.path!r} and model.flavor = {model.flavor!r} both give the sizes of the model; leave "
             "one of them out"
         )
-    family = hf_family(read_config(folder))
-    if model.name not in (Model().name, family):
+    if model.name not in (Model().name, folder.family):
         raise ConfigError(
-            f"model.path = {model.path!r} holds a model of {family!r}; leave out model.name"
+            f"model.path = {model.path!r} holds a model of {folder.family!r}; leave out model.name"
         )
-    path = model.path if is_folder(model.path) else f"./{model.path}"
+    path = model.path if "/" in model.path else f"./{model.path}"
     checkpoint = config.checkpoint
     if checkpoint.initial_load_path is None:
         checkpoint = replace(checkpoint, initial_load_path=path)
     return replace(
-        config, model=replace(model, path=None, name=family, flavor=path), checkpoint=checkpoint
+        config,
+        model=replace(model, path=None, name=folder.family, flavor=path),
+        checkpoint=checkpoint,
     )
 
 
-def flavor_args(model: Model) -> ModelArgs:
+def flavor_args(model: Model, folder: ModelFolder | None = None) -> ModelArgs:
     """Return the arguments of the configured flavor, without what the data and table `[model]` add.
+
+    folder: as of `from_path`.
 
     Raises:
         ConfigError: no model, flavor or Hugging Face folder of that name.
     """
     flavors = MODELS.find("model.name", model.name).flavors
-    if is_folder(model.flavor):
-        there = hf_config(model.name)
-        entries = read_config(Path(model.flavor))
-        if (family := hf_family(entries)) != model.name:
+    if model.folder is not None:
+        folder = opened_at(model.folder, folder)
+        hf_config(model.name)  # refuses a family that transformers does not have
+        if folder.family != model.name:
             raise ConfigError(
-                f"model.flavor = {model.flavor!r} is of another family than model.name = {model.name!r}; use {family!r}"
+                f"model.flavor = {model.flavor!r} is of another family than model.name = {model.name!r}; use "
+                f"{folder.family!r}"
             )
-        return there.read(entries)
+        return folder.args
     if model.flavor not in flavors:
         experts = f"{model.name}_moe"
         beside = f"; mixtures of experts are of model.name = {experts!r}" * (experts in MODELS)

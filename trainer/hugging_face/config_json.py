@@ -87,33 +87,12 @@ class HFConfig(Protocol):
         """Check that a model can start from weights of transformers, else raise a ConfigError."""
 
 
-def folder_hint(folder: Path) -> str:
-    """Return how to get a folder of that path."""
-    name = (
-        "/".join(folder.parts[-2:])
-        if len(folder.parts) == 2 and not folder.is_absolute()
-        else "ORG/NAME"
-    )
-    there = f"./{folder.name}" if name != "ORG/NAME" else folder
-    return (
-        f"name a folder of a Hugging Face model, with its weights, such as {str(there)!r} after "
-        f"`hf download {name} --local-dir {there}`"
-    )
-
-
-def read_config(folder: Path) -> Entries:
-    """Return the entries of a folder's `config.json`; ConfigError if it is missing, or no table of JSON."""
-    file = folder / CONFIG_FILE
+def read_settings(file: Path) -> Mapping[str, Any]:
+    """Return the content of a JSON object; empty if there is no such file."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read ({error.strerror}); {folder_hint(folder)}"
-        ) from None
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{file} is no JSON ({error}); copy it from the model again"
-        ) from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds no table; copy it from the model again")
-    return Entries(file, content)
+        raise ConfigError(f"{file} is no JSON ({error}); copy it again") from None
+    return found if isinstance(found, dict) else {}

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from trainer.config.errors import ConfigError
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.pairs import HFModel, check_shapes
 from trainer.hugging_face.parts import FLOATS, dtype_of, read_part, wider_types
 from trainer.hugging_face.quantised import BLOCKS, SCALES, dequantise, shapes_of, with_scales
-from trainer.hugging_face.stored import Stored, read_folder
+from trainer.hugging_face.stored import Stored
 
 _ROWS = 4096  # that are compared at once
 
@@ -32,25 +32,25 @@ class HFReader(FileSystemReader):
         ConfigError: a file is missing or broken; a tensor is missing, unknown or of another shape.
     """
 
-    def __init__(self, folder: Path, model: HFModel, headers: bytes | None = None) -> None:
+    def __init__(self, folder: HFFolder, model: HFModel, headers: bytes | None = None) -> None:
         """headers: those of a reader of another rank, which has read and checked the files."""
-        super().__init__(folder)
+        super().__init__(folder.path)
         if headers is None:
             found = {
                 name: (x.file.name, x.dtype, x.shape, x.start)
-                for name, x in read_folder(folder).items()
+                for name, x in folder.tensors.items()
             }
         self.headers = json.dumps(found).encode() if headers is None else headers
         """Names, shapes and places of all tensors, for readers of other ranks: their folder may have another path."""
         entries = json.loads(self.headers).items()
         stored = {
-            name: Stored(folder / file, dtype, tuple(shape), at)
+            name: Stored(folder.path / file, dtype, tuple(shape), at)
             for name, (file, dtype, shape, at) in entries
         }
         try:
             self._stored = with_scales(stored)
         except ConfigError as error:
-            raise ConfigError(f"{folder}: {error}") from None
+            raise ConfigError(f"{folder.path}: {error}") from None
         for name, first in model.second_names.items():
             if name in self._stored and first not in self._stored:
                 self._stored[first] = self._stored.pop(name)

@@ -18,11 +18,12 @@ import torch
 
 from trainer.config.errors import ConfigError
 from trainer.config.writable import sync
-from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.hugging_face.config_json import CONFIG_FILE
 from trainer.hugging_face.files import plan_files, unfinished_output
+from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.pairs import Shape
 from trainer.hugging_face.parts import DTYPES, FLOATS, read_part
-from trainer.hugging_face.stored import INDEX, read_folder
+from trainer.hugging_face.stored import INDEX
 
 MOST_BYTES = 5 * 10**9
 """Bytes of the tensors of one file, as transformers has it."""
@@ -151,8 +152,9 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
         ConfigError: a token is there already, is empty or comes twice, or the folder has no embedding or tokenizer.
         OSError: the folder cannot be written.
     """
-    found = read_folder(source)
-    config = read_config(source)
+    there = HFFolder(source)
+    found = there.tensors
+    entries = there.entries.content
     if _EMBEDDING not in found:
         raise ConfigError(
             f"{source} has no tensor {_EMBEDDING}, so that no rows can be added; name a language model"
@@ -183,7 +185,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
                 tensor = read_part(stored, [0] * len(stored.shape), stored.shape)
                 folder.put(name, _with_rows(tensor, rows, ids[0]) if name in grown else tensor)
                 del tensor
-            folder.finish({CONFIG_FILE: {**config.content, "vocab_size": rows}}, Path(carried))
+            folder.finish({CONFIG_FILE: {**entries, "vocab_size": rows}}, Path(carried))
     return ids, rows
 
 

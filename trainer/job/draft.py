@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
+from trainer.families.registry import ModelFolder
 from trainer.job.degrees import Degrees
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.transforms import CompileOptions
@@ -24,6 +25,8 @@ class Draft:
     """Whether another process of this machine has checked the data."""
     weights_checked: bool = False
     """Whether another process of this machine has checked the files of weights and checkpoints."""
+    folder: ModelFolder | None = None
+    """The Hugging Face folder that gives the sizes of the model; None: a flavor by name gives them."""
     task: TaskSpec | None = None
     model: ModelArgs | None = None
     degrees: Degrees | None = None
@@ -43,6 +46,7 @@ class Draft:
             degrees=replace(self.degrees, cp_a2a=self.decisions.head_degree),
             device_type=self.device_type,
             node=self.node,
+            folder=self.folder,
             task=self.task,
             model=self.model,
             compilation=self.compilation,

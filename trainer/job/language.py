@@ -13,7 +13,6 @@ from trainer.data.tokenizers.template_files import find_template
 from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.families.args import DecoderArgs, experts_of, has_windows, mtp_layers_of
 from trainer.families.feed_forward_args import has_grouped_product
-from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, resolve_attention
 from trainer.job.data import (
     check_chat,
@@ -69,7 +68,9 @@ class Language(TaskSpec):
 
         A Hugging Face folder brings its own vocabulary, which must have room for the tokenizer's.
         """
-        args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
+        args = flavor.configured(
+            config.model, vocab_size=1, max_seq_len=config.training.seq_len
+        )
         if (further := config.model.mtp_layers) != mtp_layers_of(args):
             raise ConfigError(
                 f"model.mtp_layers = {further}: model.name = {config.model.name!r} has no layers for further tokens; "
@@ -86,7 +87,7 @@ class Language(TaskSpec):
                 raise
             missing.append(str(error))
             tokens = None
-        if not is_folder(config.model.flavor):
+        if config.model.folder is None:
             return replace(args, vocab_size=flavor.vocab_size if tokens is None else tokens)
         # Embeddings may have more rows than the tokenizer has tokens.
         if tokens is not None and tokens > flavor.vocab_size:
@@ -151,7 +152,7 @@ def _data(job: ResolvedJob) -> str:
             f"{name} {weight / sum(mixture.weights):.1%}" for name, weight in shares
         )
     streams = f", in {training.data_streams} streams" if training.data_streams else ""
-    vocabulary = "; embeddings for" if is_folder(job.config.model.flavor) else " with"
+    vocabulary = "; embeddings for" if job.config.model.folder else " with"
     return (
         f"{source}{streams}; tokenizer {Path(job.config.model.tokenizer_file).name}"
         f"{vocabulary} {job.model.vocab_size:,} tokens"

@@ -13,6 +13,7 @@ from longshard.context.planning.mask import Mask
 from longshard.context.planning.options import ContextParallelOptions
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs, mtp_layers_of
+from trainer.families.registry import ModelFolder
 from trainer.job.attention import batch_chooser
 from trainer.job.degrees import Degrees
 from trainer.job.loss import loss_chunk
@@ -86,6 +87,8 @@ class ResolvedJob(TaskDecisions):
     """'cuda' or 'cpu'."""
     node: int
     """Ranks on one node."""
+    folder: ModelFolder | None
+    """The Hugging Face folder that gives the sizes of the model, as the checks have read it; None: a flavor by name."""
     task: "TaskSpec"
     model: ModelArgs
     compilation: CompileOptions

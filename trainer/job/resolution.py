@@ -12,7 +12,7 @@ from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig
 from trainer.config.values import shown
 from trainer.families.args import ModelArgs, experts_of
-from trainer.families.registry import MODELS, flavor_args, from_path
+from trainer.families.registry import MODELS, ModelFolder, flavor_args, from_path, model_folder
 from trainer.job.degrees import GPUS_OF_A_NODE, KEYS, resolve_degrees
 from trainer.job.draft import Draft
 from trainer.job.experts import check_experts, note_of_router
@@ -84,12 +84,16 @@ def task_of(config: JobConfig) -> TaskSpec:
     return _OF_TOKENS.get(config.training.dataset) or TASKS[config.task]
 
 
-def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelArgs:
-    """Return the arguments of the model that the configuration names, for its data. missing: see `resolve`.
+def resolve_model(
+    config: JobConfig, missing: list[str] | None = None, folder: ModelFolder | None = None
+) -> ModelArgs:
+    """Return the arguments of the model that the configuration names, for its data.
+
+    missing: see `resolve`; folder: as of `from_path`.
 
     ConfigError if there is no such model, flavor or data, or the model is of another kind of data.
     """
-    flavor = flavor_args(config.model)
+    flavor = flavor_args(config.model, folder)
     task = task_of(config)
     if flavor.task != task.name:
         other = TASKS[flavor.task]
@@ -116,8 +120,9 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
 
 def _write_out(draft: Draft) -> Draft:
     """Write out the folder of a model, and the optimizer of adapters."""
-    config, notes = adapters_by_adamw(from_path(draft.config))
-    return replace(draft, config=config, task=task_of(config)).noted(*notes)
+    folder = model_folder(draft.config.model)
+    config, notes = adapters_by_adamw(from_path(draft.config, folder))
+    return replace(draft, config=config, folder=folder, task=task_of(config)).noted(*notes)
 
 
 def _bounds(draft: Draft) -> Draft:
@@ -143,7 +148,7 @@ def _checks(check: Callable[[JobConfig], object]) -> Step:
 
 
 def _model(draft: Draft) -> Draft:
-    return replace(draft, model=resolve_model(draft.config, draft.missing))
+    return replace(draft, model=resolve_model(draft.config, draft.missing, draft.folder))
 
 
 def _degrees(draft: Draft) -> Draft:
@@ -157,7 +162,7 @@ def _effects(draft: Draft) -> Draft:
     """Note each reason why some keys that are set have no effect; a key with a remedy is refused."""
     if draft.model is None or draft.degrees is None:
         return draft
-    config = _with_windows_of_flavor(draft.config)
+    config = _with_windows_of_flavor(draft.config, draft.folder)
     # the first condition of a key that does not hold -> the keys
     found: dict[Condition, list[str]] = {}
     for name, key in keys_of(type(config)).items():
@@ -225,7 +230,7 @@ def _data(draft: Draft) -> Draft:
 
 def _weights(draft: Draft) -> Draft:
     if not draft.weights_checked:
-        check_initial_weights(draft.config, draft.model)
+        check_initial_weights(draft.config, draft.model, draft.folder)
     return draft
 
 
@@ -259,11 +264,11 @@ def _activation_checkpoint(draft: Draft) -> Draft:
     return draft.noted(*check_activation_checkpoint(*parts))
 
 
-def _with_windows_of_flavor(config: JobConfig) -> JobConfig:
+def _with_windows_of_flavor(config: JobConfig, folder: ModelFolder | None) -> JobConfig:
     """Return the configuration with the flavor's window in words of keys, by which other keys may have an effect."""
     if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
         return config
-    args = flavor_args(config.model)
+    args = flavor_args(config.model, folder)
     windows = (
         [args.window_of_layer(layer) for layer in range(args.n_layers)]
         if config.task == "tokens"

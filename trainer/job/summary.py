@@ -6,7 +6,6 @@ from pathlib import Path
 from trainer.config.errors import MissingFile
 from trainer.config.values import in_millions
 from trainer.config.writable import is_address
-from trainer.families.registry import is_folder
 from trainer.job.lora import adapter_sizes
 from trainer.job.memory import matrix_sizes
 from trainer.job.record import ResolvedJob, size_words
@@ -97,7 +96,7 @@ def _weights(job: ResolvedJob) -> str:
         return f"of {initial}{adapters or ', adapters new' * bool(config.lora.rank)}"
     flavor = config.model.flavor
     sizes = f"; {flavor} gives the sizes alone: model.path = {flavor!r} takes its weights, too"
-    return f"random, seed {config.training.seed}{sizes * is_folder(flavor)}"
+    return f"random, seed {config.training.seed}{sizes * (config.model.folder is not None)}"
 
 
 def _step(job: ResolvedJob) -> str:

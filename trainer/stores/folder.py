@@ -25,9 +25,8 @@ from trainer.config.loader import RUN_FILE
 from trainer.config.schema import JobConfig, LoRA
 from trainer.config.writable import is_address
 from trainer.families.args import ModelArgs
-from trainer.families.registry import hf_config, is_folder
-from trainer.hugging_face.config_json import CONFIG_FILE, read_config
-from trainer.hugging_face.stored import read_folder
+from trainer.families.registry import ModelFolder, hf_config, opened_at
+from trainer.hugging_face.config_json import CONFIG_FILE
 from trainer.runtime.console import logger
 from trainer.stores.store import (
     STATE_FILE,
@@ -354,19 +353,12 @@ def keep_latest(folder: Store, k: int, written: int, *, every: int = 0) -> None:
 _KEY = "checkpoint.initial_load_path"
 
 
-def hf_folder(config: JobConfig) -> Path | None:
-    """Return the Hugging Face folder of which a run has its weights or sizes, and so its tokenizer; None: no such."""
-    named = [
-        config.checkpoint.initial_load_path,
-        config.model.flavor if is_folder(config.model.flavor) else None,
-    ]
-    return next(
-        (Path(path) for path in named if path and (Path(path) / CONFIG_FILE).is_file()), None
-    )
-
-
-def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
+def check_initial_weights(
+    config: JobConfig, model: ModelArgs, opened: ModelFolder | None = None
+) -> None:
     """Check that the weights in `checkpoint.initial_load_path` are there and of this model.
+
+    opened: see `opened_at`.
 
     Raises:
         ConfigError: they are damaged, of another model, or neither a Hugging Face folder nor a checkpoint.
@@ -401,9 +393,11 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
             remedy="take that model",
             dtype=False,
         )
-    elif (path / CONFIG_FILE).is_file():
-        _check_hf(config, model, path)
-        read_folder(path)  # all files are there, and whole
+        return
+    folder = opened_at(path, opened)
+    if folder.has_config:
+        _check_hf(config, model, folder)
+        _ = folder.tensors  # all files are there, and whole
     else:
         raise ConfigError(
             f"{_KEY} = {given!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a {STATE_FILE} of a "
@@ -424,11 +418,11 @@ def _check_branch(config: JobConfig, given: str, step: int | None) -> None:
         )
 
 
-def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
+def _check_hf(config: JobConfig, model: ModelArgs, folder: ModelFolder) -> None:
     """Check that the model is that of `config.json`, but for what table [model] changes."""
     family = hf_config(config.model.name)
     family.check_start(model)
-    args = family.read(read_config(path))
+    args = family.read(folder.entries)
     theirs = args.configured(
         config.model, vocab_size=args.vocab_size, max_seq_len=model.max_seq_len
     )
@@ -441,11 +435,9 @@ def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
     ]
     if different:
         name = (
-            "the folder"
-            if is_folder(config.model.flavor)
-            else f"model.flavor = {config.model.flavor!r}"
+            "the folder" if config.model.folder else f"model.flavor = {config.model.flavor!r}"
         )
         raise ConfigError(
-            f"{name} is not the model in {_KEY} = {str(path)!r}: {', '.join(different)}; set "
-            f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(path.absolute())!r}"
+            f"{name} is not the model in {_KEY} = {str(folder.path)!r}: {', '.join(different)}; set "
+            f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(folder.path.absolute())!r}"
         )

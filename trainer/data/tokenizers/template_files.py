@@ -12,21 +12,13 @@ from trainer.config.registry import Registry
 from trainer.config.schema import Chat
 from trainer.data.tokenizers.chat_template import ChatTemplate
 from trainer.data.tokenizers.tokenizer import Tokenizer, special_names
-from trainer.data.tokenizers.tokenizer_json import read_settings
+from trainer.hugging_face.config_json import read_settings
+from trainer.hugging_face.folder import HFFolder
 
 NO_TEMPLATE = "none"
-
-
-GENERATION_FILE = "generation_config.json"
-
-
 TEMPLATES: Registry[str] = Registry("chat template")
 """Templates that packages add, as Jinja text; see `register_chat_template`."""
-
-
 _DEFAULT = Chat()
-
-
 _SPECIAL = (
     "bos_token",
     "eos_token",
@@ -105,12 +97,12 @@ def _source_in(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, P
 
 
 def end_ids(
-    tokenizer: Tokenizer, folders: Iterable[Path | None], template: ChatTemplate | None
+    tokenizer: Tokenizer, folders: Iterable[HFFolder | None], template: ChatTemplate | None
 ) -> set[int]:
     """Return the tokenizer's end, all that a `generation_config.json` names, and those of the template's answers."""
     ends: set[Any] = {tokenizer.eos_id}
     for folder in set(folders) - {None}:
-        named = read_settings(folder / GENERATION_FILE).get("eos_token_id")
+        named = folder.generation.content.get("eos_token_id")
         ends |= set(named) if isinstance(named, list) else {named}
     for end in template.ends_of_answers() if template is not None else ():
         ends |= set(tokenizer.encode_with_places(end, special=True)[0].tolist())

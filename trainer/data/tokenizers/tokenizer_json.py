@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import Tokenizer
+from trainer.hugging_face.config_json import read_settings
 
 
 class JsonTokenizer(Tokenizer):
@@ -90,17 +90,6 @@ class JsonTokenizer(Tokenizer):
                 f"{self.vocab_size}; copy all files from one model"
             )
         return end
-
-
-def read_settings(file: Path) -> Mapping[str, Any]:
-    """Return the content of a JSON object; empty if there is no such file."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is no JSON ({error}); copy it again") from None
-    return found if isinstance(found, dict) else {}
 
 
 @lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later

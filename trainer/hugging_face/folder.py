@@ -1,0 +1,84 @@
+"""A Hugging Face folder as one object, which reads each of its files once. Torch-free."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import TOKENIZER_FILES
+from trainer.hugging_face.config_json import CONFIG_FILE, Entries, read_settings
+from trainer.hugging_face.stored import INDEX, SINGLE, Stored, read_folder
+
+GENERATION_FILE = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    """A folder of a model as transformers saves it.
+
+    A part is read when it is first asked for, and this object keeps it. Files may change: who must see the present
+    ones makes another object.
+    """
+
+    path: Path
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the folder has a `config.json`, by which it is known."""
+        return (self.path / CONFIG_FILE).is_file()
+
+    @property
+    def has_tensors(self) -> bool:
+        return any((self.path / file).is_file() for file in (INDEX, SINGLE))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any((self.path / name).is_file() for name in TOKENIZER_FILES)
+
+    @property
+    def hint(self) -> str:
+        """How to get the folder, for messages."""
+        parts = self.path.parts
+        name = "/".join(parts) if len(parts) == 2 and parts[0] != "/" else "ORG/NAME"
+        there = f"./{self.path.name}" if name != "ORG/NAME" else self.path
+        return (
+            f"name a folder of a Hugging Face model, with its weights, such as {str(there)!r} after "
+            f"`hf download {name} --local-dir {there}`"
+        )
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The entries of `config.json`; ConfigError if it is missing, or no table of JSON."""
+        file = self.path / CONFIG_FILE
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be read ({error.strerror}); {self.hint}"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{file} is no JSON ({error}); copy it from the model again"
+            ) from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file} holds no table; copy it from the model again")
+        return Entries(file, content)
+
+    @property
+    def dtype(self) -> str | None:
+        """Name of the data type of most tensors, if `config.json` says it."""
+        content = self.entries.content
+        return content.get("dtype") or content.get("torch_dtype")
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """Every tensor by name; ConfigError as `read_folder`."""
+        return read_folder(self.path)
+
+    @cached_property
+    def generation(self) -> Entries:
+        """The entries of `generation_config.json`, none if it is absent; ConfigError if it is no JSON."""
+        file = self.path / GENERATION_FILE
+        return Entries(file, read_settings(file))
