@@ -1,6 +1,6 @@
 """Search the longest sequence that fits, by many estimates of one job. Torch-free."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lct_planner.estimate import Estimate
 
@@ -37,22 +37,7 @@ def longest_sequence(
             or failing <= unit
         ):
             break
-        (n, one), (m, other) = (
-            sorted(tried.items())[-2:]
-            if not fitting or failing == most
-            else (
-                (fitting, tried[fitting]),
-                min((k, v) for k, v in tried.items() if k > fitting),
-            )
-        )
-        slope = (other.total - one.total) / (m - n)
-        wanted = n + (one.device.memory - one.total) / slope if slope > 0 else 2 * m
-        wanted = min(
-            max(wanted, fitting + _NEAR / 2 * fitting), failing - _NEAR / 2 * fitting, 8 * m
-        )
-        guess = min(max(int(wanted) // unit, 1) * unit, most)
-        if guess in tried:
-            guess = (fitting + (min(failing, 2 * fitting) or failing)) // 2 // unit * unit
+        guess = _next_length(tried, fitting, failing, unit, most)
         at(guess)
     fits = [found for found in tried.values() if found.fits]
     longest = max(fits, key=lambda found: found.job.positions, default=None)
@@ -61,3 +46,29 @@ def longest_sequence(
     at_least = 0 if longest is None else longest.job.positions
     beyond = (found for found in tried.values() if found.job.positions > at_least)
     return longest, min(beyond, key=lambda found: found.job.positions)
+
+
+def _next_length(
+    tried: Mapping[int, Estimate], fitting: int, failing: int, unit: int, most: int
+) -> int:
+    """Return the length to try next.
+
+    fitting: the longest length that fits, 0 for none; failing: the shortest that does not, `most` for none.
+    """
+    (n, one), (m, other) = (
+        sorted(tried.items())[-2:]
+        if not fitting or failing == most
+        else (
+            (fitting, tried[fitting]),
+            min((k, v) for k, v in tried.items() if k > fitting),
+        )
+    )
+    slope = (other.total - one.total) / (m - n)
+    wanted = n + (one.device.memory - one.total) / slope if slope > 0 else 2 * m
+    wanted = min(
+        max(wanted, fitting + _NEAR / 2 * fitting), failing - _NEAR / 2 * fitting, 8 * m
+    )
+    guess = min(max(int(wanted) // unit, 1) * unit, most)
+    if guess in tried:
+        return (fitting + (min(failing, 2 * fitting) or failing)) // 2 // unit * unit
+    return guess

@@ -125,19 +125,12 @@ def context_parallel(
 ) -> Iterator[Region]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
 
-    mesh: 1-D, or for `hybrid` 2-D, (ring, head group).
     buffers: tensors that are the same on all ranks, such as tokens, labels and rotary tables. The first one has the
     global sequence length; of a longer one, the first rows are cut. buffer_seq_dims: the sequence dimension of each.
-    no_restore_buffers: buffers that stay cut.
-    mask: intersected with the mask of each attention: one for all sequences of the batch, or one for each.
-    sequences: of the batch, for a pipeline schedule that cuts the handle; by default as many as the mask has.
-    options: how attention is spread; `method` and `load_balancer` (a name, or a layout) replace its fields.
-    check_consistency: compare plan and buffers of all ranks first, by a hash.
+    no_restore_buffers: buffers that stay cut. options: how attention is spread; `method` and `load_balancer` (a name,
+    or a layout) replace its fields. check_consistency: compare plan and buffers of all ranks first, by a hash.
     intercept: `longshard.intercept_sdpa(model)`, which runs calls of F.scaled_dot_product_attention over all ranks
-    too; or any function that returns a context to enter with the plan.
-    local_attention: allow attention calls that see the rows of this rank alone.
-    scores: who takes the scores of attention inside.
-    gpu: kernels of this process.
+    too; or any function that returns a context to enter with the plan. The other arguments are as of `region`.
 
     Attention whose module has the style `ContextParallelAttention` runs over all ranks, and so does intercepted
     attention. Other attention is refused, unless local_attention. PyTorch's function of this name intercepts by itself.
@@ -149,24 +142,15 @@ def context_parallel(
     options = _with_names(options or ContextParallelOptions(), method, load_balancer)
     flat, _ = flat_mesh(mesh, options)
     if check_consistency:  # before checks that might fail on one rank alone
-        _check_ranks_agree(
-            flat, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers
-        )
+        settings = options, mask, load_balancer, tuple(buffer_seq_dims)
+        _check_ranks_agree(flat, settings, buffers)
     cuts, seq_len = _cuts(buffers, buffer_seq_dims)
     _refuse_open(flat)
     layout = _layout(load_balancer, options, mask, seq_len, flat.size())
     unwatched = local_attention or intercept is not None  # an interception watches on its own
+    how = {"sequences": sequences, "local_attention": unwatched, "scores": scores, "gpu": gpu}
     with (
-        region(
-            mesh,
-            layout,
-            mask,
-            options,
-            sequences=sequences,
-            local_attention=unwatched,
-            scores=scores,
-            gpu=gpu,
-        ) as cp,
+        region(mesh, layout, mask, options, **how) as cp,
         _cut(cuts, layout, flat.get_local_rank(), no_restore_buffers or ()),
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):

@@ -181,23 +181,29 @@ class StagedExecution:
                 if item.stage is not self.plan.backward[0]:
                     sent_dtype = self.gradient_dtype or lse.dtype
                     gradient = _sums(held, item.stage.rows, item.launches, sent_dtype)
-                if expansion is None:
-                    for launch in item.launches:
-                        add_parts(
-                            (dq_, *unpack(gradient)),
-                            gradients(of_item, launch, self.kernel, scale),
-                            launch,
-                        )
-                else:
-                    self._add_latent_gradients(
-                        of_item, item, dq_, unpack(gradient)[0], expansion, scale
-                    )
+                totals = dq_, *unpack(gradient)
+                self._add_gradients(of_item, item, totals, expansion, scale)
                 returning.add(item.stage, gradient, own_gradient, self)
             returning = self._return_gradients(item, gradient)
             pending.wait()
             held = incoming
         returning.add(None, own_gradient, own_gradient, self)
         return dq, *unpack(own_gradient)
+
+    def _add_gradients(
+        self,
+        given: BackwardInputs,
+        item: Item,
+        totals: QKV,
+        expansion: Expansion | None,
+        scale: float,
+    ) -> None:
+        """Add the gradients of a stage's heads to the totals: of queries, and of the rows that the stage holds."""
+        if expansion is not None:
+            self._add_latent_gradients(given, item, *totals[:2], expansion, scale)
+            return
+        for launch in item.launches:
+            add_parts(totals, gradients(given, launch, self.kernel, scale), launch)
 
     def _add_latent_gradients(
         self,

@@ -143,18 +143,11 @@ class HeadExchange:
     def backward(self, given: BackwardInputs | Kept, terms: Terms) -> tuple[torch.Tensor, ...]:
         """Return the gradients of q, k, v, and of the sinks and of `up` (of this rank's heads, zero elsewhere)."""
         dout = fold_batch(given.dout, self.plan)
-        _, heads, rows, width = dout.shape
-        if isinstance(given, Kept):
-            kv_heads = given.kv_heads
-            kv_rows = rows
-            likes = given.likes()
-            inputs_of = self._kept
-            widths = [width] * 3
-        else:
-            (_, kv_heads, kv_rows, _) = fold_batch(given.k, self.plan).shape
-            likes = given[1:4]
-            inputs_of = self._exchanged
-            widths = [x.shape[3] for x in likes]
+        _, heads, rows, _ = dout.shape
+        is_kept = isinstance(given, Kept)
+        inputs_of = self._kept if is_kept else self._exchanged
+        likes = given.likes() if is_kept else given[1:4]
+        kv_heads, kv_rows, widths = self._sizes(given, dout)
         passes = self._passes(dout, kv_heads)
         copies = passes[0].copies
         # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
@@ -194,6 +187,15 @@ class HeadExchange:
         return *(
             restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)
         ), *of_heads
+
+    def _sizes(
+        self, given: BackwardInputs | Kept, dout: torch.Tensor
+    ) -> tuple[int, int, list[int]]:
+        """Return the heads and the rows of keys, and the widths of q, k and v."""
+        if isinstance(given, Kept):
+            return given.kv_heads, dout.shape[2], [dout.shape[3]] * 3
+        _, kv_heads, kv_rows, _ = fold_batch(given.k, self.plan).shape
+        return kv_heads, kv_rows, [x.shape[3] for x in given[1:4]]
 
     def _exchanged(
         self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]
