@@ -26,6 +26,8 @@ from trainer.stores.folder import (
 )
 from trainer.stores.store import SAVING_FILE, Place, RemoteStore, store_of
 
+pytestmark = pytest.mark.about("trainer/stores/file_part.py")
+
 STREAM = {"epoch": 0, "document": 3, "token": 17, "samples": 5, "seed": 0, "data_streams": 64, "documents": 700}
 
 

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, ClassVar, Union
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.writable import is_address, sync
 from trainer.runtime.console import logger
+from trainer.stores.file_part import FilePart
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -150,7 +151,7 @@ class LocalStore(Store):
         unfinished.replace(file)
 
     def part(self, stream: IO[bytes], start: int, length: int) -> IO[bytes]:
-        return _Part(stream, start, length)
+        return FilePart(stream, start, length)
 
     def remove_file(self, file: Path) -> None:
         file.unlink()
@@ -210,34 +211,6 @@ def _make_way(path: Path) -> None:
             f"{path} is no checkpoint, and a checkpoint needs its name: it was renamed to {aside.name}"
         )
         path.rename(aside)
-
-
-class _Part(io.RawIOBase):
-    """A part of an open file. It is not kept in memory, where it would be a third copy of a tensor."""
-
-    def __init__(self, stream: IO[bytes], start: int, length: int) -> None:
-        self._stream = stream
-        self._start = start
-        self._length = length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = (
-            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        )
-        return self._at
-
-    def readinto(self, into: memoryview) -> int:
-        self._stream.seek(self._start + self._at)
-        read = self._stream.readinto(memoryview(into)[: max(self._length - self._at, 0)])
-        self._at += read
-        return read
 
 
 if TYPE_CHECKING:
