@@ -18,16 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.sharding.layout import AxisLayout
+from longshard.sharding.movement import Movement, plan_movement
 from longshard.sharding.ranges import (
-    Offsets,
     Range,
-    Ranges,
-    difference,
-    intersection,
     size,
-    union,
 )
-from longshard.sharding.tensors import planned, with_adjoint
+from longshard.sharding.tensors import with_adjoint
 
 # kind -> calls of this process; tests compare them with the cost of a plan
 calls: Counter[str] = Counter()
@@ -263,52 +259,6 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # ---- rows that are wanted, from their owners
 
 
-@dataclass(frozen=True)
-class Movement:
-    """What one rank sends and receives in an exchange of rows.
-
-    sent[r]: places in its shard that go to rank r, in order; received[r]: places in its result that come from rank r.
-    rows: number of rows of the result; those at the places `outside` come from no rank.
-    """
-
-    sent: tuple[tuple[Range, ...], ...]
-    received: tuple[tuple[Range, ...], ...]
-    rows: int
-    outside: Ranges
-
-
-@planned
-def plan_movement(
-    owned: tuple[Ranges, ...], wanted: tuple[tuple[Range, ...], ...], rank: int
-) -> Movement:
-    """Return what `rank` sends and receives when every rank r owns the ranges owned[r] and wants wanted[r]."""
-    own = Offsets(owned[rank])
-    sent = tuple(tuple(place for _, place in common_parts(ranges, own)) for ranges in wanted)
-    received = tuple(
-        tuple(place for place, _ in common_parts(wanted[rank], Offsets(ranges)))
-        for ranges in owned
-    )
-    rows = size(wanted[rank])
-    outside = difference(
-        union([(0, rows)]), union(part for places in received for part in places)
-    )
-    return Movement(sent, received, rows, outside)
-
-
-def common_parts(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]]:
-    """Return the parts of `wanted` that one rank owns, in order: (place in the wanted rows, place in the shard)."""
-    parts = []
-    before = 0
-    for start, stop in wanted:
-        for first, last in intersection(union([(start, stop)]), owned.ranges):
-            place = owned(first)
-            parts.append(
-                ((before + first - start, before + last - start), (place, place + last - first))
-            )
-        before += stop - start
-    return parts
-
-
 def exchange(
     x: torch.Tensor,
     layout: AxisLayout,
@@ -330,19 +280,7 @@ def exchange(
     wanted = tuple(
         tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted
     )
-    if (
-        x.shape[dim] != layout.local_length(rank)
-        or len(wanted) != layout.degree
-        or layout.degree != group.size()
-    ):
-        raise ValueError(
-            f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
-            f"{layout.local_length(rank)} rows for this rank and {layout.degree} ranks"
-        )
-    if any(start > stop for ranges in wanted for start, stop in ranges):
-        raise ValueError(
-            f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
-        )
+    _check_wanted(x.shape[dim], layout, wanted, group)
     movement = plan_movement(layout.ranges, wanted, rank)
 
     def fetched(x: torch.Tensor) -> torch.Tensor:
@@ -361,6 +299,28 @@ def exchange(
         return result.to(gradient.dtype)
 
     return with_adjoint(x, fetched, returned)
+
+
+def _check_wanted(
+    rows: int,
+    layout: AxisLayout,
+    wanted: tuple[tuple[Range, ...], ...],
+    group: dist.ProcessGroup,
+) -> None:
+    rank = group.rank()
+    if (
+        rows != layout.local_length(rank)
+        or len(wanted) != layout.degree
+        or layout.degree != group.size()
+    ):
+        raise ValueError(
+            f"exchange got {rows} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
+            f"{layout.local_length(rank)} rows for this rank and {layout.degree} ranks"
+        )
+    if any(start > stop for ranges in wanted for start, stop in ranges):
+        raise ValueError(
+            f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
+        )
 
 
 def _with_rows(

@@ -15,6 +15,8 @@ from tests.slow import slow
 from trainer.config.loader import parse_command_line
 from trainer.runtime.process_group import Process, process_group
 
+pytestmark = pytest.mark.about("longshard/sharding/movement.py")
+
 LAYOUTS = {
     "contiguous": lambda n, degree: contiguous(n, degree),
     "head_tail": lambda n, degree: head_tail(n, degree),

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 
-from longshard.sharding.exchange import Pending, all_to_all, common_parts
+from longshard.sharding.exchange import Pending, all_to_all
+from longshard.sharding.movement import common_parts
 from longshard.sharding.ranges import Offsets, Range, Ranges, union
 
 AT_ONCE = 2**25
