@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,26 @@ def attention(
     if dropout_p:  # drawn by place, of whole tensors too
         weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale, shares=enable_gqa)
         return F.dropout(weights, dropout_p) @ (_repeated(v, q, shares=enable_gqa))
+    options = _Options(is_causal, scale, enable_gqa)
+    return _attended(function, q, k, v, attn_mask, options)
+
+
+class _Options(NamedTuple):
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+def _attended(
+    function: Callable,
+    q: DomainTensor,
+    k: DomainTensor,
+    v: DomainTensor,
+    attn_mask: Any,
+    options: _Options,
+) -> DomainTensor:
+    """Return the attention of broadcast q, k and v: keys travel over the ranks of the queries, or are gathered."""
+    is_causal, scale, enable_gqa = options
     both = torch.cat([k, v], -1)
     rows = q.ndim - 2
     of_keys = both.domain.axes.get(rows)

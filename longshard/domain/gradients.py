@@ -54,19 +54,8 @@ def grad(
 
     shares = []
     for y, seed in zip(outputs, seeds, strict=True):
-        seed = (
-            torch.ones((), dtype=y.dtype, device=y.device)
-            if seed is None and y.shape.numel() == 1
-            else seed
-        )
-        if seed is None:
-            raise RuntimeError(
-                f"an output of shape {tuple(y.shape)} is no number; give `grad_outputs` for it"
-            )
-        seed = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
-        seed = seed.expand(unwrapped(y).shape)
         # each rank's share of what all compute
-        shares.append(seed / math.prod(group.size() for group in lacking(y)))
+        shares.append(_own_seed(y, seed) / math.prod(group.size() for group in lacking(y)))
     found = []
     for x, part in zip(
         inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True
@@ -79,6 +68,18 @@ def grad(
             else part
         )
     return tuple(found)
+
+
+def _own_seed(y: Any, seed: Any) -> torch.Tensor:
+    """Return this rank's part of the gradient of an output: 1 for a number that has none."""
+    if seed is None and y.shape.numel() == 1:
+        seed = torch.ones((), dtype=y.dtype, device=y.device)
+    if seed is None:
+        raise RuntimeError(
+            f"an output of shape {tuple(y.shape)} is no number; give `grad_outputs` for it"
+        )
+    seed = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
+    return seed.expand(unwrapped(y).shape)
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:

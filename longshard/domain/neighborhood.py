@@ -20,11 +20,10 @@ csrc/include/natten/cuda/reference/mask.hpp (`get_win_start`, `get_win_end`, `qk
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -32,165 +31,21 @@ from torch.utils.checkpoint import checkpoint
 from longshard.domain.dispatch import DomainTensor
 from longshard.domain.domain import Domain
 from longshard.domain.elementwise import common_domain, own_part
+from longshard.domain.neighborhood_tiles import (
+    Hood,
+    Tiles,
+    rows_of_tiles,
+    tiles_of,
+    wanted_rows,
+)
 from longshard.domain.windows import per_axis
-from longshard.sharding.ranges import Range, Ranges
+from longshard.sharding.ranges import Ranges
 from longshard.sharding.rows import connected, fetch
-from longshard.sharding.tensors import planned, to_device
-
-Hood = tuple[int, int, int, bool]
-"""The fields of a `Neighborhood`, as plain data."""
+from longshard.sharding.tensors import to_device
 
 _MASK_ELEMENTS = 1 << 20
-# of each key, for the backward; if tiles overlap more, the backward cuts them out again
-_COPIES_KEPT = 8
 # kernels launch a block for each tile in a dimension that ends at 65,535
 _TILES_OF_A_CALL = 1 << 14
-
-
-# ---- windows and tiles of an axis, in integers; plans are constants of compiled code
-
-
-class Neighborhood(NamedTuple):
-    """The neighbourhood of one axis; stride is at most kernel, and kernel * dilation at most the axis' length."""
-
-    kernel: int
-    dilation: int = 1
-    stride: int = 1
-    causal: bool = False
-
-    def window(self, place: int, length: int) -> Range:
-        """Return the keys [first, stop) of the query at `place`, in places of its class, which has `length` rows."""
-        group = place - place % self.stride
-        if self.causal:
-            leader = min(group + self.stride - 1, length - 1)
-            return max(leader - self.kernel + 1, 0), place + 1
-        leader = min(group + self.stride // 2, length - 1)
-        first = min(max(leader - self.kernel // 2, 0), length - self.kernel)
-        return first, first + self.kernel
-
-
-class Segment(NamedTuple):
-    """Consecutive queries of a class, and the keys that they see together: [first, stop) in places of the class."""
-
-    remainder: int
-    length: int
-    queries: Range
-    keys: Range
-
-    def rows(self, places: Range, dilation: int) -> np.ndarray:
-        """Return the rows of the axis at these places."""
-        return np.arange(*places, dtype=np.int64) * dilation + self.remainder
-
-
-def segments(ranges: Sequence[Range], length: int, hood: Neighborhood) -> Iterator[Segment]:
-    """Yield the queries at rows `ranges` of an axis of `length` rows, range after range and class after class."""
-    step = hood.dilation
-    for start, stop in ranges:
-        for remainder in sorted(row % step for row in range(start, min(stop, start + step))):
-            first, end, rows = (-(-(row - remainder) // step) for row in (start, stop, length))
-            # Neither end of a window moves back from query to query, and neighbouring windows leave no gap.
-            keys = hood.window(first, rows)[0], hood.window(end - 1, rows)[1]
-            yield Segment(remainder, rows, (first, end), keys)
-
-
-@planned
-def _wanted(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ranges, ...]:
-    """Return for each rank the rows that its queries see; owned: by each rank, of an axis of `length` rows."""
-    found = []
-    fields = Neighborhood(*hood)
-    for ranges in owned:
-        seen = np.zeros(length + 2, dtype=np.int8)
-        for segment in segments(ranges, length, fields):
-            seen[segment.rows(segment.keys, fields.dilation) + 1] = 1
-        ends = np.flatnonzero(np.diff(seen)).tolist()
-        found.append(tuple(zip(ends[::2], ends[1::2], strict=True)))
-    return tuple(found)
-
-
-class Tiles(NamedTuple):
-    """Tiles of an axis whose queries see keys in the same way, and the places of these in the rows of the rank.
-
-    queries: (tiles, rows), among the rows that the rank has. keys: (tiles, keys), among the rows that it has fetched.
-    windows: of each query of a tile the keys [first, stop) that it sees, counted from the tile's first one.
-    """
-
-    queries: tuple[tuple[int, ...], ...]
-    keys: tuple[tuple[int, ...], ...]
-    windows: tuple[Range, ...]
-
-
-@planned
-def _tiles(
-    queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int, single: bool
-) -> tuple[Tiles, ...]:
-    """Cut queries into tiles of `rows`, a multiple of the stride; return those together that see keys in the same way.
-
-    queries, keys: the rows of the axis that the rank has, and has fetched. single: return each tile alone.
-    """
-    hood = Neighborhood(*fields)
-    found: dict[tuple[Range, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
-    for segment in segments(queries, length, hood):
-        start, stop = segment.queries
-        for first in range(start, stop, rows):
-            last = min(first + rows, stop)
-            windows = [hood.window(place, segment.length) for place in range(first, last)]
-            key = windows[0][0]
-            end = windows[-1][1]
-            tile = (
-                segment.rows(places, hood.dilation) for places in ((first, last), (key, end))
-            )
-            found.setdefault(tuple((a - key, b - key) for a, b in windows), []).append(
-                tuple(tile)
-            )
-    result = []
-    for seen, tiles in found.items():
-        asked, read = zip(*tiles, strict=True)
-        tables = _places(asked, queries), _places(read, keys)
-        groups = (
-            [((tile,), (box,)) for tile, box in zip(*tables, strict=True)]
-            if single
-            else [tables]
-        )
-        result += [Tiles(*group, seen) for group in groups]
-    return tuple(result)
-
-
-def _places(rows: Iterable[np.ndarray], held: Ranges) -> tuple[tuple[int, ...], ...]:
-    """Return the places of rows among those held."""
-    present = np.concatenate([np.arange(*part, dtype=np.int64) for part in held])
-    return tuple(tuple(np.searchsorted(present, each).tolist()) for each in rows)
-
-
-@planned
-def _tile_rows(
-    fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int
-) -> tuple[tuple[int, ...], bool]:
-    """Return for each axis the rows of a tile, about as many as its kernel, so that a tile's mask has `most` elements.
-
-    lengths: queries of each axis on this rank. The mask is larger only if one group of queries already needs that.
-    Also return whether the backward cuts keys out again, because tiles overlap.
-    """
-    hoods = [Neighborhood(*each) for each in fields]
-    least = {1: 64, 2: 8}.get(len(hoods), 4)  # a tile with few queries wastes a kernel call
-    groups = [
-        -(-min(max(hood.kernel, least), -(-length // hood.dilation)) // hood.stride)
-        for hood, length in zip(hoods, lengths, strict=True)
-    ]
-
-    def elements() -> int:
-        product = 1
-        for hood, group in zip(hoods, groups, strict=True):
-            product *= group * hood.stride * (group * hood.stride + hood.kernel - 1)
-        return product
-
-    while elements() > most and max(groups) > 1:
-        widest = groups.index(max(groups))
-        groups[widest] = -(-groups[widest] // 2)
-    rows = tuple(group * hood.stride for hood, group in zip(hoods, groups, strict=True))
-    copies = math.prod(
-        (tile + hood.kernel - 1) / tile for tile, hood in zip(rows, hoods, strict=True)
-    )
-    return rows, copies > _COPIES_KEPT
 
 
 # ---- attention
@@ -221,11 +76,7 @@ def neighborhood_attention(
     _check_shapes(q, k, v)
     domain = common_domain(tensors, shape)
     dims = range(1, q.ndim - 2)
-    if any(dim > dims[-1] for dim in domain.axes):
-        raise ValueError(
-            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
-            "must have whole; shard batch or spatial dimensions"
-        )
+    _check_sharded(domain, dims)
     options = (per_axis(option, dims) for option in (kernel_size, dilation, stride, is_causal))
     hoods: dict[int, Hood] = {
         dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)
@@ -269,7 +120,7 @@ def _with_neighbors(
     both = torch.cat([k, v], -1)
     for dim in sharded:
         axis = domain.axes[dim]
-        wanted = _wanted(axis.layout.ranges, shape[dim], hoods[dim])
+        wanted = wanted_rows(axis.layout.ranges, shape[dim], hoods[dim])
         both = fetch(both, axis, wanted, dim)
         keys[dim] = wanted[axis.rank]
     k, v = both.split([k.shape[-1], v.shape[-1]], -1)
@@ -282,9 +133,9 @@ def _attend_axes(
     """Attend in tiles; axes: of each one the rows of q, the rows of k and v, its length, and its neighbourhood."""
     hoods = tuple([hood for *_, hood in axes])
     most = _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
-    rows, cuts_again = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
+    rows, cuts_again = rows_of_tiles(hoods, tuple(q.shape[1:-2]), most)
     cuts = enumerate(zip(axes, rows, strict=True))
-    tiles = [_tiles(*axis, tile, cuts_again and not number) for number, (axis, tile) in cuts]
+    tiles = [tiles_of(*axis, tile, cuts_again and not number) for number, (axis, tile) in cuts]
     parts = [_parts(of_axis, q.device) for of_axis in tiles]
 
     def attend(*args: Any) -> torch.Tensor:
@@ -314,6 +165,14 @@ def _check_shapes(q: Any, k: Any, v: Any) -> None:
             f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} do not fit; they must be "
             "(batch, *spatial, heads, head dim) with one to three spatial dimensions, the same head dim of q and k, "
             "and a number of heads of k and v that divides q's"
+        )
+
+
+def _check_sharded(domain: Domain, spatial: range) -> None:
+    if any(dim > spatial[-1] for dim in domain.axes):
+        raise ValueError(
+            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
+            "must have whole; shard batch or spatial dimensions"
         )
 
 

@@ -4,6 +4,7 @@ from longshard.domain import (  # noqa: F401 (each registers its rules, or hooks
     along,
     attention,
     gradients,
+    grid_sample,
     hooks,
     indexing,
     interpolation,

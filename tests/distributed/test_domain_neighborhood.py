@@ -9,7 +9,8 @@ import torch
 
 from longshard.domain import neighborhood
 from longshard.domain.domain import Axis, Domain, sized
-from longshard.domain.neighborhood import Neighborhood, neighborhood_attention, segments
+from longshard.domain.neighborhood import neighborhood_attention
+from longshard.domain.neighborhood_tiles import Neighborhood, segments
 from longshard.domain.tensor import DomainTensor
 from longshard.sharding import exchange
 from tests.distributed.domain_cases import TOLERANCE, error, layout_of, local, meshes

@@ -20,6 +20,8 @@ from tests.distributed.domain_cases import error, layout_of, local, meshes
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 
+pytestmark = pytest.mark.about("longshard/domain/grid_sample.py")
+
 RADIUS = 0.4
 
 

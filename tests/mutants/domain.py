@@ -96,14 +96,14 @@ DOMAIN = (
     ),
     Mutant(
         "the window of an even or odd kernel is off by one",
-        f"{_DOMAIN}/neighborhood.py",
+        f"{_DOMAIN}/neighborhood_tiles.py",
         "first = min(max(leader - self.kernel // 2, 0), length - self.kernel)",
         "first = min(max(leader - (self.kernel - 1) // 2, 0), length - self.kernel)",
         _NEIGHBORHOOD,
     ),
     Mutant(
         "ranks at the edges fetch a centred halo",
-        f"{_DOMAIN}/neighborhood.py",
+        f"{_DOMAIN}/neighborhood_tiles.py",
         "seen[segment.rows(segment.keys, fields.dilation) + 1] = 1",
         "seen[max(segment.queries[0] - fields.kernel // 2, 0) + 1 : segment.queries[1] + fields.kernel // 2 + 1] = 1",
         _NEIGHBORHOOD,
@@ -469,8 +469,8 @@ DOMAIN = (
     Mutant(
         "a derivative in the loss is that of every rank's copy",
         f"{_DOMAIN}/gradients.py",
-        "shares.append(seed / math.prod(group.size() for group in lacking(y)))",
-        "shares.append(seed / 1)",
+        "shares.append(_own_seed(y, seed) / math.prod(group.size() for group in lacking(y)))",
+        "shares.append(_own_seed(y, seed) / 1)",
         _ALONG,
     ),
     Mutant(
@@ -524,7 +524,7 @@ DOMAIN = (
     ),
     Mutant(
         "rows of a sampled field are too few",
-        f"{_DOMAIN}/indexing.py",
+        f"{_DOMAIN}/grid_sample.py",
         "int(read.max()) + 4)",
         "int(read.max()))",
         _ROWS,
@@ -538,7 +538,7 @@ DOMAIN = (
     ),
     Mutant(
         "samples and rows of a field are sharded over the same ranks",
-        f"{_DOMAIN}/indexing.py",
+        f"{_DOMAIN}/grid_sample.py",
         "if of_rows is not None and any(axis.group is of_rows.group for axis in beside.values()):",
         "if False:",
         "tests/distributed/test_domain_rows.py::test_rows_stay_at_their_owners",

@@ -1,0 +1,88 @@
+"""`grid_sample` over an image and a grid that are sharded: a rank fetches the rows that its points read."""
+
+import torch
+
+from longshard.domain.dispatch import (
+    DomainTensor,
+    is_sharded,
+    refuse_unless,
+    rule,
+    wrapped,
+)
+from longshard.domain.domain import Axis, Domain, balanced
+from longshard.domain.elementwise import merged, own_part
+from longshard.domain.indexing import rows_by_number
+from longshard.sharding.rows import connected
+from longshard.sharding.tensors import with_adjoint
+
+
+@rule("grid_sample")
+def grid_sample(
+    function, x, grid, mode="bilinear", padding_mode="zeros", align_corners=None
+) -> DomainTensor:
+    """x: (N, C, H, W); grid: (N, rows, columns, 2), as whose rows and columns the result is sharded.
+
+    A rank asks for the rows of x between the first and the last one that its part of the grid reads; columns are
+    gathered.
+    """
+    x, grid = (wrapped(t, Domain({})) for t in (x, grid))
+    shown = x if is_sharded(x) else grid
+    refuse_unless(
+        x.ndim == 4 and padding_mode != "reflection",
+        function,
+        shown,
+        "volumes, and padding by reflection",
+    )
+    # dimensions of the grid as those of the result
+    of_rows = x.domain.axes.get(2)
+    places = {0: 0, 1: 2, 2: 3}
+    targets = {places[dim]: axis for dim, axis in grid.domain.axes.items() if dim in places}
+    if of_rows is not None and all(
+        axis.group is not of_rows.group for axis in targets.values()
+    ):
+        targets[2] = Axis(balanced(grid.shape[1], of_rows.degree), of_rows.group)
+    beside = {dim: axis for dim, axis in x.domain.axes.items() if dim < 2}
+    domain = merged([targets, beside])
+    points = own_part(
+        grid,
+        Domain({d: domain.axes[n] for d, n in places.items() if n in domain.axes}),
+        grid.shape,
+    )
+    beside = {dim: axis for dim, axis in domain.axes.items() if dim < 2}
+    if of_rows is not None and any(axis.group is of_rows.group for axis in beside.values()):
+        of_rows = None  # ranks with other samples need all rows of them
+    local = own_part(x, Domain(beside | ({} if of_rows is None else {2: of_rows})), x.shape)
+    if of_rows is not None:
+        local, points = _rows_of_points(
+            local, points, of_rows, align_corners=bool(align_corners)
+        )
+    if points.numel():
+        return DomainTensor(function(local, points, mode, padding_mode, align_corners), domain)
+    return DomainTensor(
+        connected(local.new_zeros(*local.shape[:2], *points.shape[1:3]), local, points), domain
+    )
+
+
+def _rows_of_points(
+    x: torch.Tensor, points: torch.Tensor, axis: Axis, *, align_corners: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows, dimension 2, that are read at the points, and the points as places in these rows."""
+    height = axis.layout.length
+    y = points[..., 1]
+    places = (y + 1) / 2 * (height - 1) if align_corners else ((y + 1) * height - 1) / 2
+    first, last = 0, height
+    if x.is_meta:
+        x = x.new_empty(*x.shape[:2], height, x.shape[3])
+    else:
+        read = places.detach().clamp(-2, height + 1)
+        # bicubic reads two more
+        ends = (int(read.min()) - 3, int(read.max()) + 4) if read.numel() else (0, 2)
+        first = max(min(ends[0], height - 2), 0)
+        last = min(max(ends[1], 2), height)
+        x = with_adjoint(
+            x, *rows_by_number(axis, torch.arange(first, last, device=x.device), 2)
+        )
+    rows = last - first
+    own = places - first
+    y = own * 2 / max(rows - 1, 1) - 1 if align_corners else (own * 2 + 1) / rows - 1
+    return x, torch.stack([points[..., 0], y], -1)
