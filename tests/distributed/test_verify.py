@@ -20,7 +20,8 @@ from trainer.checkpoint import checkpointer
 from trainer.checkpoint.verify import cover_once
 from trainer.commands.main import main as lct
 from trainer.config.loader import RUN_FILE
-from trainer.stores.folder import read_state, state_text
+from trainer.stores.folder import read_state
+from trainer.stores.state import state_text
 from trainer.stores.store import STATE_FILE, LocalStore
 
 

@@ -65,7 +65,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "the latest checkpoints are removed, not the oldest",
-        "trainer/stores/folder.py",
+        "trainer/stores/kept.py",
         "of_this_run[: -k or None]",
         "of_this_run[k:]",
         "tests/unit/test_checkpoint_folder.py",
@@ -79,7 +79,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "the check sum of the state is not compared",
-        "trainer/stores/folder.py",
+        "trainer/stores/state.py",
         "if sum_of_content is not None and sum_of_content != check_sum(content):",
         "if sum_of_content is None and content is None:",
         "tests/unit/test_checkpoint_folder.py",

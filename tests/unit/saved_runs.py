@@ -16,7 +16,8 @@ from trainer.job.resolution import resolve_model
 from trainer.models.initialization import initialize, stored_as
 from trainer.models.model_spec import model_spec
 from trainer.runtime.dump_folder import configuration_text, save_configuration
-from trainer.stores.folder import RunState, checkpoint_folder, model_description
+from trainer.stores.folder import checkpoint_folder
+from trainer.stores.state import RunState, model_description
 from trainer.transforms.lora import apply_lora
 
 

@@ -20,7 +20,8 @@ from trainer.checkpoint.metadata import unpickled
 from trainer.checkpoint.verify import verify_step
 from trainer.checkpoint.weights import reader_of
 from trainer.config.errors import ConfigError
-from trainer.stores.folder import RunState, read_state
+from trainer.stores.folder import read_state
+from trainer.stores.state import RunState
 from trainer.stores.store import LocalStore
 
 TENSORS = {

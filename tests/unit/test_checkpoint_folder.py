@@ -16,17 +16,9 @@ from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.families.registry import model_args
 from trainer.job import resolve
 from trainer.stores import store
-from trainer.stores.folder import (
-    RunState,
-    check_fits,
-    keep_latest,
-    mark_best,
-    model_description,
-    read_state,
-    state_text,
-    states_of,
-    step_to_load,
-)
+from trainer.stores.folder import check_fits, read_state, step_to_load
+from trainer.stores.kept import keep_latest, mark_best
+from trainer.stores.state import RunState, model_description, state_text, states_of
 from trainer.stores.store import LocalStore
 
 STREAM = {"epoch": 0, "document": 3, "token": 17, "samples": 5, "seed": 0, "data_streams": 64, "documents": 700}

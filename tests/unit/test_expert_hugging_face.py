@@ -32,7 +32,7 @@ from trainer.models.initialization import initialize
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.models.moe import ExpertBalance, routers_of
 from trainer.models.rotary import rope_frequencies
-from trainer.stores.folder import check_initial_weights
+from trainer.stores.initial_weights import check_initial_weights
 
 QWEN = TransformerArgs(
     dim=32,

@@ -29,7 +29,8 @@ from trainer.hugging_face.reader import HFReader
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.models.model_spec import hf_model, model_spec
-from trainer.stores.folder import RunState, check_initial_weights, check_same_model, model_description
+from trainer.stores.initial_weights import check_initial_weights
+from trainer.stores.state import RunState, check_same_model, model_description
 
 pytestmark = pytest.mark.about(
     "trainer/families/config_parts.py",

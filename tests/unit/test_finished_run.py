@@ -18,7 +18,7 @@ from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
 from trainer.hugging_face.folder import HFFolder
 from trainer.runtime.dump_folder import save_configuration
-from trainer.stores.folder import parse_state, state_text
+from trainer.stores.state import parse_state, state_text
 from trainer.stores.store import STATE_FILE, LocalStore
 
 LORA = "--lora.rank=2"

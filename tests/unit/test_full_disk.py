@@ -22,7 +22,7 @@ from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from trainer.checkpoint.dcp_files import Writer
-from trainer.stores.folder import RunState
+from trainer.stores.state import RunState
 from trainer.stores.store import LocalStore
 from trainer.config.writable import full_disk
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

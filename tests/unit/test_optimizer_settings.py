@@ -8,7 +8,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.optimizer import ParameterGroup
 from trainer.job import resolve
-from trainer.stores.folder import states_of
+from trainer.stores.state import states_of
 
 
 def test_the_z_loss_needs_chunks_where_ranks_divide_the_vocabulary() -> None:

@@ -14,16 +14,9 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.job import resolve
-from trainer.stores.folder import (
-    RunState,
-    best_saved,
-    keep_latest,
-    mark_best,
-    model_description,
-    read_state,
-    state_text,
-    step_to_load,
-)
+from trainer.stores.folder import read_state, step_to_load
+from trainer.stores.kept import best_saved, keep_latest, mark_best
+from trainer.stores.state import RunState, model_description, state_text
 from trainer.stores.store import SAVING_FILE, Place, RemoteStore, store_of
 
 pytestmark = pytest.mark.about("trainer/stores/file_part.py")

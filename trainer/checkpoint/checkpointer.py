@@ -43,14 +43,9 @@ from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_onc
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.dump_folder import configuration_text
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout
-from trainer.stores.folder import (
-    RunState,
-    check_initial_weights,
-    checkpoint_folder,
-    model_description,
-    states_of,
-    unreadable,
-)
+from trainer.stores.folder import checkpoint_folder, unreadable
+from trainer.stores.initial_weights import check_initial_weights
+from trainer.stores.state import RunState, model_description, states_of
 from trainer.stores.store import Place, Store, named_step
 
 

@@ -24,12 +24,8 @@ from torch.futures import Future
 from trainer.checkpoint.metadata import METADATA
 from trainer.config.loader import RUN_FILE
 from trainer.config.writable import os_error_of
-from trainer.stores.folder import (
-    RunState,
-    keep_latest,
-    mark_best,
-    state_text,
-)
+from trainer.stores.kept import keep_latest, mark_best
+from trainer.stores.state import RunState, state_text
 from trainer.stores.store import Place, Store
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from trainer.stores.folder import (
-    RunState,
-)
+from trainer.stores.state import RunState
 
 METADATA = ".metadata"
 

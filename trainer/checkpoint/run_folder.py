@@ -11,7 +11,8 @@ from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.schema import JobConfig
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.process_group import Process
-from trainer.stores.folder import BEST_FILE, best_saved, step_to_load
+from trainer.stores.folder import step_to_load
+from trainer.stores.kept import BEST_FILE, best_saved
 from trainer.stores.store import Store, reason_of
 
 

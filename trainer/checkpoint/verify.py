@@ -15,7 +15,8 @@ from trainer.families.args import ModelArgs
 from trainer.grouping import grouped
 from trainer.models.matrices import matrices_of
 from trainer.models.model_spec import model_spec
-from trainer.stores.folder import RunState, check_same_model, read_state, unreadable
+from trainer.stores.folder import read_state, unreadable
+from trainer.stores.state import RunState, check_same_model
 from trainer.stores.store import Store
 from trainer.transforms.lora import apply_lora
 

@@ -19,17 +19,13 @@ from trainer.families.registry import ModelFolder, opened_at
 from trainer.hugging_face.reader import HFReader
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.folder import (
-    RunState,
     check_fits,
-    check_initial_weights,
-    check_same_model,
     checkpoint_folder,
-    parse_state,
     read_state,
-    state_text,
     step_to_load,
     unreadable,
 )
+from trainer.stores.state import parse_state
 from trainer.stores.store import Store, named_step, saved_step
 from trainer.transforms.float8 import without_float8_cast
 from trainer.transforms.lora import is_adapter

@@ -32,7 +32,7 @@ from trainer.job.transforms import (
     check_activation_checkpoint,
     resolve_compilation,
 )
-from trainer.stores.folder import check_initial_weights
+from trainer.stores.initial_weights import check_initial_weights
 
 TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
 _OF_TOKENS: dict[str, TaskSpec] = {"preferences": Preferences()}

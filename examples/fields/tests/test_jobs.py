@@ -251,7 +251,7 @@ def test_fields_that_are_elsewhere_have_an_assumed_shape() -> None:
 
 
 def test_a_field_model_is_described_in_checkpoints_without_its_grid() -> None:
-    from trainer.stores.folder import model_description
+    from trainer.stores.state import model_description
 
     args = UNetArgs(widths=(8, 16)).of_fields(3, 16, 24)
     config = parse_command_line([*IMPORTS, "--model.name=unet"]).config

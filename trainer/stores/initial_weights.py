@@ -1,0 +1,105 @@
+"""Checks of the weights from which a run starts, before it starts. Torch-free."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.schema import JobConfig, LoRA
+from trainer.families.args import ModelArgs
+from trainer.families.registry import ModelFolder, hf_config, opened_at
+from trainer.hugging_face.config_json import CONFIG_FILE
+from trainer.stores.folder import read_state, step_to_load
+from trainer.stores.state import check_same_model
+from trainer.stores.store import STATE_FILE, named_step, saved_step
+
+_KEY = "checkpoint.initial_load_path"
+
+
+def check_initial_weights(
+    config: JobConfig, model: ModelArgs, opened: ModelFolder | None = None
+) -> None:
+    """Check that the weights in `checkpoint.initial_load_path` are there and of this model.
+
+    opened: see `opened_at`.
+
+    Raises:
+        ConfigError: they are damaged, of another model, or neither a Hugging Face folder nor a checkpoint.
+        MissingFile: nothing is there.
+    """
+    given = config.checkpoint.initial_load_path
+    if given is None:
+        return
+    if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
+        return  # a run with checkpoints resumes from them; those of adapters hold nothing else
+    path = Path(given)
+    step = saved_step(_KEY, given)
+    if step is None and not path.is_dir():
+        raise MissingFile(
+            f"{_KEY} = {given!r} is no folder here, and no checkpoint in a store; name a folder with weights (for a "
+            "finished run, in its config.toml)"
+        )
+    if not config.checkpoint.initial_load_model_only:
+        _check_branch(config, given, step)
+    if step is not None:
+        state = read_state(named_step(_KEY, given)[0], step)
+        if state.model.get("lora.rank"):
+            raise ConfigError(
+                f"{_KEY} = {given!r} holds adapters only; merge them into a Hugging Face folder with lct convert "
+                "to-hf, and name that"
+            )
+        check_same_model(
+            state,
+            replace(config, lora=LoRA()),
+            model,
+            given,
+            remedy="take that model",
+            dtype=False,
+        )
+        return
+    folder = opened_at(path, opened)
+    if folder.has_config:
+        _check_hf(config, model, folder)
+        _ = folder.tensors  # all files are there, and whole
+    else:
+        raise ConfigError(
+            f"{_KEY} = {given!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a {STATE_FILE} of a "
+            "checkpoint; name a Hugging Face folder on this machine, or a folder step-N of a run's checkpoints"
+        )
+
+
+def _check_branch(config: JobConfig, given: str, step: int | None) -> None:
+    key = "checkpoint.initial_load_model_only = false"
+    if step is None:
+        raise ConfigError(
+            f"{key} continues another run, and {_KEY} = {given!r} holds weights alone; name a "
+            "folder step-N of a run's checkpoints, or leave the key out"
+        )
+    if config.lora.rank:
+        raise ConfigError(
+            f"{key} has no optimizer for the adapters of lora.rank = {config.lora.rank}, which are new; leave it out"
+        )
+
+
+def _check_hf(config: JobConfig, model: ModelArgs, folder: ModelFolder) -> None:
+    """Check that the model is that of `config.json`, but for what table [model] changes."""
+    family = hf_config(config.model.name)
+    family.check_start(model)
+    args = family.read(folder.entries)
+    theirs = args.configured(
+        config.model, vocab_size=args.vocab_size, max_seq_len=model.max_seq_len
+    )
+    balance = {"router_aux_loss_coef"}  # of training, not of the weights
+    different = [
+        f"{field.name} = {getattr(model, field.name)} (there {getattr(theirs, field.name)})"
+        for field in fields(model)
+        if field.name not in balance
+        and getattr(model, field.name) != getattr(theirs, field.name)
+    ]
+    if different:
+        name = (
+            "the folder" if config.model.folder else f"model.flavor = {config.model.flavor!r}"
+        )
+        raise ConfigError(
+            f"{name} is not the model in {_KEY} = {str(folder.path)!r}: {', '.join(different)}; set "
+            f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(folder.path.absolute())!r}"
+        )
