@@ -23,6 +23,7 @@ from trainer.families.decoder_args import TransformerArgs
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.registry import hf_config
+from trainer.hugging_face import parts as hf_parts
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
@@ -157,7 +158,7 @@ def test_any_part_is_read_and_a_rank_reads_no_other_experts(
     family, args, _ = saved(tmp_path, name)
     reader = HFReader(HFFolder(tmp_path), hf_model(model_spec(family), args))
     read: list[int] = []
-    real = hf_reader.read_part
+    real = hf_parts.read_part
 
     def noted(*where) -> torch.Tensor:
         part = real(*where)
@@ -167,7 +168,8 @@ def test_any_part_is_read_and_a_rank_reads_no_other_experts(
     for ours in ("experts.w13", "experts.w2", *(("experts.b13", "experts.b2") if args.experts.biases else ())):
         ours = f"layers.1.feed_forward.{ours}"
         whole = reader.read(ours)
-        monkeypatch.setattr(hf_reader, "read_part", noted)
+        for module in (hf_reader, hf_parts):
+            monkeypatch.setattr(module, "read_part", noted)
         generator = torch.Generator().manual_seed(0)
         for _ in range(20):
             ends = [torch.randint(n + 1, (2,), generator=generator).sort().values.tolist() for n in whole.shape]
@@ -176,7 +178,8 @@ def test_any_part_is_read_and_a_rank_reads_no_other_experts(
             part = reader.read(ours, offsets, lengths)
             assert torch.equal(part, whole[tuple(slice(a, b) for a, b in ends)])
             assert sum(read) <= whole[ends[0][0] : ends[0][1]].nbytes
-        monkeypatch.setattr(hf_reader, "read_part", real)
+        for module in (hf_reader, hf_parts):
+            monkeypatch.setattr(module, "read_part", real)
 
 
 def test_what_is_not_supported_is_named(tmp_path: Path) -> None:

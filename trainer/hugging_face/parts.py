@@ -47,6 +47,12 @@ def read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) ->
     return scaled(part, _read_bytes(stored.scales, *blocks_of(offsets, lengths)), offsets)
 
 
+def read_rows(stored: Stored, first: int, rows: int) -> torch.Tensor:
+    """Return some whole rows (dim 0) of a tensor of a file."""
+    shape = stored.shape[1:]
+    return read_part(stored, [first, *[0] * len(shape)], [rows, *shape])
+
+
 def _read_bytes(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     part = torch.empty(tuple(lengths), dtype=DTYPES[stored.dtype])
     into = memoryview(part.view(-1).view(torch.uint8).numpy())

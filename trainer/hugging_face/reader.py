@@ -18,7 +18,7 @@ from torch.futures import Future
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.pairs import HFModel, check_shapes
-from trainer.hugging_face.parts import FLOATS, dtype_of, read_part, wider_types
+from trainer.hugging_face.parts import FLOATS, dtype_of, read_part, read_rows, wider_types
 from trainer.hugging_face.quantised import BLOCKS, SCALES, dequantise, shapes_of, with_scales
 from trainer.hugging_face.stored import Stored
 
@@ -118,14 +118,10 @@ class HFReader(FileSystemReader):
         if hf.same_layout or 0 in lengths:
             return read_part(stored, [hf.first_row + offsets[0], *offsets[1:]], lengths)
         if hf.keeps_rows:
-            part = read_part(
-                stored,
-                [offsets[0], *[0] * (len(stored.shape) - 1)],
-                [lengths[0], *stored.shape[1:]],
-            )
+            part = read_rows(stored, offsets[0], lengths[0])
             return hf.from_hf(part)[_places([0, *offsets[1:]], lengths)]
         if not hf.moves_rows:
-            whole = hf.from_hf(read_part(stored, [0] * len(stored.shape), stored.shape))
+            whole = hf.from_hf(read_rows(stored, 0, stored.shape[0]))
             return whole[_places(offsets, lengths)]
         rows = hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
         first = rows.min().item()
@@ -160,12 +156,7 @@ class HFReader(FileSystemReader):
     def _dequantised(self, name: str, first: int, rows: int) -> torch.Tensor:
         """Return some rows (dim 0) of a tensor in MXFP4, of which a whole row changes its layout by itself."""
         parts = (self._stored[name + kind] for kind in (BLOCKS, SCALES))
-        return dequantise(
-            *(
-                read_part(x, [first, *[0] * len(x.shape[1:])], [rows, *x.shape[1:]])
-                for x in parts
-            )
-        )
+        return dequantise(*(read_rows(part, first, rows) for part in parts))
 
     def _check_equal(self, name: str, first: str) -> None:
         a = self._stored[name]
@@ -173,12 +164,9 @@ class HFReader(FileSystemReader):
         same = a.shape == b.shape
         wide = torch.promote_types(dtype_of(a), dtype_of(b))
         for start in range(0, a.shape[0], _ROWS) if same else ():
-            part = (
-                [start, *[0] * len(a.shape[1:])],
-                [min(_ROWS, a.shape[0] - start), *a.shape[1:]],
-            )
+            rows = min(_ROWS, a.shape[0] - start)
             same = same and torch.equal(
-                read_part(a, *part).to(wide), read_part(b, *part).to(wide)
+                read_rows(a, start, rows).to(wide), read_rows(b, start, rows).to(wide)
             )
         if not same:
             raise ConfigError(

@@ -160,7 +160,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
             f"{source} has no tensor {_EMBEDDING}, so that no rows can be added; name a language model"
         )
     if quantised := next(
-        (name for name, stored in found.items() if DTYPES[stored.dtype] not in FLOATS.values()),
+        (name for name, stored in found.items() if stored.dtype not in FLOATS),
         None,
     ):
         raise ConfigError(
