@@ -25,7 +25,8 @@ from trainer.stores.folder import (
     step_to_load,
     unreadable,
 )
-from trainer.stores.state import parse_state
+from trainer.stores.initial_weights import check_initial_weights
+from trainer.stores.state import RunState, check_same_model, parse_state, state_text
 from trainer.stores.store import Store, named_step, saved_step
 from trainer.transforms.float8 import without_float8_cast
 from trainer.transforms.lora import is_adapter
