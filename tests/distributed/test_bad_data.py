@@ -16,7 +16,8 @@ from tests.slow import slow
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
-from trainer.data.order.streams import assigned, shuffled
+from trainer.data.order.shuffled import shuffled
+from trainer.data.order.streams import assigned
 from trainer.data.token_files.format import open_pair
 from trainer.runtime.agreement import once_a_node
 from trainer.runtime.process_group import Process, process_group

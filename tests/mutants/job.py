@@ -186,14 +186,14 @@ DATA = (
     ),
     Mutant(
         "neighbours of an order stay neighbours",
-        "trainer/data/order/streams.py",
+        "trainer/data/order/shuffled.py",
         "_ROUNDS = 4\n",
         "_ROUNDS = 1\n",
         "tests/unit/test_permutation.py",
     ),
     Mutant(
         "places behind the last item are items",
-        "trainer/data/order/streams.py",
+        "trainer/data/order/shuffled.py",
         "            if place < self._n:\n",
         "            if True:\n",
         "tests/unit/test_permutation.py::test_every_item_has_one_place",

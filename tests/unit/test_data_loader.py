@@ -19,7 +19,7 @@ from tests.packing import pack
 from trainer.config.errors import ConfigError
 from trainer.data import DataSettings, TextData, open_text
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.order.streams import shuffled
+from trainer.data.order.shuffled import shuffled
 from trainer.data.packing import IGNORE_INDEX
 
 KEYS = ("tokens", "labels", "positions", "document_ids")

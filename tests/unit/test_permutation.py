@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.numbered import Numbers
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader
-from trainer.data.order import streams
-from trainer.data.order.streams import SORTED, Permutation, assigned, shuffled
+from trainer.data.order import shuffled as orders
+from trainer.data.order.shuffled import SORTED, Permutation, shuffled
+from trainer.data.order.streams import assigned
 from trainer.data.text_data import TextData
 
 KEYS = list(range(1, 9))
@@ -82,7 +83,7 @@ def test_the_order_of_a_billion_documents_takes_no_memory() -> None:
 
 
 def test_streams_divide_many_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "SORTED", 100)
+    monkeypatch.setattr(orders, "SORTED", 100)
     shares = [list(items) for _, items in assigned(1003, 7, 5, 0, 1)]
     assert sorted(item for share in shares for item in share) == list(range(1003))
 
