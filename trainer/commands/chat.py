@@ -137,11 +137,11 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     control = control_group()
     set_timeout(PATIENCE_SECONDS, but_for=control)  # the other ranks wait while the user thinks
     is_first = dims.rank("world") == 0
-    say = (
-        (lambda line: print(line, file=sys.stderr, flush=True))
-        if is_first
-        else (lambda line: None)
-    )
+
+    def say(line: str) -> None:
+        if is_first:
+            print(line, file=sys.stderr, flush=True)
+
     if sys.stdin.isatty():
         say(HELP)
     conversation = Conversation(talk, args.system, args.tokens, window, say)

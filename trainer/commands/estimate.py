@@ -51,15 +51,7 @@ def main(argv: list[str]) -> int:
         ranks = whole_number("--world-size", options.world_size, such_as="--world-size 8")
         config = parse_command_line(arguments, reading=True).config
         if options.calibrate:
-            machine = this_machine()
-            if (type_ := machine.device_type(config.job.device)) != "cpu":
-                raise ConfigError(
-                    f"--calibrate measures a CPU, and this job runs on {type_}; give --job.device cpu, or take a "
-                    "record of lct_planner/gpus.toml"
-                )
-            print(
-                calibrate(arguments, options.calibrate, memory=machine.memory(type_) or 1 << 36)
-            )
+            print(_calibrated(arguments, options.calibrate, config.job.device))
             return 0
         record = device(options.gpu)
         note = ""
@@ -85,10 +77,8 @@ def main(argv: list[str]) -> int:
                     found = of(arguments)
         if options.picture:
             draw(found.profile, options.picture)
-            print(
-                f"the picture is {options.picture}",
-                file=sys.stderr if options.json else sys.stdout,
-            )
+            out = sys.stderr if options.json else sys.stdout
+            print(f"the picture is {options.picture}", file=out)
     except OSError as error:
         raise ConfigError(str(error)) from None
     if options.json:
@@ -102,6 +92,17 @@ def main(argv: list[str]) -> int:
     for text in filter(None, (note, limits)):
         print(f"note: {text}", file=sys.stderr)
     return 0
+
+
+def _calibrated(arguments: list[str], name: str, device: str) -> str:
+    """Return the record of this machine's CPU."""
+    machine = this_machine()
+    if (type_ := machine.device_type(device)) != "cpu":
+        raise ConfigError(
+            f"--calibrate measures a CPU, and this job runs on {type_}; give --job.device cpu, or take a "
+            "record of lct_planner/gpus.toml"
+        )
+    return calibrate(arguments, name, memory=machine.memory(type_) or 1 << 36)
 
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:

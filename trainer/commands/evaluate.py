@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -65,25 +65,7 @@ def parser() -> Parser:
         default=TASKS,
         help="what to measure (default: both)",
     )
-    add(
-        "--seq-len",
-        type=some,
-        metavar="N",
-        help="tokens of a sequence (default: as in training, at most 8,192)",
-    )
-    add(
-        "--sequences",
-        type=some,
-        default=16,
-        metavar="N",
-        help="documents whose first tokens are used (default: 16)",
-    )
-    add(
-        "--dataset",
-        choices=[*DATASETS],
-        help="kind of the documents (default: the run's validation data, or its own)",
-    )
-    add("--dataset-path", metavar="PATH", help="file, folder or glob of the documents")
+    _document_options(add)
     add(
         "--buckets",
         nargs="+",
@@ -91,29 +73,7 @@ def parser() -> Parser:
         metavar="N",
         help="where a bucket of positions ends (default: they double)",
     )
-    add(
-        "--lengths",
-        nargs="+",
-        type=some,
-        metavar="N",
-        help="of needle prompts (default: --seq-len, its half, quarter)",
-    )
-    text = "of needles in percent (default: 0 25 50 75 100)"
-    add(
-        "--depths",
-        nargs="+",
-        type=number(float, 0, 100),
-        default=_DEPTHS,
-        metavar="D",
-        help=text,
-    )
-    add(
-        "--samples",
-        type=some,
-        default=4,
-        metavar="N",
-        help="needle prompts of each length and depth (default: 4)",
-    )
+    _needle_options(add)
     add(
         "--batch-size",
         type=some,
@@ -137,6 +97,54 @@ def parser() -> Parser:
     return described
 
 
+def _document_options(add: Callable[..., object]) -> None:
+    add(
+        "--seq-len",
+        type=number(int, 1),
+        metavar="N",
+        help="tokens of a sequence (default: as in training, at most 8,192)",
+    )
+    add(
+        "--sequences",
+        type=number(int, 1),
+        default=16,
+        metavar="N",
+        help="documents whose first tokens are used (default: 16)",
+    )
+    add(
+        "--dataset",
+        choices=[*DATASETS],
+        help="kind of the documents (default: the run's validation data, or its own)",
+    )
+    add("--dataset-path", metavar="PATH", help="file, folder or glob of the documents")
+
+
+def _needle_options(add: Callable[..., object]) -> None:
+    add(
+        "--lengths",
+        nargs="+",
+        type=number(int, 1),
+        metavar="N",
+        help="of needle prompts (default: --seq-len, its half, quarter)",
+    )
+    text = "of needles in percent (default: 0 25 50 75 100)"
+    add(
+        "--depths",
+        nargs="+",
+        type=number(float, 0, 100),
+        default=_DEPTHS,
+        metavar="D",
+        help=text,
+    )
+    add(
+        "--samples",
+        type=number(int, 1),
+        default=4,
+        metavar="N",
+        help="needle prompts of each length and depth (default: 4)",
+    )
+
+
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     """Return the options with all defaults, and the job of all ranks, which is for the longest sequences.
 
@@ -144,15 +152,7 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     of the sequences that the model was trained with, or is made for.
     """
     wanted, settings = parser().parse_known_args(argv)
-    for token in settings:
-        name = token.partition("=")[0].removeprefix("--").removeprefix("no-")
-        if token.startswith("--") and not (
-            name.partition(".")[0] in _TABLES or name.replace("-", "_") in _KEYS
-        ):
-            raise ConfigError(
-                f"{token} is no setting of lct evaluate; it takes those of [{'], ['.join(_TABLES)}], and "
-                f"{', '.join(_KEYS)}"
-            )
+    _check_settings(settings)
     settings += ["--allow-imports"] * wanted.allow_imports
     config, data = text_configuration(
         wanted.folder,
@@ -161,11 +161,7 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
         tokenizer=wanted.tokenizer,
         settings=settings,
     )
-    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_degree = {degree}: lct evaluate runs no pipeline; add "
-            "--parallelism.pipeline_parallel_degree 1, which leaves more ranks for the other degrees"
-        )
+    _check_no_pipeline(config.parallelism.pipeline_parallel_degree)
     _set_defaults(wanted, config.training.seq_len, data)
     check_creatable(wanted.output, "--output")
     machine = this_machine()
@@ -197,6 +193,27 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
                 )
             )
     return wanted, job
+
+
+def _check_no_pipeline(degree: int) -> None:
+    if degree > 1:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {degree}: lct evaluate runs no pipeline; add "
+            "--parallelism.pipeline_parallel_degree 1, which leaves more ranks for the other degrees"
+        )
+
+
+def _check_settings(settings: list[str]) -> None:
+    """Raise a ConfigError for a setting that this command does not take."""
+    for token in settings:
+        name = token.partition("=")[0].removeprefix("--").removeprefix("no-")
+        if token.startswith("--") and not (
+            name.partition(".")[0] in _TABLES or name.replace("-", "_") in _KEYS
+        ):
+            raise ConfigError(
+                f"{token} is no setting of lct evaluate; it takes those of [{'], ['.join(_TABLES)}], and "
+                f"{', '.join(_KEYS)}"
+            )
 
 
 def _set_defaults(

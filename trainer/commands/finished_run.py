@@ -107,30 +107,19 @@ def text_configuration(
     adapted = {}
     there = ModelFolder(folder)
     if there.has_config and not (folder / RUN_FILE).is_file():
-        given = parse_command_line([*_hf_settings(there, step), *named, *settings]).config
+        given = _of_hugging_face(there, step, [*named, *settings])
         weights = str(folder.absolute())
-        if given.model.tokenizer_path is None and not there.has_tokenizer:
-            files = ", ".join(TOKENIZER_FILES)
-            raise ConfigError(
-                f"{folder} holds no tokenizer ({files}); name the model's own with --tokenizer"
-            )
     else:
         given = _saved(
             folder, step, command=command, task="tokens", settings=[*named, *settings]
         )
         weights = _saved_weights(given)
-        if given.lora.rank:  # adapters, beside the weights that they adapt
-            kept = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
-            adapted = {
-                "checkpoint": replace(given.checkpoint, folder=kept),
-                "lora": given.lora,
-            }
+        if given.lora.rank:
+            adapted = _adapted(given)
     training = given.training
-    data = (
-        given.validation.source(training)
-        if given.validation.enable
-        else (training.dataset, training.dataset_path)
-    )
+    data = training.dataset, training.dataset_path
+    if given.validation.enable:
+        data = given.validation.source(training)
     config = JobConfig(
         # not beside the weights
         job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),
@@ -145,6 +134,23 @@ def text_configuration(
         comm=given.comm,
     )
     return replace(config, **adapted), data
+
+
+def _adapted(given: JobConfig) -> dict[str, object]:
+    """Return the tables by which adapters are read, beside the weights that they adapt."""
+    there = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
+    return {"checkpoint": replace(given.checkpoint, folder=there), "lora": given.lora}
+
+
+def _of_hugging_face(there: ModelFolder, step: int, settings: Sequence[str]) -> JobConfig:
+    """Return the configuration of a Hugging Face folder; ConfigError if it has no tokenizer, and none is named."""
+    given = parse_command_line([*_hf_settings(there, step), *settings]).config
+    if given.model.tokenizer_path is None and not there.has_tokenizer:
+        files = ", ".join(TOKENIZER_FILES)
+        raise ConfigError(
+            f"{there.path} holds no tokenizer ({files}); name the model's own with --tokenizer"
+        )
+    return given
 
 
 def _saved(

@@ -342,32 +342,7 @@ def parser() -> Parser:
         metavar="LENGTHS",
         help="with --mask document: 5000,3000,... or random:SEED (default random:0)",
     )
-    add = described.add_argument_group("method and layout").add_argument
-    add(
-        "--method",
-        choices=(*METHODS, "auto"),
-        default="ring",
-        help="how attention reaches other ranks' keys (default: ring); auto: the choice of training, with its reason",
-    )
-    add(
-        "--head-degree",
-        type=some,
-        metavar="RANKS",
-        help="with --method hybrid: ranks that divide the heads",
-    )
-    add(
-        "--node",
-        type=some,
-        default=8,
-        metavar="RANKS",
-        help="with --method auto: ranks of one node (8)",
-    )
-    add(
-        "--load-balancer",
-        choices=("auto", *LOAD_BALANCERS),
-        default="auto",
-        help="who owns which tokens (auto)",
-    )
+    _method_options(described.add_argument_group("method and layout").add_argument)
     add = described.add_argument_group(
         "attention, by default that of Llama 3 8B in bfloat16"
     ).add_argument
@@ -383,6 +358,34 @@ def parser() -> Parser:
     )
     add("--output", type=Path, metavar="FILE", help="picture to write, .svg or .png")
     return described
+
+
+def _method_options(add: Callable[..., object]) -> None:
+    add(
+        "--method",
+        choices=(*METHODS, "auto"),
+        default="ring",
+        help="how attention reaches other ranks' keys (default: ring); auto: the choice of training, with its reason",
+    )
+    add(
+        "--head-degree",
+        type=number(int, 1),
+        metavar="RANKS",
+        help="with --method hybrid: ranks that divide the heads",
+    )
+    add(
+        "--node",
+        type=number(int, 1),
+        default=8,
+        metavar="RANKS",
+        help="with --method auto: ranks of one node (8)",
+    )
+    add(
+        "--load-balancer",
+        choices=("auto", *LOAD_BALANCERS),
+        default="auto",
+        help="who owns which tokens (auto)",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -177,6 +177,14 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
     )
     axes.tick_params(length=0, labelsize=8, pad=4)
     axes.tick_params(axis="y", pad=14)
+    _draw_loads(loads, case, few=few)
+    axes.text(-0.09 * stages, 1.1 * degree, _caption(case), ha="left", va="top", fontsize=8)
+
+
+def _draw_loads(loads: Sequence[Axes], case: Case, *, few: bool) -> None:
+    """Draw a bar for each rank: all of its pairs, and what it sends."""
+    degree = case.degree
+    mean = float(case.pairs.mean()) or 1
     sent = [case.costs[case.direction][r].bytes_sent.total() / 2**20 for r in range(degree)]
     columns = (100 * case.pairs / mean, "pairs, % of\nthe mean"), (sent, "sends,\nMiB")
     for load, (values, title) in zip(loads, columns, strict=True):
@@ -194,7 +202,6 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
         load.spines[["top", "right"]].set_visible(False)
         for r, value in enumerate(values) if few else ():
             _number(load, most / 2, r, f"{value:,.1f}", "black")
-    axes.text(-0.09 * stages, 1.1 * degree, _caption(case), ha="left", va="top", fontsize=8)
 
 
 def _number(axes: Axes, x: float, row: int, text: str, color: str) -> None:
