@@ -204,17 +204,10 @@ def _experts(job: ResolvedJob) -> str:
             ]
         )
     away = ranks_of_a_token(experts, degrees.ep)
-    shape = {
-        "dim": model.dim,
-        "itemsize": ITEMSIZE[job.compute_dtype],
-        "per_token": experts.per_token,
-    }
+    itemsize = ITEMSIZE[job.compute_dtype]
+    shape = {"dim": model.dim, "itemsize": itemsize, "per_token": experts.per_token}
     rows = job.tokens_of_a_pass / degrees.tp * away
-    sent = sum(
-        dispatch_bytes(
-            rows, rows, **shape, weight_itemsize=max(ITEMSIZE[job.compute_dtype], 4)
-        ).values()
-    )
+    sent = sum(dispatch_bytes(rows, rows, **shape, weight_itemsize=max(itemsize, 4)).values())
     return "; ".join(
         [
             f"{experts.number // degrees.ep} of {experts.number} on each of ep {degrees.ep} ranks, {shards}",

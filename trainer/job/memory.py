@@ -47,13 +47,7 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     training = job.config.training
     model = job.model
     stored = ITEMSIZE[training.dtype]
-    modules = model.module_names()
-    if job.pipeline is not None:
-        modules = tuple(
-            name
-            for stage in job.pipeline.stages_of(pp_rank)
-            for name in job.pipeline.stages[stage]
-        )
+    modules = _modules_of(job, pp_rank)
     adapters = _by_module(adapter_sizes(job.config, model, degrees.tp))
     trained_whole = whole_sizes(job.config, model, degrees.tp)
     sizes = _by_module(
@@ -96,6 +90,14 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
             + of_batch
         ),
     )
+
+
+def _modules_of(job: ResolvedJob, pp_rank: int) -> tuple[str, ...]:
+    """Return the names of the modules that a pipeline rank has."""
+    if job.pipeline is None:
+        return job.model.module_names()
+    stages = job.pipeline.stages_of(pp_rank)
+    return tuple(name for stage in stages for name in job.pipeline.stages[stage])
 
 
 def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
