@@ -116,16 +116,7 @@ def apply_data_parallel(
     is_sharded = mesh.size() > 1 or (inner is not None and inner.mesh.size() > 1)
     if not is_sharded and not _needs_fsdp(model, options):
         return
-    settings = {
-        "mesh": mesh,
-        # Inputs keep their dtype: rotary tables stay float32 beside bfloat16 activations.
-        "mp_policy": MixedPrecisionPolicy(
-            options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
-        ),
-        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available())
-        if options.cpu_offload
-        else OffloadPolicy(),
-    }
+    settings = _settings(mesh, options)
     uncast = {
         "mp_policy": MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)
     }
@@ -148,6 +139,21 @@ def apply_data_parallel(
         options = replace(options, forward_prefetch=ahead)
     _prefetch(_order(reshard, inner), options, last_is_apart=units.last is not None)
     _set_reductions(model, mesh, reduce_group, inner, options)
+
+
+def _settings(mesh: DeviceMesh, options: DataParallelOptions) -> dict[str, Any]:
+    """Return the arguments of `fully_shard` that most units have."""
+    offload = OffloadPolicy()
+    if options.cpu_offload:
+        offload = CPUOffloadPolicy(torch.cuda.is_available())
+    return {
+        "mesh": mesh,
+        # Inputs keep their dtype: rotary tables stay float32 beside bfloat16 activations.
+        "mp_policy": MixedPrecisionPolicy(
+            options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
+        ),
+        "offload_policy": offload,
+    }
 
 
 def _set_reductions(
