@@ -1,7 +1,7 @@
 """The weights of a run in the formats of Hugging Face, read from its checkpoint tensor by tensor."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,8 @@ def write_hf(
     text = text_files(
         config, next(content[longest] for longest in _LONGEST if longest in content), source
     )
-    kept = kept_types(config, model, dtype, _saved_types(readers[:1]), source)
+    own = [reader for reader in readers[:1] if isinstance(reader, Reader)]
+    kept = kept_types(config, model, dtype, _saved_types(own), source)
     with NewFolder(
         output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes
     ) as folder:
@@ -198,29 +199,18 @@ def _named(adapters: Mapping[str, tuple[Shape, Shape]]) -> dict[str, Shape]:
     }
 
 
-def _saved_types(readers: Iterable[WeightsReader]) -> dict[str, torch.dtype]:
-    """Return the types of the tensors of a run's own checkpoint, by name."""
-    own = [
-        reader.read_metadata().state_dict_metadata
-        for reader in readers
-        if isinstance(reader, Reader)
-    ]
-    entries = (
-        (name.removeprefix("model."), entry) for found in own for name, entry in found.items()
-    )
-    return {name: entry.properties.dtype for name, entry in entries}
+def _saved_types(readers: Sequence[WeightsReader]) -> dict[str, torch.dtype]:
+    """Return the types in which weights are saved, by name; the first reader that has one says its type."""
+    return {
+        name.removeprefix("model."): entry.properties.dtype
+        for reader in reversed(readers)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+    }
 
 
 def _read(shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, torch.Tensor]:
     """Return tensors in the types in which they are saved."""
-    saved: dict[str, torch.dtype] = {}
-    for reader in reversed(readers):
-        entries = reader.read_metadata().state_dict_metadata
-        saved |= {
-            name: entries[f"model.{name}"].properties.dtype
-            for name in shapes
-            if f"model.{name}" in entries
-        }
+    saved = _saved_types(readers)
     tensors = {
         name: torch.empty(shape, dtype=saved.get(name)) for name, shape in shapes.items()
     }

@@ -244,8 +244,8 @@ def _saved_weights(config: JobConfig) -> str:
 
 def weights_of(config: JobConfig) -> str:
     """Return in words which weights `open_weights` reads."""
-    start = config.checkpoint.initial_load_path
     settings = config.checkpoint
+    start = settings.initial_load_path
     step = step_to_load(config) if settings.enable else None
     if step is None:
         return str(start)
@@ -257,7 +257,8 @@ def _hf_settings(folder: ModelFolder, step: int) -> list[str]:
     """Return the settings of a Hugging Face folder's model, for the longest sequences that it is made for."""
     if step != -1:
         raise ConfigError(
-            f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave --step out"
+            f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave "
+            "--step out"
         )
     return [
         f"--model.name={folder.family}",

@@ -39,6 +39,7 @@ def _named(entries: Entries) -> dict[str, float]:
         if not right or (name == "top_p" and value == 0) or value == float("inf"):
             rule = {"top_k": "a whole number from 0", "top_p": "a number above 0, at most 1"}
             raise ConfigError(
-                f"{entries.file}: {name} = {value!r} must be {rule.get(name, 'a number from 0')}; correct it"
+                f"{entries.file}: {name} = {value!r} must be "
+                f"{rule.get(name, 'a number from 0')}; correct it"
             )
     return found

@@ -63,7 +63,8 @@ class ModelFolder(HFFolder):
         found = self.entries.content.get("model_type")
         if found not in names:
             raise ConfigError(
-                f"{self.entries.file}: model_type = {found!r} is not supported; it must be {' or '.join(names)}"
+                f"{self.entries.file}: model_type = {found!r} is not supported; it must be "
+                f"{' or '.join(names)}"
             )
         return names[found]
 
@@ -139,8 +140,8 @@ def flavor_args(model: Model, folder: ModelFolder | None = None) -> ModelArgs:
         hf_config(model.name)  # refuses a family that transformers does not have
         if folder.family != model.name:
             raise ConfigError(
-                f"model.flavor = {model.flavor!r} is of another family than model.name = {model.name!r}; use "
-                f"{folder.family!r}"
+                f"model.flavor = {model.flavor!r} is of another family than model.name = "
+                f"{model.name!r}; use {folder.family!r}"
             )
         return folder.args
     if model.flavor not in flavors:

@@ -48,12 +48,10 @@ def check_sum(content: Mapping[str, Any]) -> int:
 def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
     """Return what saved tensors depend on: the family, its arguments, the data type in storage, and adapters."""
     fixed = {
-        name: value for name, value in asdict(model).items() if name not in model.free_to_change
+        name: list(value) if isinstance(value, tuple) else value  # as JSON has it
+        for name, value in asdict(model).items()
+        if name not in model.free_to_change
     }
-    fixed = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in fixed.items()
-    }  # as JSON has it
     lora = config.lora
     adapters: dict[str, Any] = {"lora.rank": lora.rank}
     if lora.rank:
@@ -61,8 +59,8 @@ def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
             "lora.alpha": lora.alpha,
             "lora.rslora": lora.rslora,
             "lora.modules": sorted(lora.modules),
+            "lora.whole": sorted(lora.whole),
         }
-        adapters["lora.whole"] = sorted(lora.whole)
     return {"name": config.model.name, **fixed, "dtype": config.training.dtype, **adapters}
 
 
