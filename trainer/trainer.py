@@ -287,15 +287,8 @@ class Trainer:
         with self.region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
-            votes = [
-                *self.stop.votes(),
-                self.checkpoint.vote(),
-                float(self.data.failed),
-                self.limits.vote(),
-            ]
-            totals = StepTotals(
-                loss_part, squared_norm(self.parameters, self.dims), votes, self.dims
-            )
+            norm = squared_norm(self.parameters, self.dims)
+            totals = StepTotals(loss_part, norm, self._votes(), self.dims)
         left_out = totals.not_finite
         if self.updates_masked:
             mask_update(self.optimizer, left_out)
@@ -311,6 +304,11 @@ class Trainer:
         if at_once:
             self.read_step()
         self.lr_scheduler.step()
+
+    def _votes(self) -> list[float]:
+        """Return what this rank asks of all ranks after a step."""
+        data_failed = float(self.data.failed)
+        return [*self.stop.votes(), self.checkpoint.vote(), data_failed, self.limits.vote()]
 
     def take_batches(self, step: int) -> list[Batch]:
         """Return the micro-batches of a step. Errors of later steps came with the totals of the step before."""
