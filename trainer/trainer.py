@@ -1,55 +1,32 @@
 """The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 
 import torch
 from torch import nn
 
-from longshard.context.live import ScoreFunction
 from longshard.sharding.exchange import all_reduce
-from longshard.sharding.tensors import to_device
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.components.early_update import EarlyUpdates
-from trainer.components.lr_scheduler import build_lr_scheduler, check_restart, scheduled_rate
-from trainer.components.metrics import MetricsLogger
-from trainer.components.norms import UpdateNorms, clip_gradients, settle_gradients, squared_norm
+from trainer.assembly import Assembly
+from trainer.components.lr_scheduler import scheduled_rate
+from trainer.components.norms import clip_gradients, settle_gradients, squared_norm
 from trainer.components.optimizer import (
-    build_optimizer,
-    can_mask_update,
-    check_groups,
     mask_update,
 )
-from trainer.components.preparation import prepare_machine, prepare_process
 from trainer.components.profiling import profiling
-from trainer.components.qk_clip import QKClip
 from trainer.components.step_metrics import StepRecord
-from trainer.components.step_outcome import StepGuard, StepTotals
-from trainer.data.loader import BatchesAhead, data_identity
-from trainer.families.args import mtp_layers_of
-from trainer.job.pipeline_stages import PipelinePlan
-from trainer.job.record import ResolvedJob
+from trainer.components.step_outcome import StepTotals
 from trainer.job.summary import closing
 from trainer.models.auxiliary_loss import normalise_auxiliary_losses
-from trainer.models.model_parts import build_model_parts
-from trainer.models.model_spec import model_spec
-from trainer.observer import Observer, registered_observers
 from trainer.parallel.data_parallel import reduce_across_replicas
-from trainer.parallel.machine import MACHINE, Machine
-from trainer.parallel.parallel_dims import ParallelDims
-from trainer.parallel.pipeline_parallel import HiddenStates, LossFunction, Pipeline
-from trainer.runtime.agreement import check_same, of_all_ranks, raise_on_all_ranks
+from trainer.parallel.pipeline_parallel import LossFunction
+from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger, program, say_waiting
 from trainer.runtime.garbage import manual_garbage_collection
-from trainer.runtime.process_group import set_timeout
-from trainer.runtime.stop import Stop
-from trainer.runtime.time_limits import TimeLimits
-from trainer.tasks.evaluation import Validation
-from trainer.tasks.task import Batch, RankInputs, Task, check_same_batch
-from trainer.transforms.compile import Recompilations, compiler_settings, keep_caches_apart
+from trainer.tasks.task import Batch, RankInputs, check_same_batch
+from trainer.transforms.compile import Recompilations, compiler_settings
 from trainer.transforms.float8 import precompute_scales
 
 _NO_DATA = "the data of the next step cannot be read: stopped"
@@ -59,156 +36,11 @@ _NOT_SAVED = (
 )
 
 
-class Trainer:
+class Trainer(Assembly):
     """One training run of a resolved job on this rank, in an initialised process group.
 
-    `train()` is the loop, `train_step` one optimizer step. Both call the other methods.
+    `train()` is the loop, `train_step` one optimizer step. Both call the other methods. `Assembly` builds the parts.
     """
-
-    def __init__(
-        self, job: ResolvedJob, device: torch.device, machine: Machine = MACHINE
-    ) -> None:
-        self.job, self.device = job, device
-        self.region = machine.region
-        self.config = config = job.config
-        self.dims = ParallelDims(job.degrees, device.type, machine)
-        keep_caches_apart(self.dims)
-        self.stop = self.build_stop()
-        self.stop_reason: str | None = None
-        """Why the run stops after this step."""
-        self.save_is_due = False
-        """Whether a checkpoint is due after this step, by the time."""
-        self.limits = TimeLimits(
-            config.comm,
-            highest=lambda seconds: max(of_all_ranks(seconds, self.dims["world"])),
-            apply=lambda seconds: self._set_timeout(seconds),
-        )
-        self.guard = StepGuard(config.training)
-        self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
-        prepare_process(config.training)
-        raise_on_all_ranks(partial(prepare_machine, job, self.dims, device), self.dims["world"])
-        say_waiting(
-            f"reading the data {config.training.dataset_path or config.training.dataset}"
-        )
-        self.task = self.build_task()
-        self.data = BatchesAhead(self.task.build_loader(), job.micro_batches, self._to_device)
-        check_same(
-            data_identity(self.data.state_dict(), config.training), self.dims["world"], "data"
-        )
-        self.spec = model_spec(config.model.name)
-        say_waiting(f"making the model, {job.model.n_params():,} parameters")
-        self.model_parts = self.build_model_parts()
-        """The whole model, or the pipeline stages of this rank."""
-        self.parameters = [
-            p for part in self.model_parts for p in part.parameters() if p.requires_grad
-        ]
-        self.observers = self.build_observers()
-        self._of_batch: dict[str, ScoreFunction] = {}
-        """What the task's context of a batch gets beside it: who takes the scores of attention."""
-        self.pipeline = job.pipeline and self.build_pipeline(job.pipeline, self.model_parts)
-        self.optimizer = self.build_optimizer()
-        self.observers += self.build_observers_of_updates()
-        self.early = self.build_early_updates() if config.training.early_update else None
-        self.updates_masked = self.early is None and can_mask_update(self.optimizer, device)
-        """Whether a non-finite update is masked on the device, which then need not wait for the host."""
-        self.unread: Callable[[], None] | None = None
-        """The rest of the last step, which reads its outcome; None if it is done."""
-        self.lr_scheduler = build_lr_scheduler(
-            self.optimizer, config.lr_scheduler, config.training.steps
-        )
-        self.checkpoint = self.build_checkpointer()
-        self.validation = self.build_validation() if job.validates else None
-        self._has_validated = False
-        self.start_step, tokens_before = self.checkpoint.load()
-        check_restart(config.lr_scheduler, self.start_step)
-        if job.task.uses_model:
-            self.task.use_model(self)
-        self.metrics = self.build_metrics(
-            start_step=self.start_step, tokens_before=tokens_before
-        )
-
-    def build_stop(self) -> Stop:
-        """Build what ends the run early: signals, and `job.max_minutes`."""
-        return Stop(
-            self.config.checkpoint.stop_timeout_seconds,
-            signals=self.config.job.stop_signals,
-            max_minutes=self.config.job.max_minutes,
-            prints=self.dims.rank("world") == 0,
-        )
-
-    def build_task(self) -> Task:
-        """Build the task: what a batch holds, and how its loss is computed."""
-        return resolve_name(self.job.task.module)(self.job, self.dims)
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        """Build the optimizer of these model parts."""
-        optimizer = build_optimizer(self.model_parts, self.config, self.dims)
-        check_groups(optimizer, self.model_parts, self.config.optimizer, self.dims)
-        return optimizer
-
-    def build_observers(self) -> list[Observer]:
-        """Build what takes part in each step: the model's, the task's, and those of packages, in this order."""
-        added = [
-            build(self.job, self.dims, self.model_parts) for build in registered_observers()
-        ]
-        of_model = self.spec.observer(self.model_parts, self.dims)
-        return [of_model, *self.task.observers(), self.guard, *added]
-
-    def build_observers_of_updates(self) -> list[Observer]:
-        """Build what takes part in each step of the optimizer."""
-        config = self.config
-        found: list[Observer] = []
-        if config.optimizer.qk_clip is not None and config.task == "tokens":
-            found.append(
-                clip := QKClip(
-                    self.model_parts, self.optimizer, self.dims, config.optimizer.qk_clip
-                )
-            )
-            self._of_batch["on_scores"] = clip.see
-        if config.metrics.log_update_norms:
-            found.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
-        return found
-
-    def build_early_updates(self) -> EarlyUpdates | None:
-        """Build what updates parameters on the host during the backward."""
-        return EarlyUpdates(*self.model_parts, self.optimizer, self.device)
-
-    def build_metrics(self, **before: int) -> MetricsLogger:
-        """Build what measures and logs steps. before: steps and tokens of earlier runs."""
-        return MetricsLogger(self.job, self.dims, self.device, **before)
-
-    def build_checkpointer(self) -> Checkpointer:
-        """Build what loads and saves the state of this run."""
-        return Checkpointer(
-            self.job,
-            self.dims,
-            model_parts=self.model_parts,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            loader=self.data,
-        )
-
-    def build_validation(self) -> Validation:
-        """Build the validation loop."""
-        build = partial(Validation, self.job, self.dims, self.task)
-        validation = raise_on_all_ranks(build, self.dims["world"])
-        check_same(validation.identity, self.dims["world"], "validation data")
-        return validation
-
-    def build_model_parts(self) -> list[nn.Module]:
-        """Return the parts of the model that this rank runs, parallelised, with their initial weights."""
-        return build_model_parts(self.spec, self.job, self.dims, self.device)
-
-    def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline:
-        """Return the pipeline, which runs these stages of this rank by its schedule."""
-        model = self.job.model
-        hidden = HiddenStates(
-            model.dim, self.compute_dtype, self.dims.size("tp"), rows=1 + mtp_layers_of(model)
-        )
-        build = partial(Pipeline, plan, model_parts, self.dims["pp"], self.device, hidden)
-        pipeline = raise_on_all_ranks(build, self.dims["world"])
-        pipeline.set_timeout(self.config.comm.init_timeout_seconds)
-        return pipeline
 
     def train(self) -> None:
         """Train until `training.steps`, `job.max_minutes` or a signal, and save the last step.
@@ -468,17 +300,3 @@ class Trainer:
                 self.region("next_batches"),
             ):
                 self.data.make(ahead)
-
-    def _set_timeout(self, seconds: float) -> None:
-        set_timeout(seconds, but_for=self.checkpoint.group)
-        if self.pipeline is not None:
-            self.pipeline.set_timeout(seconds)
-
-    def _to_device(self, batch: Batch) -> Batch:
-        """Copy the tensors of a batch to the device, from pinned memory and on CUDA asynchronously, if no task does."""
-        if self.job.task.copies_batches:
-            return batch
-        return {
-            name: to_device(x, self.device) if isinstance(x, torch.Tensor) else x
-            for name, x in batch.items()
-        }

@@ -242,7 +242,7 @@ def timeouts_case(folder: str, arguments: list[str]) -> list[timedelta]:
         if but_for is not None:
             seen.extend([timeout(torch.distributed.group.WORLD), timeout(but_for)])
 
-    with mock.patch("trainer.trainer.set_timeout", observed):
+    with mock.patch("trainer.assembly.set_timeout", observed):
         assert run_main(folder, arguments) == 0
     return seen
 

@@ -749,7 +749,7 @@ PROCESSES = (
     ),
     Mutant(
         "each rank has the time-out of its own steps",
-        "trainer/trainer.py",
+        "trainer/assembly.py",
         'highest=lambda seconds: max(of_all_ranks(seconds, self.dims["world"])),',
         "highest=lambda seconds: seconds,",
         "tests/distributed/test_timeouts.py::test_all_ranks_set_the_limits_that_the_slowest_one_needs",
@@ -784,7 +784,7 @@ PROCESSES = (
     ),
     Mutant(
         "stages wait for each other as long as when their groups were made",
-        "trainer/trainer.py",
+        "trainer/assembly.py",
         "            self.pipeline.set_timeout(seconds)\n",
         "            pass\n",
         "tests/distributed/test_timeouts.py::test_stages_wait_for_each_other_as_long_as_for_a_step",

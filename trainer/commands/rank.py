@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,6 +20,7 @@ from trainer.commands.check import acted
 from trainer.commands.start import CUDA_CONNECTIONS, Start, job_notes, opening
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line
+from trainer.config.schema import JobConfig
 from trainer.job import ResolvedJob, resolve
 from trainer.job.attention import options_as_keys
 from trainer.job.resolution import on_device
@@ -43,6 +44,7 @@ from trainer.runtime.rank_processes import LOST_PEERS
 if TYPE_CHECKING:
     import torch
 
+    from trainer.runtime.process_group import Process
     from trainer.runtime.reports import Reports
 
 _GRACE_SECONDS = 5
@@ -113,7 +115,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         from trainer.checkpoint.failed_save import CheckpointError
         from trainer.components.out_of_memory import out_of_memory_explained
         from trainer.components.step_outcome import TrainingError
-        from trainer.runtime.process_group import Process, is_peer_failure, process_group
+        from trainer.runtime.process_group import Process, is_peer_failure
         from trainer.runtime.reports import Reports
 
     config = job.config
@@ -126,20 +128,10 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
             report(f"error: {error}")
         return 2
     reports = Reports(process, config.comm)
+    group = _group(process, reports, config)
+    printed_once = _shared_errors_printed_once(process.rank)
     try:
-        records = Path(config.job.dump_folder) / FLIGHT_RECORDS
-        with (
-            process_group(
-                process,
-                config.comm,
-                records,
-                reports.store,
-                cpu_tensors=config.training.enable_cpu_offload,
-            ),
-            _shared_errors_printed_once(process.rank),
-            out_of_memory_explained(job),
-            options_as_keys(),
-        ):
+        with group, printed_once, out_of_memory_explained(job), options_as_keys():
             work(job, process.device)
     except SharedConfigError:
         return 2
@@ -162,6 +154,17 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
     finally:
         end_live_line()
     return 0
+
+
+def _group(
+    process: "Process", reports: "Reports", config: JobConfig
+) -> AbstractContextManager[object]:
+    """Return the context of the process group of all ranks."""
+    from trainer.runtime.process_group import process_group
+
+    records = Path(config.job.dump_folder) / FLIGHT_RECORDS
+    host = config.training.enable_cpu_offload
+    return process_group(process, config.comm, records, reports.store, cpu_tensors=host)
 
 
 def _with_device_of_torch(job: ResolvedJob, device_type: str) -> ResolvedJob:
