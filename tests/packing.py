@@ -7,9 +7,10 @@ from itertools import islice
 import numpy as np
 
 from tests.numbered import Ids
+from trainer.data.document_stream import DocumentStream
 from trainer.data.loader import BatchLoader
 from trainer.data.order.streams import Shuffled
-from trainer.data.packing import DocumentStream, PackedSequence
+from trainer.data.packing import PackedSequence
 
 
 class InOrder(Shuffled):

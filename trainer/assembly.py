@@ -41,8 +41,8 @@ from trainer.runtime.console import say_waiting
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
 from trainer.runtime.time_limits import TimeLimits
-from trainer.tasks.evaluation import Validation
 from trainer.tasks.task import Batch, Task
+from trainer.tasks.validation import Validation
 from trainer.transforms.compile import keep_caches_apart
 
 

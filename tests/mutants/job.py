@@ -270,7 +270,7 @@ DATA = (
     ),
     Mutant(
         "a resumed stream begins its document again",
-        "trainer/data/packing.py",
+        "trainer/data/document_stream.py",
         '{"token": self._token}',
         '{"token": 0}',
         "tests/unit/test_data_loader.py",

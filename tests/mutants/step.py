@@ -557,7 +557,7 @@ _VALIDATION = "tests/distributed/test_validation.py"
 VALIDATION = (
     Mutant(
         "a validation takes the float8 scales of the weights before the update",
-        "trainer/tasks/evaluation.py",
+        "trainer/tasks/forward_pass.py",
         "        precompute_scales(part, task.config)",
         "        pass",
         f"{_VALIDATION}::test_weights_are_scaled_again_for_float8",
@@ -571,7 +571,7 @@ VALIDATION = (
     ),
     Mutant(
         "rows that fill up the last batch of a validation count",
-        "trainer/tasks/evaluation.py",
+        "trainer/tasks/forward_pass.py",
         '        arrays["labels"][len(mine) :] = IGNORE_INDEX\n',
         "",
         f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
@@ -631,7 +631,7 @@ PREFERENCES = (
     ),
     Mutant(
         "a pair that is too long is cut",
-        "trainer/data/packing.py",
+        "trainer/data/whole_stream.py",
         "return [sample] if kept and all(part.any() for part in parts) else []",
         "return [Sample(tokens[:seq_len], labels[:seq_len], lengths)] if all(part.any() for part in parts) else []",
         f"{_PAIRS_OF}::test_a_pair_is_two_documents_of_one_sequence",

@@ -14,9 +14,10 @@ import tests.numbered
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader
 from trainer.data.order.streams import Shuffled
-from trainer.data.packing import IGNORE_INDEX, NO_POSITION, WINDOW, TooLong, WholeStream
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.data.text_data import TextData
 from trainer.data.tokenizers.tokenizer import Encoded
+from trainer.data.whole_stream import WINDOW, TooLong, WholeStream
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 

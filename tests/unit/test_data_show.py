@@ -11,8 +11,9 @@ from trainer.commands.main import main as lct
 from trainer.data import DataSettings, open_text, open_tokenizer
 from trainer.data.contents import LENGTHS, Contents, summary
 from trainer.data.loader import BatchLoader
-from trainer.data.packing import IGNORE_INDEX, TooLong
+from trainer.data.packing import IGNORE_INDEX
 from trainer.data.text_data import TextData
+from trainer.data.whole_stream import TooLong
 
 LINES = conversations(40)
 SEQ_LEN = 96

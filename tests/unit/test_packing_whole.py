@@ -15,12 +15,14 @@ from tests.numbered import Numbers
 from tests.packing import InOrder, assert_exact_in_legs
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.data.document_stream import DocumentStream
 from trainer.data.job_data import open_text
 from trainer.data.loader import BatchLoader
 from trainer.data.order.streams import Shuffled
-from trainer.data.packing import IGNORE_INDEX, NO_POSITION, DocumentStream, WholeStream
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.data.sources.registry import DataSettings
 from trainer.data.text_data import TextData
+from trainer.data.whole_stream import WholeStream
 from trainer.job import resolve
 
 KEYS = ("tokens", "labels", "positions", "document_ids")

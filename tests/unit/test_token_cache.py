@@ -19,7 +19,6 @@ from tests.numbered import Numbers, write_pair
 from trainer.config.errors import ConfigError
 from trainer.data.job_data import open_text
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.packing import TooLong
 from trainer.data.sources.records import HubData
 from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.text_data import TextData
@@ -28,6 +27,7 @@ from trainer.data.token_files.catalog import catalog_of, open_documents
 from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
 from trainer.data.tokenizers.template_files import find_template
 from trainer.data.tokenizers.tokenizer import Encoded, open_tokenizer
+from trainer.data.whole_stream import TooLong
 
 
 @pytest.fixture(autouse=True)

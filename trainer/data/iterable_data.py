@@ -24,8 +24,8 @@ from torchdata.stateful_dataloader.stateful import Stateful
 
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents
+from trainer.data.document_stream import DocumentStream
 from trainer.data.order.streams import AGAIN, streams_of_rank
-from trainer.data.packing import DocumentStream, WholeStream
 from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.token_files.inputs import made_by
@@ -35,6 +35,7 @@ from trainer.data.tokenizers.tokenizer import (
     replace_surrogates,
     vocab_size_of,
 )
+from trainer.data.whole_stream import WholeStream
 
 
 @runtime_checkable

@@ -9,12 +9,12 @@ from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.data_set import DataSet
 from trainer.data.mixture import Mixture
-from trainer.data.packing import TooLong
 from trainer.data.sources.files import DataKeys, cache_folder
 from trainer.data.sources.registry import DataSettings, files_of, source_of
 from trainer.data.text_data import TextData
 from trainer.data.token_files.catalog import open_documents
 from trainer.data.token_files.made import described
+from trainer.data.whole_stream import TooLong
 
 
 def training_data(config: JobConfig) -> list[DataSettings]:

@@ -6,11 +6,12 @@ from typing import Any, TypeAlias
 
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents, content_of
+from trainer.data.document_stream import DocumentStream
 from trainer.data.order.shuffled import SORTED
 from trainer.data.order.streams import AGAIN, Shuffled, assigned, streams_with_text
-from trainer.data.packing import DocumentStream, TooLong, WholeStream
 from trainer.data.sources.registry import check_streams
 from trainer.data.token_files.format import TokenFiles
+from trainer.data.whole_stream import TooLong, WholeStream
 from trainer.runtime.console import logger
 
 TextStream: TypeAlias = DocumentStream | WholeStream

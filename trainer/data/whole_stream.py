@@ -1,0 +1,211 @@
+"""Whole documents or conversations in sequences, by best fit or one a sequence. Torch-free.
+
+A sequence begins with the oldest document that waits. Then it takes the longest one that still fits, until none does.
+The rest is padding: a document of its own, without labels.
+
+waiting   5 2 7 3 4 | ...     seq_len = 10; the order in which they were read
+sequence  5 4 + 1 padding  |  2 7 + 1  |  3 ...
+
+A document of more than `seq_len` tokens is cut into pieces of `seq_len`, which are sequences by themselves. Its last
+piece waits as a document does. Each label is made before the cut, so that none is lost.
+
+Those that wait are of one epoch, at most WINDOW places of its order, and about TOKENS sequences long. The state says
+which ones wait, so that a resumed run continues with the same sequences.
+"""
+
+from bisect import bisect_right, insort
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.data.order.streams import ItemStream, Order, StreamState
+from trainer.data.packing import (
+    IGNORE_INDEX,
+    PackedSequence,
+    Sample,
+    no_text,
+    sample_of,
+    together,
+)
+from trainer.data.sources.records import Tally
+from trainer.data.token_files.format import Pairs, TokenFiles
+
+WINDOW = 1024
+TOKENS = 8
+
+
+class TooLong:
+    """What is used of conversations that are longer than a sequence: nothing, or all up to the end of an answer.
+
+    One of several parts, such as a pair, is never cut, and left out also if one of its parts has no label.
+    """
+
+    def __init__(self, *, drops: bool = False, what: str = "conversations") -> None:
+        self._drops = drops
+        self.left_out = Tally(what if drops else f"ends of {what}")
+
+    def pieces(self, sample: Sample, seq_len: int) -> list[Sample]:
+        """Return the part of a conversation that is used, if any."""
+        tokens, labels, lengths = sample
+        learned = labels != IGNORE_INDEX
+        kept = len(tokens)
+        if kept > seq_len:
+            ends = np.flatnonzero(learned[:seq_len] & ~learned[1 : seq_len + 1])
+            kept = 0 if self._drops or not len(ends) else int(ends[-1]) + 1
+            self.left_out.count(
+                f"{len(tokens):,} tokens, and a sequence has {seq_len:,}; {kept:,} are used"
+            )
+        if lengths:
+            parts = np.split(learned, np.cumsum(lengths)[:-1])
+            return [sample] if kept and all(part.any() for part in parts) else []
+        return [Sample(tokens[:kept], labels[:kept])] if learned[:kept].any() else []
+
+
+class WholeStream(ItemStream):
+    """One numbered, endless stream of packed sequences over some of the documents; see `DocumentStream`.
+
+    Each epoch has every document once. alone: each has a sequence of its own; conversations: a document that is longer
+    than a sequence is no text to cut into pieces; None: it is.
+    """
+
+    ITEM = "document"
+
+    def __init__(
+        self,
+        source: TokenFiles | Pairs,
+        order: Order,
+        *,
+        seq_len: int,
+        alone: bool = False,
+        conversations: TooLong | None = None,
+    ) -> None:
+        self._source = source
+        self._seq_len = seq_len
+        self._alone = alone
+        self._conversations = conversations
+        self._enough = 1 if alone else TOKENS * seq_len
+        super().__init__(order)
+
+    @property
+    def state(self) -> StreamState:
+        """The position: epoch, place in its order, samples given so far, and what waits.
+
+        waiting: places in the epoch's order of the documents that wait, ascending. pieces: whole pieces that the
+        document before the current place still has, whose rest may be in a sequence already.
+        """
+        return super().state | {"waiting": [*self._waiting], "pieces": self._whole_left}
+
+    @property
+    def oldest(self) -> int:
+        return min(next(iter(self._waiting), self._place), self._place - bool(self._whole_left))
+
+    @property
+    def passes(self) -> float:
+        """Passes over the documents so far; one that waits does not count."""
+        return self.order.passes(self._epoch, self._place - len(self._waiting))
+
+    def restart(self, state: StreamState) -> None:
+        super().restart(state)
+        self._whole_left = int(state.get("pieces", 0))
+        # by place, ascending; None: not read yet
+        self._waiting: dict[int, Sample | None] = dict.fromkeys(state.get("waiting", ()))
+        # (tokens, -place) of those that wait, ascending
+        self._lengths: list[tuple[int, int]] | None = None
+        self._tokens = 0
+        self._whole: list[Sample] = []
+        """Whole pieces of the document that was read last; the last `_whole_left` of them are to be given."""
+
+    def next_sample(self) -> PackedSequence:
+        """Return the next packed sequence; ConfigError if no document of this stream has a label within a sequence."""
+        epoch = self._epoch
+        while not self._fill():
+            if self._epoch > epoch:
+                raise ConfigError(self._nothing())
+            self._next_epoch()
+        self.samples += 1
+        chosen = self._chosen()
+        if not (self._waiting or self._whole_left) and self._place == len(self.order):
+            self._next_epoch()
+        return together(chosen, self._seq_len)
+
+    def _chosen(self) -> list[Sample]:
+        if self._whole_left:
+            self._whole_left -= 1
+            return [self._whole[-1 - self._whole_left]]
+        chosen = [self._take(next(iter(self._waiting)))]
+        missing = self._seq_len - len(chosen[0].tokens)
+        while (
+            self._fill()
+            and not self._alone
+            and (fitting := bisect_right(self._lengths, (missing, 1)))
+        ):
+            chosen.append(self._take(-self._lengths[fitting - 1][1]))
+            missing -= len(chosen[-1].tokens)
+        return chosen
+
+    def _fill(self) -> bool:
+        """Read documents until enough of them wait; return whether a piece of one is left to be given."""
+        if self._lengths is None:  # those of a saved state
+            self._lengths = []
+            left = self._whole_left
+            for place in list(self._waiting):
+                self._read(place)
+            if left and self._place - 1 not in self._waiting:
+                self._whole = self._pieces(self._place - 1)[:-1]
+            self._whole_left = min(left, len(self._whole))  # less than all of the last one
+        while (
+            self._place < len(self.order)
+            and self._tokens < self._enough
+            and not self._whole_left
+        ):
+            if self._waiting and self._place - next(iter(self._waiting)) >= WINDOW:
+                break
+            self._read(self._place)
+            self._place += 1
+        return bool(self._waiting or self._whole_left)
+
+    def _pieces(self, place: int) -> list[Sample]:
+        sample = sample_of(self._source[self.order.item(self._epoch, place)])
+        tokens, labels, _ = sample
+        seq_len = self._seq_len
+        if self._conversations is not None:
+            return self._conversations.pieces(sample, seq_len)
+        # The last token has no label; a piece of it alone would teach nothing.
+        starts = range(0, len(tokens) - 1, seq_len)
+        return [
+            Sample(tokens[start : start + seq_len], labels[start : start + seq_len])
+            for start in starts
+        ]
+
+    def _nothing(self) -> str:
+        """Return the message for a stream whose documents have no piece."""
+        number = len(self.order)
+        stream = self.order.stream
+        if self._conversations is None:
+            return no_text(number, stream)
+        return (
+            f"the {number} conversations of data stream {stream} have no answer within {self._seq_len} tokens that may "
+            "be used (chat.too_long); raise the sequence length or give more data"
+        )
+
+    def _read(self, place: int) -> None:
+        """Make the document at a place in the epoch's order wait, unless it has no label."""
+        pieces = self._pieces(place)
+        self._whole = pieces[:-1]
+        self._whole_left = len(pieces[:-1])
+        if not pieces:
+            self._waiting.pop(place, None)
+            return
+        self._waiting[place] = rest = pieces[-1]
+        insort(self._lengths, (len(rest.tokens), -place))
+        self._tokens += len(rest.tokens)
+
+    def _take(self, place: int) -> Sample:
+        sample = self._waiting.pop(place)
+        self._tokens -= len(sample.tokens)
+        del self._lengths[bisect_right(self._lengths, (len(sample.tokens), -place)) - 1]
+        return sample
+
+    def _next_epoch(self) -> None:
+        self._epoch = self._epoch + 1
+        self._place = 0
