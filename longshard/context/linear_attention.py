@@ -120,7 +120,7 @@ def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, ChunkedPass | K
 
 
 @linear_attention.register_fake
-def _(q, k, v, log_decay, beta, plan, positions, scale):
+def _(q, k, v, _log_decay, _beta, plan, *_rest):
     dtype = torch.promote_types(v.dtype, torch.float32)
     last = v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
     size = (
@@ -132,7 +132,7 @@ def _(q, k, v, log_decay, beta, plan, positions, scale):
 
 
 @_linear_attention_backward.register_fake
-def _(dout, q, k, v, log_decay, beta, plan, positions, kept, scale):
+def _(_dout, q, k, v, log_decay, beta, *_rest):
     dbeta = v.new_empty(0) if beta is None else beta.new_empty(beta.shape)
     return *(x.new_empty(x.shape) for x in (q, k, v, log_decay)), dbeta
 

@@ -21,7 +21,7 @@ FLOORS = (
     ("trainer.models",),
     ("trainer.components",),
     ("trainer.checkpoint", "trainer.tasks"),
-    ("trainer.trainer",),
+    ("trainer.assembly", "trainer.trainer"),
     ("lct_planner",),
     ("trainer.commands",),
     ("train", "trainer.__main__"),

@@ -91,4 +91,7 @@ def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
 
 def no_text(documents: object, stream: int) -> str:
     """Return the sentence about a data stream whose documents have no label."""
-    return f"none of the {documents} documents of data stream {stream} holds text; leave out documents without text"
+    return (
+        f"none of the {documents} documents of data stream {stream} holds text; "
+        "leave out documents without text"
+    )
