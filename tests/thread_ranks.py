@@ -95,7 +95,8 @@ def _stream(device: str) -> Iterator[None]:
 def _own_tensors() -> Iterator[None]:
     """Let every rank compute what the project caches by device: such a tensor belongs to the stream that filled it."""
     with ExitStack() as stack:
-        for module in [module for name, module in list(sys.modules.items()) if name.startswith("trainer.")]:
+        ours = [module for name, module in sys.modules.items() if name.startswith(("trainer.", "longshard."))]
+        for module in ours:
             for name, value in list(vars(module).items()):
                 if hasattr(value, "cache_info") and "device" in inspect.signature(value).parameters:
                     stack.enter_context(mock.patch.object(module, name, _cached_by_rank(value.__wrapped__)))

@@ -196,7 +196,9 @@ def _configuration(args: argparse.Namespace, ranks: int) -> JobConfig:
     if args.output is not None:
         refuse_existing(args.output)
     config = configuration(args.folder, args.step, command="forecast", task="fields")
-    return replace(config, parallelism=replace(config.parallelism, domain_parallel_degrees=degrees))
+    parallelism = replace(config.parallelism, domain_parallel_degrees=degrees)
+    fields = replace(config.fields, rows=())  # the rows of the run were for its own degrees
+    return replace(config, parallelism=parallelism, fields=fields)
 
 
 def _predicted(args: argparse.Namespace, job: ResolvedJob, process: "Process") -> None:

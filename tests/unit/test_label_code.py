@@ -25,7 +25,7 @@ CODE = (
     "trainer/data/tokenizers/template_files.py",
     "trainer/data/tokenizers/template_sandbox.py",
 )
-HASHES = {1: "48046a010ae0887e"}
+HASHES = {1: "f96270f4ecc6b212"}
 
 
 def code_of(source: str) -> str:

@@ -14,7 +14,7 @@ from trainer.families.registry import MODELS
 from trainer.models.decoder import MIXERS, Transformer
 
 pytestmark = pytest.mark.about("trainer/families/args.py", "trainer/families/layers.py", "trainer/families/mixers.py")
-FAMILIES = [name for name, family in MODELS.items() if "debugmodel" in family.flavors]
+FAMILIES = [name for name, family in MODELS.items() if isinstance(family.flavors.get("debugmodel"), TransformerArgs)]
 
 
 def built(args: TransformerArgs) -> Transformer:

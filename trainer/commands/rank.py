@@ -128,9 +128,9 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
             report(f"error: {error}")
         return 2
     reports = Reports(process, config.comm)
-    group = _group(process, reports, config)
     printed_once = _shared_errors_printed_once(process.rank)
     try:
+        group = _group(process, reports, config)
         with group, printed_once, out_of_memory_explained(job), options_as_keys():
             work(job, process.device)
     except SharedConfigError:

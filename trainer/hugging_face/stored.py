@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.pairs import Shape
 
@@ -94,6 +92,11 @@ def read_file(file: Path) -> dict[str, Stored]:
     Raises:
         ConfigError: the file is missing, cut short or no safetensors file, or a tensor has another data type.
     """
+    from safetensors import (
+        SafetensorError,
+        safe_open,
+    )  # a machine without it runs models of its own
+
     try:
         size = file.stat().st_size
         with safe_open(file, "numpy", backend="pread") as opened:
