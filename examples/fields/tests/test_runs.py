@@ -51,8 +51,8 @@ def preset(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the run of one rank."""
+def folder(tmp_path_factory: pytest.TempPathFactory, preset: list[str]) -> Path:
+    """Of the run of one rank with this preset."""
     return tmp_path_factory.mktemp("one")
 
 
