@@ -118,7 +118,7 @@ class TracedTrainer(Trainer):
 
 
 def patches(gpu: Gpu | None) -> Iterator[Any]:
-    """Yield what is different for a device without values, and for a rank without peers. gpu: None for CPUs."""
+    """Yield the replacements for a device that holds no values and a rank that has no peers. gpu: None for CPUs."""
     # of an earlier job
     for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):
         cache.cache_clear()

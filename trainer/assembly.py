@@ -161,7 +161,7 @@ class Assembly:
         return optimizer
 
     def build_observers(self) -> list[Observer]:
-        """Build what takes part in each step: the model's, the task's, and those of packages, in this order."""
+        """Build the observers of each step: first the model's, then the task's, then those that packages registered."""
         added = [
             build(self.job, self.dims, self.model_parts) for build in registered_observers()
         ]

@@ -33,7 +33,7 @@ def grid_sample(
         shown,
         "volumes, and padding by reflection",
     )
-    # dimensions of the grid as those of the result
+    # the grid has the dimensions of the result
     of_rows = x.domain.axes.get(2)
     places = {0: 0, 1: 2, 2: 3}
     targets = {places[dim]: axis for dim, axis in grid.domain.axes.items() if dim in places}

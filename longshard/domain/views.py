@@ -98,7 +98,7 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
         shape = tuple(int(sizes[d]) for d in new)
         found, length, ranges = _refitted(axis.layout.length, shards, before, after, shape)
         layout = AxisLayout(axis.layout.name, length, ranges)
-        # `layout` is that of all rows of the group, with ends where it can be cut
+        # `layout` covers all rows of the group, and its ends are where it can be cut
         if found is None:
             flat = [*x.shape[: old[0]], layout.length, *x.shape[old[-1] + 1 :]]
             x = reshard(_reshaped(name, x, flat), {old[0]: layout})

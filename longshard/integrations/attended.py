@@ -65,7 +65,7 @@ class AttendedLayers:
             )
 
     def begin(self, root: nn.Module) -> None:
-        """Note that the forward of a model begins, unless it runs within that of another one."""
+        """Note that the forward of a model begins, unless the model runs inside another watched model."""
         if self._root in (None, root):
             self._root = root
             self._attended = {}

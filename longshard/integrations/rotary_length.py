@@ -14,7 +14,7 @@ from longshard.sharding.exchange import all_reduce
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Return whether a module's table depends on the largest position, of which a rank has its part only."""
+    """Return whether a module's table depends on the largest position, which one rank may not hold."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(

@@ -35,7 +35,7 @@ def test_a_part_takes_as_long_as_its_kernels_or_its_launches() -> None:
 
 
 def test_a_kernel_of_attention_has_its_own_rate_and_a_tail() -> None:
-    """A kernel without a share of its own in the record gets the share of attention."""
+    """If the record has no share for a kernel, the kernel gets the share of attention."""
     on = replace(_DEVICE, tail=10.0, efficiency={"attention_forward": 0.5, "flash2_forward": 0.25})
     assert step_time(profile_of(**{"attention_forward cudnn": 1e12}), on).seconds == 2.0
     assert step_time(profile_of(**{"attention_forward flash2": 1e12}), on).seconds == 4.0

@@ -85,7 +85,7 @@ class Reader(FileSystemReader):
         self.path = folder.step(state.step)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return which part of which tensor is where; no file is read."""
+        """Return the place of each part of each tensor, without reading a file."""
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 

@@ -50,7 +50,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def unpickled(content: bytes, state: RunState) -> Metadata:
-    """Return which part of which tensor is where; content: of the file of metadata.
+    """Return the place of each part of each tensor. content: of the file of metadata.
 
     Raises:
         Exception: unreadable, or no metadata; a damaged pickle may raise anything.

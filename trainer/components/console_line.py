@@ -63,7 +63,7 @@ def duration(seconds: float) -> str:
 
 
 def _loss(loss: float, digits: int = 3) -> str:
-    """Return a loss with three digits or more: 5.191, or 3.1e-3, as those of regressions are."""
+    """Return a loss as text with at least two digits: 5.191, or 3.1e-3 for the small losses of regressions."""
     return f"{loss:.{digits}f}" if loss >= 0.1 or loss == 0 else _short_power(loss)
 
 

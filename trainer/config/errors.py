@@ -16,7 +16,7 @@ class ConfigError(ValueError):
     """
 
     parts: "tuple[ConfigError, ...]" = ()
-    """The errors of which one with several wrong settings consists."""
+    """The single errors that this error joins, if several settings are wrong."""
 
 
 class SharedConfigError(ConfigError):

@@ -39,7 +39,7 @@ KERNELS: dict[str, Kernel] = {
 
 @dataclass(frozen=True)
 class GpuKernels:
-    """The kernels that depend on the GPUs of this process. `lct estimate` has those of GPUs that are not there."""
+    """The kernels that depend on the GPUs of this process. `lct estimate` passes the kernels of absent GPUs."""
 
     newer_flash: Callable[[int], FlashPackage | None] = newer_flash
     merge: Merge = merge
