@@ -15,6 +15,9 @@ ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tes
 	tests/distributed/test_exchange.py tests/distributed/test_context_parallel.py tests/distributed/test_parity.py \
 	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 
+# What codespell reads.
+SPELLED := $(wildcard *.md *.py *.toml *.txt) Makefile docs examples lct_planner longshard scripts tests train_configs trainer
+
 .PHONY: train test test-of test-wide test-ci check check-all test-all test-gpu test-versions mutants docs lint format clean
 
 train: $(INSTALLED)
@@ -69,6 +72,8 @@ docs: $(INSTALLED_DEV)
 lint: $(INSTALLED_DEV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m codespell_lib $(SPELLED)
+	$(PY) scripts/plain_words.py
 
 format: $(INSTALLED_DEV)
 	$(PY) -m ruff check --fix .

@@ -40,6 +40,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
+    """Loss and gradient norm of one step, in run a and in run b."""
+
     step: int
     loss: tuple[float, float]
     grad_norm: tuple[float, float]

@@ -96,8 +96,8 @@ class Mailbox:
                 raise AssertionError(f"{work.name}: of rank(s) {missing()}, some returned and never posted it")
             if missing():
                 raise TimeoutError(f"{work.name}: rank(s) {missing()} did not post it in time")
-        whats = {each.what for each in posted.values()}
-        assert len(whats) == 1, f"{work.name}: the ranks differ: {sorted(whats)}"
+        kinds = {each.what for each in posted.values()}
+        assert len(kinds) == 1, f"{work.name}: the ranks differ: {sorted(kinds)}"
         return [posted[role] for role in work.parties]
 
     def leave(self, work: "Work") -> None:

@@ -43,6 +43,8 @@ class ToyBlock(nn.Module):
 
 
 class ToyDecoder(nn.Module):
+    """A decoder of toy blocks, with an embedding and an output."""
+
     def __init__(self, args: ToyArgs) -> None:
         super().__init__()
         self.args = args

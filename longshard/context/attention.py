@@ -56,7 +56,8 @@ def context_parallel_attention(
 
     Args:
         q: (B, H, S, D), S this rank's rows.
-        k, v: (B, K, T, D), T this rank's rows; K divides H.
+        k: (B, K, T, D), T this rank's rows; K divides H.
+        v: (B, K, T, D), as k.
         plan: the handle of the open context, (B,) int64.
         settings: of this attention. Its mask is intersected with the mask of the context.
         sinks: (H,) logits, each of one more key with value zero for all queries of its head (GPT-OSS; Xiao et al.,

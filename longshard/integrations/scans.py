@@ -28,8 +28,13 @@ from longshard.sharding.tensors import wide
 
 
 class Where(NamedTuple):
-    """The handle of the plan; positions (B, S) of this rank's rows in their documents, None for one document; and the
-    activations that the layer's file knows, by name."""
+    """The plan and the rows of a scan.
+
+    Attributes:
+        handle: the handle of the plan.
+        positions: (B, S), the positions of this rank's rows in their documents; None for one document.
+        activations: the activations that the layer's file knows, by name.
+    """
 
     handle: torch.Tensor
     positions: torch.Tensor | None

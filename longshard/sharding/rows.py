@@ -46,10 +46,16 @@ class Axis:
 def plan_rows(
     owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool
 ) -> tuple[Wanted, str]:
-    """Return the rows wanted, and their source: `own` (each rank has exactly its own), `local` (no rank wants others'),
-    or `ranks`. The wishes of all ranks decide it, so that either all of them communicate or none does.
+    """Return the rows that each rank wants, and their source.
 
-    owned: by each rank. periodic: rows beyond the ends are those at the other end, else zeros.
+    The source is `own` (each rank wants exactly the rows that it owns), `local` (no rank wants rows of another rank) or
+    `ranks`. The wishes of all ranks decide it, so that either all ranks communicate or none does.
+
+    Args:
+        owned: the rows that each rank owns.
+        length: the number of rows of the whole dimension.
+        wanted: the rows that each rank wants; numbers below 0 or from `length` on are beyond the ends.
+        periodic: whether rows beyond one end are the rows at the other end. Otherwise they are zeros.
     """
     if periodic:
         wanted = tuple(

@@ -1,8 +1,8 @@
-"""Context-parallel attention against one process that computes all of it with as many threads.
+r"""Context-parallel attention against one process that computes all of it with as many threads.
 
     python scripts/benchmarks/context_parallel.py --seq-len 4096 16384 --degrees 2 --json rows.json
     python scripts/benchmarks/context_parallel.py --seq-len 32768 --degrees 2 4 8 --device cuda --dtype bfloat16
-    python scripts/benchmarks/context_parallel.py --seq-len 65536 --degrees 2 4 --device cuda --dtype bfloat16 \\
+    python scripts/benchmarks/context_parallel.py --seq-len 65536 --degrees 2 4 --device cuda --dtype bfloat16 \
         --ranks --methods ring all_to_all pytorch
 
 N ranks of `--threads` threads each, and one process of N times as many, compute causal attention of one sequence,

@@ -1,7 +1,7 @@
-"""The trainer against a bare PyTorch loop of the same model: time, tokens per second, MFU, memory; feature by feature.
+r"""The trainer against a bare PyTorch loop of the same model: time, tokens per second, MFU, memory; feature by feature.
 
     python scripts/benchmarks/train.py --json result.json
-    python scripts/benchmarks/train.py --device cuda --flavor 8B --layers 4 --seq-len 8192 --features compile,float8 \\
+    python scripts/benchmarks/train.py --device cuda --flavor 8B --layers 4 --seq-len 8192 --features compile,float8 \
         --optimizer.implementation fused
 
 One process, one device, no launcher. Settings of the trainer may follow; they hold for both loops.

@@ -16,7 +16,8 @@ def own_host(rank: int, gpus: int) -> dict[str, str]:
     """Return the variables with which a rank shares a GPU: a host for each round of ranks over the GPUs.
 
     Args:
-        gpus: of this machine; 0 on a CPU.
+        rank: The rank of the process among all ranks of this machine.
+        gpus: The number of GPUs of this machine; 0 on a CPU.
     """
     if not gpus:
         return {"LOCAL_RANK": str(rank)}

@@ -85,8 +85,12 @@ def _swapped(layout: AxisLayout, rank: int) -> np.ndarray:
 
 
 def _misplaced(mesh: DeviceMesh, module: nn.Module, options: ContextParallelOptions, mask: Mask) -> list[str]:
-    """Each token is its own unit vector, and queries are zero: a token's output is the mean over what it sees, so that
-    its non-zero elements are exactly the visible tokens, and dV of a unit cotangent exactly those that see it."""
+    """Return the tokens for which attention sees too much or too little.
+
+    Each token is its own unit vector, and queries are zero. So a token's output is the mean over the visible tokens:
+    its non-zero elements are exactly these tokens. The non-zero elements of dV of a unit cotangent are exactly the
+    tokens that see it.
+    """
     seq_len, rows = mask.q_len, max(mask.sequences, 2)
     tokens = torch.arange(seq_len).repeat(rows, 1)
     labels, positions = tokens + 1000, tokens.clone()

@@ -240,7 +240,7 @@ def own_communicators_case(cases: list[Case], can_split: bool) -> tuple[list[dic
     made, new_group = Counter(), dist.new_group
 
     def split(parent: dist.ProcessGroup, parts: list[list[int]], **settings: object) -> dist.ProcessGroup:
-        """gloo cannot; so make the group of the same ranks again."""
+        """Gloo cannot; so make the group of the same ranks again."""
         (places,) = parts
         ranks = dist.get_process_group_ranks(parent)
         assert can_split

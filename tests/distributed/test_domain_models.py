@@ -1,5 +1,7 @@
-"""Law: models of transformers and diffusers run on sharded inputs as they are: outputs, every gradient and the running
-statistics equal one process, and what cannot run is refused before any data."""
+"""Law: unchanged models of transformers and diffusers run on sharded inputs.
+
+Outputs, every gradient and the running statistics equal one process. A model that cannot run is refused first.
+"""
 
 import warnings
 from collections.abc import Callable

@@ -217,7 +217,7 @@ MASKED = {
 
 
 def fits(method: str, layout: str) -> bool:
-    """hybrid divides four ranks; all_to_all on cp4+tp2 leaves a rank one key/value head, too few for passes."""
+    """Hybrid divides four ranks; all_to_all on cp4+tp2 leaves a rank one key/value head, too few for passes."""
     return "cp4" in layout if method == "hybrid" else (method, layout) != ("all_to_all, 1 head at a time", "cp4+tp2")
 
 

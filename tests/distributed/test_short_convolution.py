@@ -134,8 +134,10 @@ def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: i
 
 
 def packed_and_alone(balancer: str) -> tuple[float, float]:
-    """Relative differences of a model's packed documents to each document alone: as they are, and with positions that
-    do not start again."""
+    """Return relative differences of a model's packed documents to each document alone.
+
+    The first is for positions that start again in each document, the second for positions that do not.
+    """
     lengths = [1, 2, 5, 13, 11]
     args = TransformerArgs(
         dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=64, max_seq_len=32,
@@ -170,8 +172,10 @@ def packed_and_alone(balancer: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("balancer", ["balanced", *slow("head_tail", "contiguous")])
 def test_packed_documents_are_those_alone(pool: WorkerPool, balancer: str) -> None:
-    """Through the whole model. Rotary embeddings see distances alone, so that positions that continue through all
-    documents change the convolution only."""
+    """Compare through the whole model.
+
+    Rotary embeddings see distances alone. So positions that continue through all documents change the convolution only.
+    """
     results = pool.run(2, packed_and_alone, balancer)
     assert max(right for right, _ in results) < 1e-12
     assert max(wrong for _, wrong in results) > 1e-3

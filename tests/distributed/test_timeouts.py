@@ -46,7 +46,7 @@ def timeout_case(what: str) -> float:
 
 @pytest.mark.parametrize("what", ["message", *slow("collective")])
 def test_a_lowered_timeout_is_in_force(pool: WorkerPool, what: str) -> None:
-    """gloo keeps for messages the time-out that a group was made with, unless it is said again."""
+    """Gloo keeps for messages the time-out that a group was made with, unless it is said again."""
     assert pool.run(2, timeout_case, what)[0] < 4
 
 

@@ -1,5 +1,7 @@
-"""Models of transformers that go wrong when they are run on a part of a sequence: each is equal to one process, or
-refused on every rank."""
+"""Law: each model of transformers equals one process under context parallelism, or every rank refuses it.
+
+The models here go wrong when they run on a part of a sequence without further care.
+"""
 
 import re
 from contextlib import nullcontext

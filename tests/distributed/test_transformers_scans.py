@@ -83,7 +83,7 @@ def case_of(model: str, **changes: Any) -> Case:
 
 
 def in_double_on_ranks(cases: list[Case]) -> list[Outcome | str]:
-    """transformers computes scans in float32, whatever the weights are; here in float64."""
+    """Transformers computes scans in float32, whatever the weights are; here in float64."""
     with in_double():
         return cases_on_ranks(cases)
 

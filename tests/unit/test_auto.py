@@ -126,7 +126,7 @@ def test_the_documents_of_a_batch_decide() -> None:
 
 
 def test_no_batch_asks_for_a_mesh_of_its_own() -> None:
-    """hybrid needs a 2-D mesh, and meshes are made before the first batch."""
+    """Hybrid needs a 2-D mesh, and meshes are made before the first batch."""
     sixteen = ["--parallelism.context_parallel_degree=16", "--model.flavor=8B"]
     config = parse_command_line([*AUTO, *sixteen]).config
     assert resolve_attention(config, replace(FLAVORS["8B"], n_heads=8, n_kv_heads=2), "cuda")[0].method != "hybrid"

@@ -201,7 +201,7 @@ def test_all_gather_needs_memory_for_the_heads_of_two_passes(heads_per_pass: int
 
 @pytest.mark.parametrize("degree", [2, 4, 8, 16, 32])
 def test_all_to_all_sends_the_known_formula(degree: int):
-    """e s D (2 H + 2 K') (N - 1) / N with K' replicated heads; the log-sum-exp comes on top.
+    """E s D (2 H + 2 K') (N - 1) / N with K' replicated heads; the log-sum-exp comes on top.
 
     It takes 4 bytes a head, and at least 16 a row: a rank of 32 has one head.
     """

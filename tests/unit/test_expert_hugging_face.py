@@ -213,8 +213,10 @@ def test_the_balancing_loss_is_that_of_transformers(tmp_path: Path, family: str)
 @pytest.mark.parametrize("same_step", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_the_auxiliary_loss_is_that_of_transformers(tmp_path: Path, family: str, same_step: bool) -> None:
-    """Its value and the gradient of every gate, over all layers and without padding: in the first step, or for the
-    same loads in the second."""
+    """Compare its value and the gradient of every gate, over all layers and without padding.
+
+    The steps compared are the first one, or the second one for the same loads.
+    """
     load = "micro_batch" if same_step else "step_before"
     args = replace(QWEN, n_layers=3, router_aux_loss_coef=0.5, router_aux_loss_load=load)
     args = args if family == "qwen3_moe" else replace(args, qk_norm=False, head_size=None, ffn_hidden_dim=24)

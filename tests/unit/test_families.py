@@ -212,7 +212,7 @@ def test_the_adapters_of_a_fused_matrix_are_not_written_for_peft(tmp_path: Path)
 
 
 def test_longrope_is_written_as_published() -> None:
-    """transformers 4 takes exactly these entries of the table, and the others from outside."""
+    """Transformers 4 takes exactly these entries of the table, and the others from outside."""
     args = MODELS["phi3, LongRoPE"][1]
     there = hf_config("phi3").write(args)
     assert {*there["rope_scaling"]} == {"type", "short_factor", "long_factor"}

@@ -139,7 +139,7 @@ def test_a_second_name_of_a_tied_tensor_may_be_there_with_the_same_values(tmp_pa
 
 
 def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
-    """transformers would read the single file."""
+    """Transformers would read the single file."""
     saved(tmp_path, LLAMA)
     found = tensors(tmp_path)
     safetensors.torch.save_file(found, tmp_path / SINGLE)

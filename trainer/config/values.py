@@ -35,8 +35,9 @@ _NAMES: dict[type, str] = {
 
 
 def from_toml(name: str, value: object, key: Key, where: str) -> object:
-    """Return a value that is of the type of its key; an int becomes a float, a list a tuple, a table of a `named` key
-    its name=value; nothing else is converted.
+    """Return a value in the type of its key.
+
+    An int becomes a float, a list a tuple, and a table of a `named` key its name=value. Other values stay as they are.
 
     Raises:
         ConfigError: the value has another type or is none of the choices.

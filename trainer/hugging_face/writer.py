@@ -57,7 +57,9 @@ class NewFolder:
         most_bytes: float = MOST_BYTES,
         stem: str = "model",
     ) -> None:
-        """shapes: of the tensors by name; dtype: of the tensors without one in `other_types`; most_bytes, stem: see
+        """Plan the files and open them.
+
+        shapes: of the tensors by name; dtype: of the tensors without one in `other_types`; most_bytes, stem: see
         `plan_files`.
 
         Raises:

@@ -39,6 +39,8 @@ def resolve_attention(
     these options are for the rest of the run.
 
     Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
         device_type: `auto` weighs bytes, which depend on its data type.
         node: ranks on one node, None for all; `auto` weighs bytes to other nodes more.
 

@@ -177,9 +177,9 @@ class Attention(nn.Module):
         positions: torch.Tensor | None = None,
         **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
-        """x: (B, S, dim) -> the same shape. freqs_cis: None if nothing is rotated. positions: (B, S) within packed
-        documents, for the short convolution.
+        """Attend. x: (B, S, dim) -> the same shape. freqs_cis: None if nothing is rotated.
 
+        positions: (B, S) within packed documents, for the short convolution.
         of_adapters: passed to the linear modules, see `transforms/lora.py`.
         """
         q, k, v = (w(x, **of_adapters) for w in (self.wq, self.wk, self.wv))

@@ -242,9 +242,10 @@ class Transformer(nn.Module):
         next_tokens: torch.Tensor | None = None,
         **of_adapters: torch.Tensor,
     ) -> torch.Tensor:
-        """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S); by default those of this rank in the layout of the
-        plan, or 0 to S - 1 without a plan. Padding has the position -1.
+        """Return the hidden states of tokens: (B, S) -> (B, S, dim).
 
+        positions: (B, S); by default the positions of this rank in the layout of the plan, or 0 to S - 1 without a
+        plan. Padding has the position -1.
         attention_plan: handle of the open `context_parallel`. A pipeline stage without the embedding takes hidden
         states instead of tokens. next_tokens: (B, S, K), the K tokens that follow each -> (B (1 + K), S, dim), with
         the hidden states of the layers that predict further tokens behind the others; between stages, the embeddings

@@ -44,9 +44,10 @@ class Decoder(Model, Protocol):
         positions: torch.Tensor | None = None,
         attention_plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens, positions: (B, S) int64 -> hidden: (B, S, dim). Without positions, token i of the sequence has
-        position i; under context parallelism `own_positions(attention_plan, device)`, in which tables are cut.
+        """Return the hidden states. tokens, positions: (B, S) int64 -> (B, S, dim).
 
+        Without positions, token i of the sequence has position i. Under context parallelism these positions are
+        `own_positions(attention_plan, device)`, which also cuts tables.
         attention_plan: handle of the open `context_parallel`, for attention that is parallelised. With `lora.dropout`
         also `token_numbers`, (B, S) int64, which the linear modules of layers take. With `model.mtp_layers` also
         `next_tokens`, (B, S, layers) int64, for which hidden states of further tokens follow: (B (1 + layers), S, dim).

@@ -285,8 +285,10 @@ class ExpertBalance(Observer):
     def record(
         self, positions: Mapping[int, Mapping[str, int]]
     ) -> dict[str, float | list[list[float]]]:
-        """Return the load of every expert over the mean, by layer with experts, and the largest of all; one
-        collective."""
+        """Return the load of every expert over the mean, by layer with experts, and the largest of all.
+
+        This is one collective.
+        """
         args = self._args
         if not (layers := expert_layers(args)):
             return {}

@@ -208,8 +208,11 @@ def _set_communicators(
 
 
 def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
-    """Return whether units are freed after the forward. One rank would only cast its weights again for the backward,
-    unless they are on the host, where memory is short on the device."""
+    """Return whether units are freed after the forward.
+
+    A single rank would only cast its weights again for the backward, so that its units are not freed. Weights on the
+    host are: there memory is short on the device.
+    """
     return options.reshard_after_forward and (
         options.cpu_offload or mesh.size(mesh.ndim - 1) > 1
     )

@@ -44,8 +44,11 @@ Boxes = Mapping[Box, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box's part of a matrix. places: (rows of the matrix, the same rows of the shard); columns: of the matrix, which
-    are all of the shard; ranks: all that have it, in order."""
+    """A box's part of a matrix.
+
+    places: (rows of the matrix, the same rows of the shard); columns: columns of the matrix, all columns of the shard;
+    ranks: all ranks that have the part, in order.
+    """
 
     places: tuple[tuple[Range, Range], ...]
     columns: Range

@@ -13,7 +13,8 @@ def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tenso
 
     Args:
         tensor: What it is for; its shape, strides and type count.
-        key: The setting that asks for the memory, and `advice` what to do without it, both for the message.
+        key: The setting that asks for the memory, for the message.
+        advice: How the user can do without this memory, for the message.
 
     Raises:
         MemoryError: the system does not lock so much.

@@ -1,4 +1,4 @@
-"""Targets and losses of multi-token prediction (DeepSeek-V3, arXiv 2412.19437), whose layers predict further tokens:
+"""Targets and losses of multi-token prediction (DeepSeek-V3, arXiv 2412.19437), whose layers predict further tokens.
 
 tokens       t0 t1 t2 t3 | u0 u1 u2        two documents
 labels       t1 t2 t3  - | u1 u2  -

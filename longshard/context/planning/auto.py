@@ -69,8 +69,10 @@ def choose(
     messages. Without a ring, the method with the fewest calls of `options.kernel` is first.
 
     Args:
+        options: the options that the user wrote.
         masks: the different masks of the model's layers.
-        shape: with local heads.
+        degree: the number of ranks.
+        shape: the shape of attention on one rank, with its local heads.
         batch: the documents of one batch.
         hybrids: whether the mesh may be 2-D.
         node: ranks of the group on one node, None for all. A byte to another node counts `NETWORK` times.

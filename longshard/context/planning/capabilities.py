@@ -236,6 +236,7 @@ def auto_kernel(
     4. The first of `cpu_flash`, `cuda_flash`, `efficient` and `math`.
 
     Args:
+        able: the names of the kernels that can do this attention, in the order of preference.
         calls: the most tiles of a stage.
         capability: of the GPU, such as (9, 0); None for a CPU.
         fixed: whether the mask is causal or full, with the same lengths in every step. cuDNN builds a plan for each new
@@ -258,6 +259,7 @@ def call_elements(batch: int, rows: int, calls: int, head_dim: int) -> int:
     """Return how many elements of one head a call of a kernel addresses; the most of a tensor and of its workspace.
 
     Args:
+        batch: the number of sequences.
         rows: queries or keys of a sequence, whichever are more.
         calls: the tiles that are computed together. FlashAttention's workspace has 128 rows more for each.
         head_dim: of which the workspace has a multiple of 64.
@@ -274,7 +276,10 @@ def head_groups(
     it.
 
     Args:
-        elements: of one query head, see `call_elements`.
+        heads: the number of query heads.
+        kv_heads: the number of key/value heads; divides `heads`.
+        elements: the elements of one query head, see `call_elements`.
+        limit: the number of elements that a call may not reach.
 
     Raises:
         OptionError: one head is too large.

@@ -1,4 +1,4 @@
-"""Token ids on disk: pairs of Megatron-LM's format, as this program writes them, and their documents. Torch-free.
+r"""Token ids on disk: pairs of Megatron-LM's format, as this program writes them, and their documents. Torch-free.
 
     tokens/
       shard-00000.bin       ids, one document after another
@@ -10,7 +10,7 @@
 
 The last four are of this program only. The check sum is that of the ids, and behind them the bytes of the answers.
 
-An .idx is, little-endian: b"MMIDIDX\\0\\0", version 1 (u64), data type (u8), sequences n (u64), document ends m (u64),
+An .idx is, little-endian: b"MMIDIDX\0\0", version 1 (u64), data type (u8), sequences n (u64), document ends m (u64),
 lengths (n int32), places in the .bin in bytes (n int64), the first sequence of each document and the end (m int64).
 """
 

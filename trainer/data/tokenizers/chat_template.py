@@ -1,4 +1,4 @@
-"""Chat templates of tokenizers, in Jinja: messages to text, and which part of the text is an answer. Torch-free.
+r"""Chat templates of tokenizers, in Jinja: messages to text, and which part of the text is an answer. Torch-free.
 
 Texts equal those of transformers' `apply_chat_template`, with two exceptions. The clock of a template (`strftime_now`)
 is the date chat.date, because data must not depend on the day. Without it templates write a date of their own. And
