@@ -21,7 +21,6 @@ from longshard import (
     causal,
     context_parallel,
     documents,
-    full,
     head_tail,
 )
 from longshard.context.live import parallelised_modules
@@ -183,7 +182,7 @@ def sequences_body(mesh: DeviceMesh, refused: Refusals) -> None:
     """Masks of each sequence, whatever the place of the sequence's dimension and of the batch's."""
     module, rank = parallel_attention(mesh), mesh.get_local_rank()
     two, shard = torch.arange(16).reshape(2, 8), torch.randn(1, 2, 4, 4)
-    mask = by_sequence([causal(8), full(8)])
+    mask = by_sequence([causal(8), documents([3, 5])])  # the module attends causally
     with context_parallel(mesh, buffers=[two], buffer_seq_dims=[1], mask=mask) as cp:
         handle, pair = cp.attention_plan, torch.randn(2, 2, 4, 4)
         refused("got 1 sequences and a plan for 2", lambda: module(shard, shard, shard, plan=handle))

@@ -514,7 +514,7 @@ EXECUTION = (
         f"{_CP}/live.py",
         "by_sequence([self.mask.sequence(number) for number in sequences])",
         "by_sequence([self.mask.sequence(0) for number in sequences])",
-        _PAIRS,
+        _GUARDS,
     ),
     Mutant(
         "positions are turned the other way",

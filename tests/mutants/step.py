@@ -10,13 +10,6 @@ _LOOP = "tests/distributed/test_loop.py"
 _CHUNKS = "tests/unit/test_chunked_loss.py"
 LOSS = (
     Mutant(
-        "the compiled loss has views of tokens, whose number varies",
-        "trainer/tasks/language.py",
-        "partial(token_losses, rows=rows)",
-        "compiled_loss(token_losses, job.compilation)",
-        "tests/distributed/test_balance.py::test_a_balanced_step_equals_one_process",
-    ),
-    Mutant(
         "the gradient of the weight is summed over chunks in the model's data type",
         "trainer/models/chunked_loss.py",
         "torch.zeros_like(weight, dtype=_precise(weight))",

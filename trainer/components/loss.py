@@ -34,10 +34,12 @@ def row_losses(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) 
 def token_losses(
     logits: torch.Tensor, labels: torch.Tensor, rows: Callable = row_losses
 ) -> torch.Tensor:
-    """Return `row_losses` of tokens. logits: (B, S, V); labels: (B, S), already shifted -> (B, S).
+    """Return the loss of each token, (B, S).
 
-    rows: `row_losses` or its compiled form. The compiler cannot follow the backward of a view of a DTensor whose length
-    varies: it raises RecursionError. So the views are outside of its graph.
+    Args:
+        logits: (B, S, V).
+        labels: (B, S), already shifted.
+        rows: `row_losses` or its compiled form. The compiled graph gets flat rows, so that it has one dynamic dimension.
     """
     return rows(logits.flatten(0, 1), labels.flatten()).unflatten(0, labels.shape)
 
