@@ -7,6 +7,7 @@ log-sum-exp instead of communicating again. With `keep_exchanged` it keeps what 
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -16,8 +17,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from longshard.context.execution.build import Execution
-from longshard.context.execution.kernels.base import BackwardInputs, Terms
+from longshard.context.execution.kernels.base import BackwardInputs, Terms, rows_first
 from longshard.context.execution.latent import value_dim
 from longshard.context.execution.ulysses import HeadExchange, Kept
 from longshard.context.live import (
@@ -29,6 +29,7 @@ from longshard.context.live import (
 )
 from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.forward import replace_forward
+from longshard.sharding.tensors import wide_type
 
 
 class AttentionResult(NamedTuple):
@@ -96,9 +97,13 @@ def operator(
     live, sequences = resolve(plan)
     run = live.execution(inputs, how, sequences, layer_of(plan))
     live.calls += 1
-    if how.keep_exchanged:
-        _check_exchanges(run)
     kept = {"keep": True} if how.keep_exchanged else {}
+    if kept and not isinstance(run, HeadExchange):
+        raise ContextParallelError(
+            "attention is asked to keep what was exchanged, and its context exchanges no heads; use "
+            "keep_exchanged in both or in neither, with method = 'all_to_all' or 'hybrid' on more "
+            "than one rank"
+        )
     out, lse, *exchanged = run.forward(*inputs[:3], terms=Terms(how.scale, sinks, up), **kept)
     live.show_scores(layer_of(plan), lse, sequences)
     return out, lse, *(exchanged or (q.new_empty(0, dtype=torch.uint8) for _ in range(2)))
@@ -148,14 +153,6 @@ def _check_call(scale: float) -> None:
         )
 
 
-def _check_exchanges(run: Execution) -> None:
-    if not isinstance(run, HeadExchange):
-        raise ContextParallelError(
-            "attention is asked to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
-            "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
-        )
-
-
 def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     """Return x as kernels read it: the elements of a row lie one after another; other strides may be any."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -170,24 +167,20 @@ def _(q, k, v, plan, settings, sinks=None, up=None):
         torch.library.get_ctx().new_dynamic_size() if keep_exchanged else 0 for _ in range(2)
     )
     kept = (q.new_empty(size, dtype=torch.uint8) for size in sizes)
-    out = q.new_empty(b, s, h, d).transpose(1, 2)
-    return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32)), *kept
+    out = rows_first(q, h, s, d)
+    return out, q.new_empty(b, h, s, dtype=wide_type(q.dtype)), *kept
 
 
 @_operator_backward.register_fake
 def _(dout, saved, kv_heads, plan, settings, sinks, up):
     if len(saved) == 2:
-        gradients = (_like(dout, heads) for heads in (dout.shape[1], kv_heads, kv_heads))
+        _, heads, s, d = dout.shape
+        gradients = (rows_first(dout, n, s, d) for n in (heads, kv_heads, kv_heads))
     else:
         gradients = map(torch.empty_like, saved[:3])
     return *gradients, *(
         dout.new_empty(0) if x is None else torch.empty_like(x) for x in (sinks, up)
     )
-
-
-def _like(x: torch.Tensor, heads: int) -> torch.Tensor:
-    b, _, s, d = x.shape
-    return x.new_empty(b, s, heads, d).transpose(1, 2)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -215,19 +208,20 @@ operator.register_autograd(_differentiate, setup_context=_save)
 _LIBRARY = torch.library.Library("longshard", "FRAGMENT")
 
 
-def add_autocast_rule(operator: Any, device_type: str, casts: Collection[int]) -> None:
+def add_autocast_rules(operator: Any, casts: Collection[int] = ()) -> None:
     """Cast these arguments of an operator, but not float64, as F.scaled_dot_product_attention does.
 
     Inside the operator autocast is off, so that its float32 tensors stay float32.
     """
 
-    def run(*args: Any) -> Any:
+    def run(device_type: str, *args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         cast = [_cast(x, dtype) if i in casts else x for i, x in enumerate(args)]
         with torch.autocast(device_type, enabled=False):
             return operator(*cast)
 
-    _LIBRARY.impl(operator, run, f"Autocast{device_type.upper()}")
+    for device_type in ("cpu", "cuda"):
+        _LIBRARY.impl(operator, partial(run, device_type), f"Autocast{device_type.upper()}")
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
@@ -236,13 +230,8 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 _QKV_UP = 0, 1, 2, 6
-for _device_type in ("cpu", "cuda"):
-    add_autocast_rule(
-        torch.ops.longshard.context_parallel_attention.default, _device_type, casts=_QKV_UP
-    )
-    add_autocast_rule(
-        torch.ops.longshard.context_parallel_attention_backward.default, _device_type, casts=()
-    )
+add_autocast_rules(torch.ops.longshard.context_parallel_attention.default, _QKV_UP)
+add_autocast_rules(torch.ops.longshard.context_parallel_attention_backward.default)
 
 
 # ---- the style
@@ -273,10 +262,9 @@ class ContextParallelAttention(ParallelStyle):
             raise ContextParallelError(
                 f"sliding_window = {sliding_window} shows nothing; use at least 1, or None for all"
             )
-        self.is_causal = is_causal
-        self.sliding_window = sliding_window
-        self.keep_exchanged = keep_exchanged
-        self.softcap = softcap
+        self._settings = AttentionSettings(
+            0.0, is_causal, sliding_window or 0, softcap or 0.0, keep_exchanged
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Dropout would need the same random pairs in every tile and in the backward.
@@ -287,48 +275,41 @@ class ContextParallelAttention(ParallelStyle):
         for rate in rates:
             if isinstance(rate, int | float) and rate > 0:
                 raise ContextParallelError(
-                    f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, or drop "
-                    "elsewhere, such as after the output projection"
+                    f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, "
+                    "or drop elsewhere, such as after the output projection"
                 )
-        settings = AttentionSettings(
-            0.0,
-            self.is_causal,
-            self.sliding_window or 0,
-            self.softcap or 0.0,
-            self.keep_exchanged,
-        )
-        forward = _forward_of(settings)
-        replace_forward(module, "context parallelism", forward)
+        replace_forward(module, "context parallelism", _forward_of(self._settings))
         module._context_parallel_mark = Mark(device_mesh.get_group())
         return module
 
 
-@cache
-def _forward_of(settings: AttentionSettings) -> partial:
-    """Return a partial of a function of this file, which can be pickled.
+@dataclass(frozen=True)
+class _Forward:
+    """The forward of parallelised modules, which can be pickled. settings: with any scale."""
 
-    Modules of one kind share it: the compiler guards on the object, and would compile each layer again.
-    """
-    return partial(_forward, settings=settings)
+    settings: AttentionSettings
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        plan: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output of the operator."""
+        if plan is None:
+            raise ContextParallelError(
+                "this attention is context parallel and got no plan; run the model inside "
+                "`context_parallel(...)` and pass that context's `attention_plan` to its forward"
+            )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        settings = self.settings._replace(scale=scale)
+        return context_parallel_attention(q, k, v, plan, settings, sinks=sinks, up=up).output
 
 
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    settings: AttentionSettings,
-    scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    up: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run as the forward of a parallelised module: return the output of the operator."""
-    if plan is None:
-        raise ContextParallelError(
-            "this attention is context parallel and got no plan; run the model inside `context_parallel(...)` "
-            "and pass that context's `attention_plan` to its forward"
-        )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    settings = settings._replace(scale=scale)
-    return context_parallel_attention(q, k, v, plan, settings, sinks=sinks, up=up).output
+_forward_of = cache(_Forward)
+"""Modules of one kind share a forward: the compiler guards on the object, and would compile each layer again."""

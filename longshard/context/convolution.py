@@ -20,6 +20,7 @@ from longshard.context.live import resolve
 from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.forward import replace_forward
 from longshard.sharding.rows import Axis, fetch
+from longshard.sharding.tensors import wide_type
 from longshard.sharding.windows import Window, window_plan
 
 Tiles = Sequence[tuple[int, int]]
@@ -103,8 +104,7 @@ def _(dout, x, weight, plan, positions):
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, plan, positions = inputs
-    ctx.save_for_backward(x, weight, plan, positions)
+    ctx.save_for_backward(*inputs)
 
 
 def _differentiate(ctx, dout: torch.Tensor):
@@ -155,7 +155,7 @@ def convolved(
     """
     last = weight.shape[2] - 1
     # kernel x (C, 1)
-    taps = weight.to(torch.promote_types(rows.dtype, torch.float32)).unbind(2)
+    taps = weight.to(wide_type(rows.dtype)).unbind(2)
     total = _of_tiles(rows, tiles, last) * taps[last].squeeze(1)
     for tap in range(1, last + 1):
         total += _reached(_of_tiles(rows, tiles, last - tap), reach, tap) * taps[
@@ -176,7 +176,7 @@ def gradients(
     rows: (B, R, C), gradients of the outputs; reach: (B, R), of these outputs.
     """
     last = weight.shape[2] - 1
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dtype = wide_type(rows.dtype)
     dx = x.new_zeros(x.shape, dtype=dtype)
     taps = weight.to(dtype).unbind(2)
     dweight = weight.new_zeros(weight.shape, dtype=dtype)

@@ -13,61 +13,69 @@ states have float32 at least. See arXiv 2404.02882 (LASP-2 is 2502.07563) for si
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from longshard.context.attention import add_autocast_rule
+from longshard.context.attention import add_autocast_rules
 from longshard.context.execution.linear_chunks import Given, Tokens
 from longshard.context.execution.linear_kernels import KernelPass, runs_kernels
 from longshard.context.linear_pass import ChunkedPass, Place
 from longshard.context.linear_scan import states_before
 from longshard.context.planning.options import ContextParallelError
+from longshard.sharding.tensors import wide_type
+
+
+def linear_attention(
+    x: Tokens, plan: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the recurrence of `execution/linear_chunks.py` over the whole sequence; a collective over the plan's mesh.
+
+    Gradients flow through the outputs alone.
+
+    Args:
+        x: this rank's rows.
+        plan: the handle, (B,) int64; None if the rows are the whole sequence.
+
+    Returns:
+        Scale times the outputs, as v; bytes of what the backward needs of the states; the state behind this rank's last
+        row, (B, G, K, V). States are in float32 at least.
+
+    Raises:
+        ContextParallelError: inputs that do not fit each other, or a plan that did not cut them.
+    """
+    *tokens, beta, positions, scale = x
+    return operator(tokens, beta, plan, positions, scale)
 
 
 @torch.library.custom_op("longshard::linear_attention", mutates_args=())
-def linear_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
+def operator(
+    tokens: Sequence[torch.Tensor],
     beta: torch.Tensor | None,
     plan: torch.Tensor | None,
     positions: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the recurrence of `execution/linear_chunks.py` over the whole sequence; a collective over the plan's mesh.
-
-    q, k: (B, S, H, K), S this rank's rows; v: (B, S, G, V), H divides G; log_decay: (B, S, G) or (B, S, G, K), at most
-    0; beta: (B, S, G), of the delta rule, None for no erasure; plan: the handle, (B,) int64, None if the rows are the
-    whole sequence; positions: (B, S), 0 where a document begins, None for one document.
-    -> scale times the outputs, as v; bytes of what the backward needs of the states; the state behind this
-    rank's last row, (B, G, K, V). States are in float32 at least. Gradients flow through the outputs alone.
-
-    Raises:
-        ContextParallelError: inputs that do not fit each other, or a plan that did not cut them.
-    """
-    place, local = _local(Tokens(q, k, v, log_decay, beta, positions, scale), plan)
-    maps = local.maps() if place.has_maps else None
-    if maps is None:
-        ends = place.ends(local.zeros, reverse=False)
+    """Compute `linear_attention`. tokens: q, k, v and log_decay, which always exist."""
+    x = Tokens(*tokens, beta, positions, scale)
+    place, local = _local(x, plan)
+    v_dim = x.v.shape[3]
+    transitions = []
+    if place.has_maps:
+        maps = local.maps()
+        transitions = [maps[..., v_dim:]]
+        ends = Given(states_before(maps, place.axis, v_dim, reverse=False))
     else:
-        ends = Given(states_before(maps, place.axis, v.shape[3], reverse=False))
+        ends = place.ends(local.zeros, reverse=False)
     out, entries, last = local.forward(ends)
-    kept = [entries] if maps is None else [entries, maps[..., v.shape[3] :]]
-    return (
-        out.to(v.dtype),
-        torch.cat([x.reshape(-1) for x in kept]).view(torch.uint8),
-        last.clone(),
-    )
+    kept = torch.cat([part.reshape(-1) for part in (entries, *transitions)])
+    return out.to(x.v.dtype), kept.view(torch.uint8), last.clone()
 
 
 @torch.library.custom_op("longshard::linear_attention_backward", mutates_args=())
-def _linear_attention_backward(
+def _operator_backward(
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
+    tokens: Sequence[torch.Tensor],
     beta: torch.Tensor | None,
     plan: torch.Tensor | None,
     positions: torch.Tensor | None,
@@ -75,29 +83,27 @@ def _linear_attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k, v, log_decay and beta ((0,) without one)."""
-    place, local = _local(Tokens(q, k, v, log_decay, beta, positions, scale), plan)
-    kept = kept.view(torch.promote_types(v.dtype, torch.float32))
+    x = Tokens(*tokens, beta, positions, scale)
+    place, local = _local(x, plan)
+    kept = kept.view(wide_type(x.v.dtype))
     size = math.prod(local.shape)
     local.begin_backward(dout, kept[:size].view(local.shape))
     if place.has_maps:
-        transitions = kept[size:].view(*local.shape[:-1], 1 if beta is None else q.shape[3])
+        *_, k_dim, v_dim = local.shape
+        transitions = kept[size:].view(*local.shape[:-1], 1 if beta is None else k_dim)
         maps = torch.cat((local.biases(), transitions), -1)
-        ends = Given(states_before(maps, place.axis, v.shape[3], reverse=True))
+        ends = Given(states_before(maps, place.axis, v_dim, reverse=True))
     else:
         ends = place.ends(local.zeros, reverse=True)
     *found, dbeta = local.backward(ends)
-    given = q, k, v, log_decay
-    found = [x.to(like.dtype).view(like.shape) for x, like in zip(found, given, strict=True)]
-    return *found, v.new_empty(0) if beta is None else dbeta.to(beta.dtype).view(beta.shape)
+    found = [g.to(like.dtype).view(like.shape) for g, like in zip(found, tokens, strict=True)]
+    dbeta = dout.new_empty(0) if beta is None else dbeta.to(beta.dtype).view(beta.shape)
+    return *found, dbeta
 
 
 def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, ChunkedPass | KernelPass]:
     """Check the inputs of the operator, and return where they are and what computes them."""
-    q = x.q
-    k = x.k
-    v = x.v
-    log_decay = x.log_decay
-    beta = x.beta
+    q, k, v, log_decay, beta, _, _ = x
     alike = (
         q.ndim == v.ndim == 4
         and q.shape == k.shape
@@ -112,47 +118,42 @@ def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, ChunkedPass | K
     ):
         raise ContextParallelError(
             f"linear attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, decays "
-            f"{tuple(log_decay.shape)} and beta {None if beta is None else tuple(beta.shape)}; give (B, S, H, K) "
-            "twice, (B, S, G, V) with H dividing G, (B, S, G) or (B, S, G, K), and (B, S, G)"
+            f"{tuple(log_decay.shape)} and beta {None if beta is None else tuple(beta.shape)}; give "
+            "(B, S, H, K) twice, (B, S, G, V) with H dividing G, (B, S, G) or (B, S, G, K), and (B, "
+            "S, G)"
         )
     place = Place.of(plan, q)
     return place, KernelPass(x, place.lengths) if runs_kernels(x) else ChunkedPass(x, place)
 
 
-@linear_attention.register_fake
-def _(q, k, v, _log_decay, _beta, plan, *_rest):
-    dtype = torch.promote_types(v.dtype, torch.float32)
+@operator.register_fake
+def _(tokens, beta, plan, positions, scale):
+    q, _, v, _ = tokens
+    dtype = wide_type(v.dtype)
     last = v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
-    size = (
-        math.prod(last.shape) * last.itemsize
-        if plan is None
-        else torch.library.get_ctx().new_dynamic_size()
-    )
+    size = math.prod(last.shape) * last.itemsize  # symbolic sizes have no `nbytes`
+    size = size if plan is None else torch.library.get_ctx().new_dynamic_size()
     return v.new_empty(v.shape), v.new_empty(size, dtype=torch.uint8), last
 
 
-@_linear_attention_backward.register_fake
-def _(_dout, q, k, v, log_decay, beta, *_rest):
-    dbeta = v.new_empty(0) if beta is None else beta.new_empty(beta.shape)
-    return *(x.new_empty(x.shape) for x in (q, k, v, log_decay)), dbeta
+@_operator_backward.register_fake
+def _(dout, tokens, beta, plan, positions, kept, scale):
+    dbeta = dout.new_empty(0) if beta is None else beta.new_empty(beta.shape)
+    return *(x.new_empty(x.shape) for x in tokens), dbeta
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, scale = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.scale = scale
+    tokens, *others, ctx.scale = inputs
+    ctx.save_for_backward(*tokens, *others, output[1])
 
 
 def _differentiate(ctx, dout, _dkept, _dlast):
-    *inputs, kept = ctx.saved_tensors
-    *gradients, dbeta = _linear_attention_backward(dout, *inputs, kept, ctx.scale)
-    return *gradients, dbeta if inputs[4] is not None else None, None, None, None
+    *tokens, beta, plan, positions, kept = ctx.saved_tensors
+    *gradients, dbeta = _operator_backward(dout, tokens, beta, plan, positions, kept, ctx.scale)
+    return gradients, None if beta is None else dbeta, None, None, None
 
 
-linear_attention.register_autograd(_differentiate, setup_context=_save)
+operator.register_autograd(_differentiate, setup_context=_save)
 
-for _device_type in ("cpu", "cuda"):
-    add_autocast_rule(torch.ops.longshard.linear_attention.default, _device_type, casts=())
-    add_autocast_rule(
-        torch.ops.longshard.linear_attention_backward.default, _device_type, casts=()
-    )
+add_autocast_rules(torch.ops.longshard.linear_attention.default)
+add_autocast_rules(torch.ops.longshard.linear_attention_backward.default)

@@ -5,6 +5,7 @@ gradients from those of the states behind. `ChunkedPass` is plain PyTorch; `line
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -29,6 +30,7 @@ from longshard.context.linear_scan import InOrder, aligned, fragments_of
 from longshard.context.live import resolve
 from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.rows import Axis, fetch
+from longshard.sharding.tensors import wide_type
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Place:
             raise ContextParallelError(
                 "linear attention got a sequence in chunks, whose states do not wait between chunks; give it whole"
             )
-        rank = live.mesh.get_local_rank()
+        rank = live.rank
         if q.shape[1] != (rows := live.layout.local_length(rank)):
             raise ContextParallelError(
                 f"linear attention got {q.shape[1]} rows of the sequence and its plan has {rows} for this rank; cut "
@@ -152,7 +154,7 @@ class ChunkedPass:
         self._place = place
         self._heads = x.q.shape[2]
         self._scale = x.scale
-        self._chunks = Chunks(_inputs(x, place), place.run)
+        self._chunks = Chunks(_inputs(x, place), place.fragments, place.run)
         k = self._chunks.x.k
         v = self._chunks.x.v
         self.shape = k.shape[0], len(place.lengths), k.shape[1], k.shape[-1], v.shape[-1]
@@ -164,10 +166,10 @@ class ChunkedPass:
     @cached_property
     def _of_runs(self) -> list[torch.Tensor]:
         """The maps of the runs of each fragment."""
-        return self._chunks.maps(self._place.fragments)
+        return self._chunks.maps()
 
-    def _maps_of_runs(self) -> list[torch.Tensor] | None:
-        return self._of_runs if self._place.has_runs else None
+    def _maps_of_runs(self) -> Sequence[torch.Tensor | None]:
+        return self._of_runs if self._place.has_runs else [None] * len(self._place.lengths)
 
     def maps(self) -> torch.Tensor:
         """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 diagonal."""
@@ -179,30 +181,28 @@ class ChunkedPass:
 
     def forward(self, ends: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return outputs, (B, S, H, V), the states before fragments, and the state behind the last one."""
-        fragments = self._place.fragments
-        before, behind = self._chunks.states(fragments, ends, self._maps_of_runs())
+        before, behind = self._chunks.states(ends, self._maps_of_runs())
         out = self._place.rows_of(self._chunks.outputs(before))
-        entries = stacked([before[:, :, first] for first, _ in fragments], ends.zero)
+        firsts = [before[:, :, first] for first, _ in self._place.fragments]
+        entries = stacked(firsts, ends.zero)
         last = behind[:, -1] if behind.shape[1] else ends.zero
         return out, entries, last
 
     def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
         """Take the gradient of the outputs, (B, S, H, V), and the states before fragments."""
-        place = self._place
-        chunks = self._chunks
-        self._before, _ = chunks.states(place.fragments, Given(entries), self._maps_of_runs())
-        self._dout = place.chunked(dout.to(entries.dtype))
-        self._read = chunks.read(self._dout)
+        self._before, _ = self._chunks.states(Given(entries), self._maps_of_runs())
+        self._dout = self._place.chunked(dout.to(entries.dtype))
+        self._read = self._chunks.read(self._dout)
 
     @cached_property
     def _biases_of_runs(self) -> list[torch.Tensor]:
-        return self._chunks.biases(self._place.fragments, self._read)
+        return self._chunks.biases(self._read)
 
     @cached_property
-    def _maps_back(self) -> list[torch.Tensor] | None:
-        """The maps of runs with the biases of the backward, None without runs."""
+    def _maps_back(self) -> Sequence[torch.Tensor | None]:
+        """The maps of runs with the biases of the backward, see `_maps_of_runs`."""
         if not self._place.has_runs:
-            return None
+            return self._maps_of_runs()
         v_dim = self.shape[-1]
         both = zip(self._biases_of_runs, self._of_runs, strict=True)
         return [torch.cat((bias, maps[..., v_dim:]), -1) for bias, maps in both]
@@ -210,16 +210,16 @@ class ChunkedPass:
     def biases(self) -> torch.Tensor:
         """Return the gradients of the states before fragments, of `shape`, if those of the states behind are zero."""
         zero = Given(self.zeros).zero
-        maps = self._maps_back
-        if maps is None:
+        if not self._place.has_runs:
             return stacked([bias.squeeze(2) for bias in self._biases_of_runs], zero)
+        maps = self._maps_back
         return stacked([through_runs(zero, x, reverse=True)[1] for x in maps], zero)
 
     def backward(self, ends: Given) -> tuple[torch.Tensor, ...]:
         """Return the gradients of q, k, v, log_decay and, if there is one, beta, or anything in its place."""
         place = self._place
         chunks = self._chunks
-        dadded, dbehind = chunks.adjoint(place.fragments, self._read, ends, self._maps_back)
+        dadded, dbehind = chunks.adjoint(self._read, ends, self._maps_back)
         found = chunks.gradients(self._dout, self._before, dadded, dbehind)
         dq, dk, dv = (place.rows_of(x) for x in (found.q * self._scale, found.k, found.v))
         ddecay = place.rows_of(found.decay.flip(3).cumsum(3).flip(3))
@@ -230,12 +230,11 @@ class ChunkedPass:
 
 def _inputs(x: Tokens, place: Place) -> Inputs:
     """Return the tokens in chunks."""
-    dtype = torch.promote_types(x.v.dtype, torch.float32)
+    dtype = wide_type(x.v.dtype)
     shared = x.v.shape[2] // x.q.shape[2]
     q, k = (place.chunked(part.to(dtype).repeat_interleave(shared, 2)) for part in (x.q, x.k))
-    decay = (
-        x.log_decay.to(dtype) if x.log_decay.ndim == 4 else x.log_decay.to(dtype).unsqueeze(-1)
-    )
+    decay = x.log_decay.to(dtype)
+    decay = decay if decay.ndim == 4 else decay.unsqueeze(-1)
     document = None
     if x.positions is not None:
         document = (

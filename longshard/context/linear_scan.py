@@ -25,11 +25,11 @@ from functools import lru_cache
 import torch
 
 from longshard.context.execution.build import own_group
-from longshard.context.execution.linear_chunks import Given, changed
+from longshard.context.execution.linear_chunks import Given, changed, stacked
 from longshard.sharding.exchange import Transfer, send_receive
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.ranges import union
-from longshard.sharding.rows import Axis, Wanted, fetch
+from longshard.sharding.ranges import Wanted, union
+from longshard.sharding.rows import Axis, fetch
 
 GATHERED_BYTES = 64 << 20
 """At 50 GB/s they take 1.3 ms, as long as some forty messages of a small block."""
@@ -73,7 +73,7 @@ class InOrder(Given):
         self._axis = axis
         self._step = -1 if reverse else 1
         self._owners = _owners(axis.layout)
-        self._own = _own(axis)
+        self._own = axis.layout.indices(axis.rank).tolist()
         self._last = zero
         self._group = own_group(axis.group, "states", zero.device.type)
 
@@ -115,14 +115,9 @@ def states_before(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) 
     its diagonal. axis: a row for each fragment of all ranks. reverse: from the last fragment to the first, with
     transposed transitions.
     """
-    if is_gathered(axis.layout, math.prod((maps.shape[0], *maps.shape[2:])) * maps.itemsize):
-        return _gathered(maps, axis, v_dim, reverse=reverse)
-    return _in_turn(maps, axis, v_dim, reverse=reverse)
-
-
-def _own(axis: Axis) -> list[int]:
-    """Return the numbers of this rank's fragments."""
-    return [i for first, end in axis.layout.ranges[axis.rank] for i in range(first, end)]
+    map_bytes = math.prod((maps.shape[0], *maps.shape[2:])) * maps.itemsize
+    found = _gathered if is_gathered(axis.layout, map_bytes) else _in_turn
+    return found(maps, axis, v_dim, reverse=reverse)
 
 
 def maps_before(fragments: AxisLayout) -> Wanted:
@@ -138,7 +133,7 @@ def maps_behind(fragments: AxisLayout) -> Wanted:
 
 
 def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
-    own = _own(axis)
+    own = axis.layout.indices(axis.rank).tolist()
     last = axis.layout.length - 1
     rows = fetch(maps, axis, (maps_behind if reverse else maps_before)(axis.layout), 1)
     if reverse:
@@ -151,7 +146,7 @@ def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> t
             found.append(state)
         if number < rows.shape[1]:
             state = changed(state, rows[:, number], reverse=reverse)
-    states = torch.stack(found, 1) if found else state.unsqueeze(1)[:, :0]
+    states = stacked(found, state)
     return states.flip(1) if reverse else states
 
 
@@ -159,11 +154,11 @@ def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> to
     # fragments with their ranks; a place is a number in this order
     order = [*enumerate(_owners(axis.layout))]
     order = order[::-1] if reverse else order
-    numbers = {number: i for i, number in enumerate(_own(axis))}
+    own = axis.layout.indices(axis.rank).tolist()
+    numbers = {number: i for i, number in enumerate(own)}
     changes = {place: maps[:, numbers[n]] for place, (n, _) in enumerate(order) if n in numbers}
-    states = {
-        place: maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim) for place in changes
-    }
+    zero = maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim)
+    states = {place: zero.clone() for place in changes}
     size = -(-v_dim // BLOCKS)
     blocks = [slice(first, min(first + size, v_dim)) for first in range(0, v_dim, size)]
     group = own_group(axis.group, "states", maps.device.type)
@@ -193,19 +188,11 @@ def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> to
         for target, block in arriving:
             target.copy_(block)
     found = [states[place] for place in sorted(states, reverse=reverse)]
-    return (
-        torch.stack(found, 1)
-        if found
-        else maps.new_zeros(maps.shape[0], 0, *maps.shape[2:4], v_dim)
-    )
+    return stacked(found, zero)
 
 
 def _owners(fragments: AxisLayout) -> list[int]:
     """Return the rank of each fragment, in the order of the tokens."""
-    owners = {
-        i: rank
-        for rank, ranges in enumerate(fragments.ranges)
-        for a, b in ranges
-        for i in range(a, b)
-    }
+    ranks = range(fragments.degree)
+    owners = {i: rank for rank in ranks for i in fragments.indices(rank).tolist()}
     return [owners[i] for i in range(fragments.length)]

@@ -205,7 +205,7 @@ class LivePlan:
         q, k, v, up = inputs
         alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
         if up is not None:
-            _check_latents(q, k, v, up)
+            _check_latents(inputs)
         elif (
             not alike
             or q.shape[0] != k.shape[0]
@@ -247,7 +247,8 @@ class LivePlan:
         return mask & by_sequence([self.mask.sequence(number) for number in sequences])
 
 
-def _check_latents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, up: torch.Tensor) -> None:
+def _check_latents(inputs: AttentionInputs) -> None:
+    q, k, v, up = inputs
     alike = q.dtype == k.dtype == up.dtype and (q.ndim, k.ndim, v.ndim, up.ndim) == (4, 4, 4, 3)
     fits = (
         alike

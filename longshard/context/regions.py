@@ -161,13 +161,11 @@ def _with_names(
     options: ContextParallelOptions, method: str | None, load_balancer: str | AxisLayout | None
 ) -> ContextParallelOptions:
     """Return the options with the method and the load balancer that are named."""
-    names = {
-        "method": method,
-        "load_balancer": load_balancer if isinstance(load_balancer, str) else None,
-    }
-    return replace(
-        options, **{field: name for field, name in names.items() if name is not None}
-    )
+    if method is not None:
+        options = replace(options, method=method)
+    if isinstance(load_balancer, str):
+        options = replace(options, load_balancer=load_balancer)
+    return options
 
 
 def _refuse_open(mesh: DeviceMesh) -> None:
@@ -218,10 +216,9 @@ def sequence_chunks(
     """
     rows = ChunkRows(keep)
     with ExitStack() as stack:
-        chunks = ((number, rows) for number in range(layout.degree))
         plans = (
-            LivePlan(mesh, layout, mask, options, chunk=chunk, scores=scores, gpu=gpu)
-            for chunk in chunks
+            LivePlan(mesh, layout, mask, options, chunk=(number, rows), scores=scores, gpu=gpu)
+            for number in range(layout.degree)
         )
         yield tuple(stack.enter_context(opened(plan, sequences)) for plan in plans)
 

@@ -6,7 +6,7 @@ chunk, select, narrow, diff        rows stay at their owners
 sort, fft, median, cumprod         another dimension is sharded in its place, by one all-to-all, and back
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, wraps
 from inspect import signature
 from itertools import accumulate, pairwise
@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from longshard.domain.dispatch import DomainTensor, refused, rule, wrapped
-from longshard.domain.domain import Axis, Domain, balanced, sized
+from longshard.domain.dispatch import AnyTensor, DomainTensor, refused, rule, wrapped
+from longshard.domain.domain import balanced, sized
 from longshard.domain.elementwise import elementwise
-from longshard.domain.reductions import extreme, vector_norm, wide
+from longshard.domain.reductions import extreme, vector_norm
 from longshard.domain.transfer import gather, move
 from longshard.domain.whole import flat, mapped
 from longshard.sharding.placement import rows_on, shard
 from longshard.sharding.rows import connected
+from longshard.sharding.tensors import wide_type
 
 Rule = Callable[..., Any]
 
@@ -63,7 +64,7 @@ def along(*names: str) -> Callable[[Rule], Rule]:
 
 @along("softmax", "log_softmax")
 def softmax(function, x, dim=None, dtype=None, _stacklevel=3) -> DomainTensor:
-    exact = x.to(wide(dtype or x.dtype))
+    exact = x.to(wide_type(dtype or x.dtype))
     exact = exact - exact.detach().amax(dim, keepdim=True)
     total = exact.exp().sum(dim, keepdim=True)
     result = exact.exp() / total if function.__name__ == "softmax" else exact - total.log()
@@ -74,7 +75,7 @@ def softmax(function, x, dim=None, dtype=None, _stacklevel=3) -> DomainTensor:
 def logsumexp(function, x, dim, keepdim=False) -> DomainTensor:
     top = x.detach().amax(dim, keepdim=True)
     top = top.masked_fill(top.isinf(), 0)
-    result = (x.to(wide(x.dtype)) - top).exp().sum(dim, keepdim=True).log() + top
+    result = (x.to(wide_type(x.dtype)) - top).exp().sum(dim, keepdim=True).log() + top
     return (result if keepdim else result.squeeze(dim)).to(x.dtype)
 
 
@@ -97,7 +98,7 @@ def extreme_along(function, x, dim, keepdim=False) -> Any:
 
 @rule("max", "min")
 def extreme_of(function, x, dim=None, keepdim=False) -> Any:
-    if isinstance(dim, DomainTensor | torch.Tensor):  # of two tensors
+    if isinstance(dim, AnyTensor):  # of two tensors
         return elementwise(
             torch.maximum if function.__name__ == "max" else torch.minimum, x, dim
         )
@@ -124,8 +125,8 @@ def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[Doma
     """
     dim %= x.ndim
     axis = x.domain.axes[dim]
-    few = sized([min(number, axis.layout.local_length(rank)) for rank in range(axis.degree)])
-    domain = Domain(x.domain.axes | {dim: Axis(few, axis.group)})
+    few = sized([min(number, rows) for rows in axis.layout.lengths])
+    domain = x.domain.layouts({dim: few})
     values, places = (
         choose(x.local, dim)
         if x.local.shape[dim]
@@ -162,11 +163,8 @@ def select(function, x, dim, index) -> DomainTensor:
 
 @along("narrow")
 def narrow(function, x, dim, start, length) -> DomainTensor:
-    return _rows(
-        x,
-        dim,
-        slice(start % x.shape[dim] if start < 0 else start, start % x.shape[dim] + length),
-    )
+    first = start + x.shape[dim] * (start < 0)
+    return _rows(x, dim, slice(first, first + length))
 
 
 @rule("diff", first_only=True)
@@ -225,7 +223,7 @@ def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: i
 
     def back(part: torch.Tensor) -> DomainTensor:
         is_dropped = part.ndim < x.ndim
-        rows = 0 if part.ndim < x.ndim else part.shape[dim]
+        rows = 0 if is_dropped else part.shape[dim]
         if is_dropped or rows == 1:
             part = DomainTensor(part, y.domain.reduced([dim], keepdim=not is_dropped))
             return (
@@ -237,14 +235,9 @@ def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: i
         if target is not None:
             return move(DomainTensor(part, y.domain), target, dim, layout)
         own = shard(part, layout, dim, group=axis.group)
-        return DomainTensor(own, Domain(y.domain.axes | {dim: Axis(layout, axis.group)}))
+        return DomainTensor(own, x.domain.layouts({dim: layout}))
 
-    result = _of_shard(function, y.local)
-    return (
-        back(result)
-        if isinstance(result, torch.Tensor)
-        else type(result)([back(part) for part in result])
-    )
+    return mapped(back, _of_shard(function, y.local))
 
 
 def _of_shard(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
@@ -289,11 +282,7 @@ def fourier(function, x, s=None, dim=None, norm=None, n=None) -> DomainTensor:
 
 @rule("fft_fftshift", "fft_ifftshift", first_only=True)
 def shifted_frequencies(function, x, dim=None) -> DomainTensor:
-    dims: Sequence[int] = (
-        range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    )
-    halves = [
-        x.shape[d] // 2 if function.__name__ == "fft_fftshift" else -(x.shape[d] // 2)
-        for d in dims
-    ]
-    return x.roll(halves, [*dims])
+    dims = [*range(x.ndim)] if dim is None else dim
+    dims = [dims] if isinstance(dims, int) else dims
+    sign = 1 if function.__name__ == "fft_fftshift" else -1
+    return x.roll([sign * (x.shape[d] // 2) for d in dims], [*dims])

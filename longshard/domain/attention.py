@@ -28,7 +28,7 @@ from longshard.domain.dispatch import (
     unwrapped,
     wrapped,
 )
-from longshard.domain.domain import Axis, Domain, balanced
+from longshard.domain.domain import Axis, Domain, balanced, shares_ranks
 from longshard.domain.elementwise import own_part
 from longshard.domain.transfer import gather
 from longshard.sharding.rows import connected
@@ -50,24 +50,19 @@ def attention(
 
     attn_mask: as large as torch takes it. Dropped weights are computed by hand.
     """
-    q, k, v = (wrapped(t, Domain({})) for t in (query, key, value))
-    x = next(filter(is_sharded, (q, k, v, attn_mask)), None)
-    if x is None and not dropout_p:
-        parts = (unwrapped(t) for t in (q, k, v, attn_mask))
-        return DomainTensor(
-            function(*parts, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa),
-            Domain({}),
-        )
-    x = q if x is None else x
-    q, k, v = (gather(t, [t.ndim - 1]) if t.ndim - 1 in t.domain.axes else t for t in (q, k, v))
-    if enable_gqa and (q.ndim - 3 in q.domain.axes or k.shape[-3] != v.shape[-3]):
-        k = _repeated(k, q, shares=True)
-        v = _repeated(v, q, shares=True)
+    inputs = query, key, value, attn_mask
+    if not dropout_p and not any(map(is_sharded, inputs)):
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return wrapped(function(*unwrapped(inputs), **options))
+    q, k, v = (gather(wrapped(t), [t.ndim - 1]) for t in inputs[:3])
+    is_repeated = dropout_p or q.ndim - 3 in q.domain.axes
+    if enable_gqa and (is_repeated or k.shape[-3] != v.shape[-3]):
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
         enable_gqa = False
     q, k, v = _broadcast(q, k, v, shares=enable_gqa)
     if dropout_p:  # drawn by place, of whole tensors too
-        weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale, shares=enable_gqa)
-        return F.dropout(weights, dropout_p) @ (_repeated(v, q, shares=enable_gqa))
+        weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale)
+        return F.dropout(weights, dropout_p) @ v
     options = _Options(is_causal, scale, enable_gqa)
     return _attended(function, q, k, v, attn_mask, options)
 
@@ -87,31 +82,36 @@ def _attended(
     options: _Options,
 ) -> DomainTensor:
     """Return the attention of broadcast q, k and v: keys travel over the ranks of the queries, or are gathered."""
-    is_causal, scale, enable_gqa = options
     both = torch.cat([k, v], -1)
     rows = q.ndim - 2
     of_keys = both.domain.axes.get(rows)
-    others = [axis.group for dim, axis in q.domain.axes.items() if dim != rows]
-    travels = attn_mask is None and of_keys is not None and of_keys.group not in others
-    is_whole = travels and rows not in q.domain.axes
-    if is_whole:
-        q = _some_queries(q, of_keys)
-    travels = travels and q.domain.axes[rows].group is of_keys.group
     domain = q.domain
-    keys = Domain(
-        {dim: axis for dim, axis in domain.axes.items() if dim < rows}
-        | ({rows: of_keys} if travels else {})
-    )
+    beside = domain.without(rows)
+    travels = attn_mask is None and of_keys is not None
+    travels = travels and not shares_ranks(of_keys, beside.axes.values())
+    is_whole = travels and rows not in domain.axes
+    if is_whole:  # each of the ranks that share the keys computes some of the queries
+        some = Axis(balanced(q.shape[rows], of_keys.degree), of_keys.group)
+        domain = Domain(beside.axes | {rows: some})
+    travels = travels and domain.axes[rows].group is of_keys.group
+    keys = Domain(beside.axes | {rows: of_keys}) if travels else beside
+    q_local = own_part(q, domain, q.shape)
     both = gather(both, [dim for dim in both.domain.axes if dim not in keys.axes])
     local = own_part(both, keys, torch.Size([*q.shape[:-2], *both.shape[-2:]]))
     parts = local.split([k.shape[-1], v.shape[-1]], -1)
     if travels:
         axes = domain.axes[rows], of_keys
-        how = {"axes": axes, "scale": scale, "is_causal": is_causal, "shares": enable_gqa}
-        out = DomainTensor(_over_ranks(q.local, *parts, **how), domain)
+        out = DomainTensor(_over_ranks(q_local, *parts, axes=axes, options=options), domain)
         return gather(out, [rows]) if is_whole else out
-    mask = _rows_of_mask(attn_mask, q, k.shape[-2], is_causal=is_causal)
-    out = _by_function(function, q.local, *parts, mask, scale=scale, enable_gqa=enable_gqa)
+    mask = _seen(attn_mask, q, k.shape[-2], is_causal=options.is_causal)
+    mask = None if mask is None else _rows_of_mask(mask, q)
+    if q_local.numel():
+        of_scores = {"scale": options.scale, "enable_gqa": options.enable_gqa}
+        out = function(q_local, *parts, attn_mask=mask, **of_scores)
+    else:
+        of_mask = [] if mask is None or not mask.is_floating_point() else [mask]
+        empty = q_local.new_zeros(*q_local.shape[:-1], v.shape[-1])
+        out = connected(empty, q_local, *parts, *of_mask)
     return DomainTensor(out, domain)
 
 
@@ -133,38 +133,8 @@ def _broadcast(
     return q if [*q.shape[:-2]] == before else q.expand(*before, *q.shape[-2:]), k, v
 
 
-def _some_queries(q: DomainTensor, of_keys: Axis) -> DomainTensor:
-    """Shard whole queries evenly over the ranks that share the keys: each rank computes some of the queries."""
-    rows = q.ndim - 2
-    domain = Domain(
-        q.domain.axes | {rows: Axis(balanced(q.shape[rows], of_keys.degree), of_keys.group)}
-    )
-    return DomainTensor(own_part(q, domain, q.shape), domain)
-
-
-def _by_function(
-    function: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    **options: Any,
-) -> torch.Tensor:
-    """Call the function of torch on local tensors; without local queries, return an output without rows."""
-    if q.numel():
-        return function(q, k, v, attn_mask=mask, **options)
-    empty = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    return connected(
-        empty, q, k, v, *([] if mask is None or not mask.is_floating_point() else [mask])
-    )
-
-
-def _rows_of_mask(
-    mask: Any, q: DomainTensor, keys: int, *, is_causal: bool
-) -> torch.Tensor | None:
-    """Return what a mask says of this rank's queries; causality of whole keys is a mask, too."""
-    if (mask := _seen(mask, q, keys, is_causal=is_causal)) is None:
-        return None
+def _rows_of_mask(mask: Any, q: DomainTensor) -> torch.Tensor:
+    """Return the rows of a mask that belong to this rank's queries."""
     before = q.ndim - mask.ndim
     shape = torch.Size([*q.shape[:before], *mask.shape])
     axes = {
@@ -182,11 +152,6 @@ def _seen(mask: Any, q: DomainTensor, keys: int, *, is_causal: bool) -> Any:
     return torch.ones(q.shape[-2], keys, dtype=torch.bool, device=q.device).tril()
 
 
-def _repeated(keys: DomainTensor, q: DomainTensor, *, shares: bool) -> DomainTensor:
-    """Return keys or values with as many heads as there are queries' heads."""
-    return keys.repeat_interleave(q.shape[-3] // keys.shape[-3], -3) if shares else keys
-
-
 def _weights(
     q: DomainTensor,
     k: DomainTensor,
@@ -194,12 +159,9 @@ def _weights(
     *,
     is_causal: bool,
     scale: float | None,
-    shares: bool = False,
 ) -> DomainTensor:
     """Return the softmax of the masked products of queries and keys: (B, H, S, S of keys)."""
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ _repeated(
-        k, q, shares=shares
-    ).mT
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
     if (mask := _seen(mask, q, k.shape[-2], is_causal=is_causal)) is not None:
         scores = (
             scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
@@ -207,17 +169,13 @@ def _weights(
     return scores.softmax(-1)
 
 
-def _over_ranks(
-    *qkv: torch.Tensor,
-    axes: tuple[Axis, Axis],
-    scale: float | None,
-    is_causal: bool,
-    shares: bool,
-) -> torch.Tensor:
-    """Return attention of this rank's rows; a collective. axes: of queries and of keys; shares: heads share keys."""
-    (q, k, v), (of_queries, of_keys) = qkv, axes
+def _over_ranks(*qkv: torch.Tensor, axes: tuple[Axis, Axis], options: _Options) -> torch.Tensor:
+    """Return attention of this rank's rows; a collective. axes: of queries and of keys."""
+    q, k, v = qkv
+    of_queries, of_keys = axes
+    is_causal, scale, enable_gqa = options
     *lead, rows, width = q.shape
-    batch = len(lead) - shares
+    batch = len(lead) - enable_gqa
     values = v.shape[-1]
     size = max(width, values)  # the engine takes one size of heads
     k, v = (t.expand(*lead[:batch], *t.shape[batch:]) for t in (k, v))
@@ -234,13 +192,11 @@ def _over_ranks(
     mask = full(*lengths)
     if is_causal:  # the first query stands at the first key
         mask = replace(mask, bands=tuple(band._replace(upper=0) for band in mask.bands))
-    options = ContextParallelOptions(method="ring")
+    ring = ContextParallelOptions(method="ring")
     plan = make_plan(
-        of_queries.layout, mask, options.method, of_queries.rank, kv_layout=of_keys.layout
+        of_queries.layout, mask, ring.method, of_queries.rank, kv_layout=of_keys.layout
     )
-    run = build_execution(
-        plan, q, (of_queries.group,) * 2, options, needs=KernelNeeds(fixed=True)
-    )
+    run = build_execution(plan, q, (of_queries.group,) * 2, ring, needs=KernelNeeds(fixed=True))
     out = _Attention.apply(q, k, v, run, width**-0.5 if scale is None else scale)
     return out[..., :values].reshape(*lead, rows, values)
 
@@ -278,11 +234,9 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, Domai
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     inputs = given.query, given.key, given.value
-    x = next(filter(is_sharded, inputs), None)
     share = given.dropout_p if given.training else 0.0
-    if x is None and not share:
-        return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
-    x = given.query if x is None else x
+    if not share and not any(map(is_sharded, inputs)):
+        return wrapped(function(*unwrapped(args), **unwrapped(kwargs)))
     weights = given.q_proj_weight, given.k_proj_weight, given.v_proj_weight
     weights = weights if given.use_separate_proj_weight else given.in_proj_weight.chunk(3)
     biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
@@ -312,11 +266,7 @@ def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, Domai
 
 def _with_extras(t: DomainTensor, given: Any, bias: Any, *, zero: bool) -> DomainTensor:
     """Return keys or values (N, H, S, D), or those given in their place, with a learned one and a zero behind them."""
-    t = (
-        t
-        if given is None
-        else wrapped(given, Domain({})).view(*t.shape[:-2], *given.shape[-2:])
-    )
+    t = t if given is None else wrapped(given).view(*t.shape[:-2], *given.shape[-2:])
     shape = *t.shape[:-2], 1, t.shape[-1]
     extras = [] if bias is None else [bias.view(t.shape[-3], 1, -1).expand(shape)]
     extras += [torch.zeros(shape, dtype=t.dtype, device=t.device)] * zero

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from longshard.domain import whole
-from longshard.domain.domain import Domain
+from longshard.domain.domain import WHOLE, Domain
 from longshard.domain.whole import flat
 
 Rule = Callable[..., Any]
@@ -179,6 +179,8 @@ class DomainTensor:
         )
 
 
+AnyTensor = DomainTensor | torch.Tensor
+
 # What the shard and the whole tensor have in common.
 _OF_LOCAL = """
 ndim dtype device requires_grad is_cuda is_cpu is_meta is_nested is_floating_point is_complex
@@ -220,7 +222,7 @@ def _in_autograd_function() -> bool:
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Return nested arguments in which the function is applied to each tensor, and to the shard of domain tensors."""
-    return pytree.tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
+    return pytree.tree_map_only(torch.Tensor, function, tree)
 
 
 def is_sharded(x: object) -> bool:
@@ -242,7 +244,7 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     name = function.__name__
     found = _RULES.get(name)
     if not (is_sharded(x) or is_parallel or (found is not None and found.draws)):
-        return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
+        return wrapped(function(*unwrapped(args), **unwrapped(kwargs)))
     if found is None or kwargs.pop("out", None) is not None:
         raise refused(
             name,
@@ -310,14 +312,11 @@ def refuse_unless(condition: bool, function: Callable, x: DomainTensor, why: str
         raise refused(function.__name__, x, why)
 
 
-def wrapped(result: Any, domain: Domain) -> Any:
-    """Return a function's result with its tensors as domain tensors."""
-    if isinstance(result, torch.Tensor):
-        return DomainTensor(result, domain)
-    if isinstance(result, tuple | list):
-        # torch.return_types take a sequence too
-        return type(result)([wrapped(part, domain) for part in result])
-    return result
+def wrapped(result: Any, domain: Domain = WHOLE) -> Any:
+    """Return a function's result with its plain tensors as domain tensors."""
+    return whole.mapped(
+        lambda x: DomainTensor(x, domain) if isinstance(x, torch.Tensor) else x, result
+    )
 
 
 def unwrapped(value: Any) -> Any:

@@ -10,7 +10,7 @@ stay described:
     rank (1, 0) has (2, 16, 4, 7)    rank (1, 1) has (2, 16, 4, 5)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,14 +71,6 @@ class Domain:
             {d: Axis(layouts.get(d, axis.layout), axis.group) for d, axis in self.axes.items()}
         )
 
-    def is_that_of(self, other: "Domain") -> bool:
-        """Return whether the other domain has the very same axes; False says nothing."""
-        mine = self.axes
-        others = other.axes
-        return self is other or (
-            mine.keys() == others.keys() and all(mine[dim] is others[dim] for dim in mine)
-        )
-
     def ranges(self, dim: int, length: int) -> Ranges:
         """Return the rows of dimension `dim`, whose global length is given, that this rank has."""
         axis = self.axes.get(dim)
@@ -114,8 +106,21 @@ class Domain:
             return Domain(kept)
         return Domain({dim - sum(d < dim for d in dims): axis for dim, axis in kept.items()})
 
+    def without(self, *dims: int) -> "Domain":
+        """Return the domain of the tensor with these dimensions whole on every rank."""
+        return self.reduced(dims, keepdim=True)
+
     def moved(self, by: int, *, first: int = 0) -> "Domain":
         """Return the domain after `by` dimensions were put in, or taken out, before dimension `first`."""
         return Domain(
             {dim + by if dim >= first else dim: axis for dim, axis in self.axes.items()}
         )
+
+
+WHOLE = Domain({})
+"""Of a tensor that every rank has whole."""
+
+
+def shares_ranks(axis: Axis, others: Iterable[Axis]) -> bool:
+    """Return whether another axis is sharded over the ranks of this one."""
+    return any(axis.group is other.group for other in others)

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 
 from longshard.domain.dispatch import (
     VIEW,
+    AnyTensor,
     DomainTensor,
     is_sharded,
     refuse_unless,
-    refused,
     rule,
     unwrapped,
     wrapped,
 )
-from longshard.domain.domain import Axis, Domain
+from longshard.domain.domain import Axis, Domain, shares_ranks
 from longshard.domain.transfer import gather, move, reshard
 from longshard.sharding.placement import shard
 
@@ -36,68 +36,39 @@ softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide trun
 __add__ __sub__ __mul__ __truediv__ __floordiv__ __mod__ __pow__ __and__ __or__ __xor__ __radd__ __rsub__ __rmul__
 __rdiv__ __rfloordiv__ __rmod__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
+_FORMS = [
+    form for name in _NAMES.split() for form in (f"{name}_", name.replace("__", "__i", 1))
+]
 _IN_PLACE = frozenset(
-    [
-        f"{name}_"
-        for name in _NAMES.split()
-        if hasattr(torch.Tensor, f"{name}_") or hasattr(F, f"{name}_")
-    ]
-    + ["copy_", "fill_", "zero_"]
-    + [
-        f"__i{name}__"
-        for name in (
-            "add",
-            "sub",
-            "mul",
-            "div",
-            "truediv",
-            "floordiv",
-            "mod",
-            "pow",
-            "and",
-            "or",
-            "xor",
-        )
-    ]
+    form
+    for form in (*_FORMS, "copy_", "fill_", "zero_", "__idiv__")
+    if form not in _NAMES.split() and (hasattr(torch.Tensor, form) or hasattr(F, form))
 )
+"""Functions that change their first argument, such as `add_` and `__iadd__`."""
 
 
 @rule(*_NAMES.split(), *_IN_PLACE, by_element=True)
 def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Apply the function to the shards, after they are brought to one layout."""
-    name = function.__name__
-    operands = [
-        x for x in (*args, *kwargs.values()) if isinstance(x, DomainTensor | torch.Tensor)
-    ]
+    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, AnyTensor)]
     x = operands[0]
     is_alone = len(operands) == 1 and isinstance(x, DomainTensor)
     shape = x.shape if is_alone else torch.broadcast_shapes(*(x.shape for x in operands))
     domain = x.domain if is_alone else common_domain(operands, shape)
-    is_in_place = name in _IN_PLACE or kwargs.get("inplace", False)
-    if is_in_place and not (
-        isinstance(x, DomainTensor)
-        and x.shape == shape
-        and x.domain.axes.keys() == domain.axes.keys()
-    ):
-        raise refused(
-            name,
-            next(filter(is_sharded, operands)),
-            "it changes a tensor that has not the result's axes",
-        )
-    if is_in_place and x.base is not None:
-        raise refused(name, x, f"{VIEW}; change a `clone` of it")
+    is_in_place = function.__name__ in _IN_PLACE or kwargs.get("inplace", False)
+    shown = next(filter(is_sharded, operands), x)
+    if is_in_place:
+        has_axes = isinstance(x, DomainTensor) and x.domain.axes.keys() == domain.axes.keys()
+        why = "it changes a tensor that has not the result's axes"
+        refuse_unless(has_axes and x.shape == shape, function, shown, why)
+        refuse_unless(x.base is None, function, x, f"{VIEW}; change a `clone` of it")
 
     def own(x: Any) -> Any:
-        is_tensor = isinstance(x, DomainTensor | torch.Tensor)
-        return own_part(x, domain, shape) if is_tensor else x
+        return own_part(x, domain, shape) if isinstance(x, AnyTensor) else x
 
     result = function(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
-    if getattr(result, "shape", None) != domain.local_shape(shape):
-        raise refused(
-            name,
-            next(filter(is_sharded, operands)),
-            "its result has another shape than its operands",
-        )
+    fits = getattr(result, "shape", None) == domain.local_shape(shape)
+    refuse_unless(fits, function, shown, "its result has another shape than its operands")
     return x if is_in_place else wrapped(result, domain)
 
 
@@ -112,14 +83,11 @@ def prelu(function: Callable, x: DomainTensor, weight: torch.Tensor) -> DomainTe
 
 @rule("view_as_real", "view_as_complex")
 def complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
-    refuse_unless(
-        function.__name__ == "view_as_real" or x.ndim - 1 not in x.domain.axes,
-        function,
-        x,
-        "sharded parts",
-    )
+    is_real = function.__name__ == "view_as_real"
+    is_whole = x.ndim - 1 not in x.domain.axes
+    refuse_unless(is_real or is_whole, function, x, "sharded parts")
     # whose backward torch refuses
-    if function.__name__ == "view_as_real" and not x.local.numel():
+    if is_real and not x.local.numel():
         return DomainTensor(torch.stack([x.local.real, x.local.imag], -1), x.domain)
     return DomainTensor(function(x.local), x.domain)
 
@@ -132,9 +100,8 @@ def contiguous(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -
 @rule("to", "type", "type_as", by_element=True)
 def converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert the shard; another tensor among the arguments gives only its type."""
-    if not isinstance(x, DomainTensor):
-        return function(x, *unwrapped(args), **unwrapped(kwargs))
-    return DomainTensor(function(x.local, *unwrapped(args), **unwrapped(kwargs)), x.domain)
+    result = function(unwrapped(x), *unwrapped(args), **unwrapped(kwargs))
+    return wrapped(result, x.domain) if isinstance(x, DomainTensor) else result
 
 
 def common_domain(
@@ -156,23 +123,20 @@ def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
     axes: dict[int, Axis] = {}
     for part in parts:
         for dim, axis in part.items():
-            if dim not in axes and all(
-                axis.group is not other.group for other in axes.values()
-            ):
+            if dim not in axes and not shares_ranks(axis, axes.values()):
                 axes[dim] = axis
     return Domain(axes)
 
 
-def own_part(
-    x: DomainTensor | torch.Tensor, domain: Domain, shape: Sequence[int]
-) -> torch.Tensor:
+def own_part(x: AnyTensor, domain: Domain, shape: Sequence[int]) -> torch.Tensor:
     """Return the part of an operand that belongs to this rank's part of a result of that shape and domain.
 
     Rows of other layouts move to their owners; of a tensor that is whole each rank takes its rows. What is sharded in
     another dimension over the same ranks moves by one all-to-all, and what fits nowhere is gathered, such as a row of
     one rank that is broadcast.
     """
-    if isinstance(x, DomainTensor) and x.shape == shape and x.domain.is_that_of(domain):
+    x = wrapped(x)
+    if x.shape == shape and x.domain == domain:
         return x.local
     before = len(shape) - x.ndim
     mine = {
@@ -180,25 +144,18 @@ def own_part(
         for dim, axis in domain.axes.items()
         if dim >= before and x.shape[dim - before] == shape[dim]
     }
-    if isinstance(x, DomainTensor):
-        for dim, axis in x.domain.axes.items():
-            if dim in mine and mine[dim].group is axis.group:
-                continue
-            there = [
-                d for d, a in mine.items() if a.group is axis.group and d not in x.domain.axes
-            ]
-            x = move(x, dim, there[0], mine[there[0]].layout) if there else gather(x, [dim])
-        other = {
-            d: mine[d].layout
-            for d, a in x.domain.axes.items()
-            if a.layout.ranges != mine[d].layout.ranges
-        }
-        local = reshard(x, other).local
-        has = x.domain.axes
-    else:
-        local = x
-        has = {}
+    for dim, axis in x.domain.axes.items():
+        if dim in mine and mine[dim].group is axis.group:
+            continue
+        there = [d for d, a in mine.items() if a.group is axis.group and d not in x.domain.axes]
+        x = move(x, dim, there[0], mine[there[0]].layout) if there else gather(x, [dim])
+    other = {
+        d: mine[d].layout
+        for d, a in x.domain.axes.items()
+        if a.layout.ranges != mine[d].layout.ranges
+    }
+    local = reshard(x, other).local
     for dim, axis in mine.items():
-        if dim not in has:
+        if dim not in x.domain.axes:
             local = shard(local, axis.layout, dim, group=axis.group)
     return local

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from longshard.domain.dispatch import DomainTensor, rule, unwrapped
+from longshard.domain.dispatch import DomainTensor, rule, unwrapped, wrapped
 from longshard.domain.elementwise import own_part
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.placement import added_up
-from longshard.sharding.tensors import fsdp_groups, local_part
+from longshard.sharding.tensors import fsdp_groups, local_part, wide_type
 
 _BUCKET = 2**24
 """Elements that are reduced at once."""
@@ -54,32 +54,23 @@ def grad(
 
     shares = []
     for y, seed in zip(outputs, seeds, strict=True):
+        if seed is None and y.shape.numel() != 1:
+            raise RuntimeError(
+                f"an output of shape {tuple(y.shape)} is no number; give `grad_outputs` for it"
+            )
+        seed = torch.ones((), dtype=y.dtype, device=y.device) if seed is None else seed
+        own = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
         # each rank's share of what all compute
-        shares.append(_own_seed(y, seed) / math.prod(group.size() for group in lacking(y)))
+        copies = math.prod(group.size() for group in lacking(y))
+        shares.append(own.expand(unwrapped(y).shape) / copies)
     found = []
     for x, part in zip(
         inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True
     ):
         for group in lacking(x) if part is not None else ():
             part = added_up(part, group)
-        found.append(
-            DomainTensor(part, x.domain)
-            if isinstance(x, DomainTensor) and part is not None
-            else part
-        )
+        found.append(wrapped(part, x.domain) if isinstance(x, DomainTensor) else part)
     return tuple(found)
-
-
-def _own_seed(y: Any, seed: Any) -> torch.Tensor:
-    """Return this rank's part of the gradient of an output: 1 for a number that has none."""
-    if seed is None and y.shape.numel() == 1:
-        seed = torch.ones((), dtype=y.dtype, device=y.device)
-    if seed is None:
-        raise RuntimeError(
-            f"an output of shape {tuple(y.shape)} is no number; give `grad_outputs` for it"
-        )
-    seed = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
-    return seed.expand(unwrapped(y).shape)
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -104,8 +95,9 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
             common = averaged.get(p, own) & ranks
             if common not in (ranks, own):
                 raise ValueError(
-                    f"a parameter of shape {tuple(p.shape)} is averaged over ranks {sorted(averaged[p])}, some of the "
-                    f"ranks {sorted(ranks)} of a dimension of the mesh; wrap the model over all of them, or none"
+                    f"a parameter of shape {tuple(p.shape)} is averaged over ranks "
+                    f"{sorted(averaged[p])}, some of the ranks {sorted(ranks)} of a dimension of the "
+                    "mesh; wrap the model over all of them, or none"
                 )
             if common != ranks:
                 rest.append(p)
@@ -124,27 +116,21 @@ def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
         if isinstance(module, DistributedDataParallel):
             ranks = set(dist.get_process_group_ranks(module.process_group))
             found |= dict.fromkeys(module.parameters(), ranks)
-        if isinstance(module, FSDPModule):
-            _check_divisor(name, module)
+        groups = fsdp_groups(module) if isinstance(module, FSDPModule) else ()
+        for factor in (group.gradient_divide_factor for group in groups):
+            if factor is not None:  # of the user's own, with which FSDP computes no mean
+                raise ValueError(
+                    f"FSDP of module {name or 'model'} divides gradients by {factor}, so they are no "
+                    "mean over its ranks; leave out set_gradient_divide_factor"
+                )
     for p in model.parameters():
         if isinstance(p, DTensor):
             found[p] = set(p.device_mesh.mesh.flatten().tolist())
     return found
 
 
-def _check_divisor(name: str, module: FSDPModule) -> None:
-    """Refuse a divisor of the user's own, with which FSDP computes no mean."""
-    for factor in (group.gradient_divide_factor for group in fsdp_groups(module)):
-        if factor is not None:
-            raise ValueError(
-                f"FSDP of module {name or 'model'} divides gradients by {factor}, so they are no mean over its ranks; "
-                "leave out set_gradient_divide_factor"
-            )
-
-
-def _average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def _average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average gradients over a group, in at least float32; a rank that has none where others do has zeros."""
-    parameters = list(parameters)
     device = local_part(parameters[0]).device
     has = torch.tensor(
         [p.grad is not None for p in parameters], dtype=torch.int32, device=device
@@ -155,7 +141,7 @@ def _average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> No
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             gradients.append(local_part(p.grad).detach())
     for bucket in _buckets(gradients):
-        dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+        dtype = wide_type(bucket[0].dtype)
         flat = all_reduce(torch.cat([g.reshape(-1).to(dtype) for g in bucket]), group).div_(
             group.size()
         )

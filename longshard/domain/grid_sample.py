@@ -9,7 +9,7 @@ from longshard.domain.dispatch import (
     rule,
     wrapped,
 )
-from longshard.domain.domain import Axis, Domain, balanced
+from longshard.domain.domain import Axis, Domain, balanced, shares_ranks
 from longshard.domain.elementwise import merged, own_part
 from longshard.domain.indexing import rows_by_number
 from longshard.sharding.rows import connected
@@ -25,7 +25,7 @@ def grid_sample(
     A rank asks for the rows of x between the first and the last one that its part of the grid reads; columns are
     gathered.
     """
-    x, grid = (wrapped(t, Domain({})) for t in (x, grid))
+    x, grid = (wrapped(t) for t in (x, grid))
     shown = x if is_sharded(x) else grid
     refuse_unless(
         x.ndim == 4 and padding_mode != "reflection",
@@ -37,19 +37,16 @@ def grid_sample(
     of_rows = x.domain.axes.get(2)
     places = {0: 0, 1: 2, 2: 3}
     targets = {places[dim]: axis for dim, axis in grid.domain.axes.items() if dim in places}
-    if of_rows is not None and all(
-        axis.group is not of_rows.group for axis in targets.values()
-    ):
+    if of_rows is not None and not shares_ranks(of_rows, targets.values()):
         targets[2] = Axis(balanced(grid.shape[1], of_rows.degree), of_rows.group)
-    beside = {dim: axis for dim, axis in x.domain.axes.items() if dim < 2}
-    domain = merged([targets, beside])
+    domain = merged([targets, x.domain.without(2, 3).axes])
     points = own_part(
         grid,
         Domain({d: domain.axes[n] for d, n in places.items() if n in domain.axes}),
         grid.shape,
     )
-    beside = {dim: axis for dim, axis in domain.axes.items() if dim < 2}
-    if of_rows is not None and any(axis.group is of_rows.group for axis in beside.values()):
+    beside = domain.without(2, 3).axes
+    if of_rows is not None and shares_ranks(of_rows, beside.values()):
         of_rows = None  # ranks with other samples need all rows of them
     local = own_part(x, Domain(beside | ({} if of_rows is None else {2: of_rows})), x.shape)
     if of_rows is not None:

@@ -55,10 +55,9 @@ class _DomainBackwardHook(BackwardHook):
         return self._with_shards(super().setup_input_hook, "inputs", args)
 
     def setup_output_hook(self, args: Any) -> Any:
-        found = self._with_shards(
-            super().setup_output_hook, "outputs", args if isinstance(args, tuple) else (args,)
-        )
-        return found if isinstance(args, tuple) else found[0]
+        outputs = args if isinstance(args, tuple) else (args,)
+        found = self._with_shards(super().setup_output_hook, "outputs", outputs)
+        return found if outputs is args else found[0]
 
     def _with_shards(self, set_up: Callable, name: str, args: tuple) -> tuple:
         self.domains[name] = [x.domain if isinstance(x, DomainTensor) else None for x in args]

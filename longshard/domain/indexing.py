@@ -15,23 +15,24 @@ from typing import Any
 import torch
 
 from longshard.domain.dispatch import (
+    AnyTensor,
     DomainTensor,
     is_sharded,
     refuse_unless,
     refused,
     rule,
+    unwrapped,
     wrapped,
 )
-from longshard.domain.domain import Axis, Domain, balanced
+from longshard.domain.domain import Axis, Domain, balanced, shares_ranks
 from longshard.domain.elementwise import common_domain, own_part
 from longshard.domain.masking import by_mask
-from longshard.domain.reductions import gathered, wide
+from longshard.domain.reductions import gathered
 from longshard.domain.transfer import gather
 from longshard.sharding.exchange import all_reduce, exchange_counts, send_rows
 from longshard.sharding.placement import added_up, places_on
-from longshard.sharding.tensors import with_adjoint
+from longshard.sharding.tensors import wide_type, with_adjoint
 
-Numbers = DomainTensor | torch.Tensor
 _KIND = "rows by number"
 """Under which what is sent is counted."""
 
@@ -39,17 +40,15 @@ _KIND = "rows by number"
 @rule("index_select")
 def index_select(function, x, dim, index) -> DomainTensor:
     """index: 1-D. Sharded, the result has its rows; whole, the rows of a sharded dimension are dealt evenly."""
-    x = wrapped(x, Domain({}))
+    x = wrapped(x)
     dim %= x.ndim
     of_rows = x.domain.axes.get(dim)
     own, target = _own_numbers(index, of_rows)
-    rest = {d: axis for d, axis in x.domain.axes.items() if d != dim}
-    if target is not None and (
-        taken := [d for d, axis in rest.items() if axis.group is target.group]
-    ):
+    domain = x.domain.without(dim)
+    if target is not None:
+        taken = [d for d, axis in domain.axes.items() if axis.group is target.group]
         x = gather(x, taken)
-        rest = {d: axis for d, axis in rest.items() if d not in taken}
-    domain = Domain(rest if target is None else rest | {dim: target})
+        domain = Domain(domain.without(*taken).axes | {dim: target})
     if of_rows is None:
         return DomainTensor(x.local.index_select(dim, own), domain)
     if x.local.is_meta:
@@ -67,13 +66,13 @@ def index_select(function, x, dim, index) -> DomainTensor:
 def index_add(function, x, dim, index, source, *, alpha=1) -> Any:
     """index: 1-D. x is whole: the ranks' sums are added up; x is sharded: each row's owner gets what is added to it."""
     dim %= x.ndim
-    mine = wrapped(x, Domain({}))
+    mine = wrapped(x)
     of_rows = mine.domain.axes.get(dim)
     source, own, target = _own_sources(mine, dim, index, source)
     source = source * alpha
     if of_rows is None:
-        sums = torch.zeros_like(mine.local, dtype=wide(source.dtype)).index_add(
-            dim, own, source.to(wide(source.dtype))
+        sums = torch.zeros_like(mine.local, dtype=wide_type(source.dtype)).index_add(
+            dim, own, source.to(wide_type(source.dtype))
         )
         if target is not None:
             sums = added_up(sums, target.group)
@@ -96,12 +95,10 @@ def scatter_add(function, x, dim, index, src) -> Any:
 @rule("scatter_reduce")
 def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -> DomainTensor:
     """index: as of `scatter_add`; reduce: sum, mean, prod, amax or amin. Equal extremes share a gradient."""
+    dim %= x.ndim
     number = _number_of_rows(function, x, dim, index, src)
-    if (
-        isinstance(src, DomainTensor)
-        and not is_sharded(number)
-        and (axis := src.domain.axes.get(dim % x.ndim))
-    ):
+    axis = wrapped(src).domain.axes.get(dim)
+    if axis is not None and not is_sharded(number):
         number = _dealt(number, axis)
     none = torch.zeros_like(x).detach()
     hits = none.index_add(dim, number, torch.ones_like(src).detach())
@@ -114,9 +111,9 @@ def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -
         )
         return own / counts if reduce == "mean" else own
     if reduce == "prod":
-        product = _reduced_rows(x, dim % x.ndim, number, src, reduce)
+        product = _reduced_rows(x, dim, number, src, reduce)
         return x * product if include_self else torch.where(hits > 0, product, x)
-    extreme = _reduced_rows(x.detach(), dim % x.ndim, number, src.detach(), reduce)
+    extreme = _reduced_rows(x.detach(), dim, number, src.detach(), reduce)
     better = torch.maximum if reduce == "amax" else torch.minimum
     extreme = (
         better(extreme, x.detach())
@@ -131,9 +128,9 @@ def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -
     return extreme + (mean - mean.detach())
 
 
-def _number_of_rows(function, x: Any, dim: int, index: Numbers, src: Any) -> Numbers:
+def _number_of_rows(function, x: Any, dim: int, index: AnyTensor, src: Any) -> AnyTensor:
     """Return the number of each row, 1-D, of which `index` has one for each element."""
-    local = index.local if isinstance(index, DomainTensor) else index
+    local = unwrapped(index)
     dim %= x.ndim
     others = [d for d in range(local.ndim) if d != dim]
     # so that every rank finds the same
@@ -151,9 +148,11 @@ def _number_of_rows(function, x: Any, dim: int, index: Numbers, src: Any) -> Num
     return index
 
 
-def _reduced_rows(x: Numbers, dim: int, number: Numbers, src: Any, reduce: str) -> DomainTensor:
+def _reduced_rows(
+    x: AnyTensor, dim: int, number: AnyTensor, src: Any, reduce: str
+) -> DomainTensor:
     """Return the products or extremes of what is scattered to each row of x, and where nothing is, of nothing."""
-    mine = wrapped(x, Domain({}))
+    mine = wrapped(x)
     of_rows = mine.domain.axes.get(dim)
     source, own, target = _own_sources(mine, dim, number, src)
     of_nothing = {"prod": 1.0, "amax": float("-inf"), "amin": float("inf")}[reduce]
@@ -193,9 +192,9 @@ def take_along(function, x, index, dim) -> DomainTensor:
     """The result is sharded as `index`; along the dimension x is gathered."""
     if isinstance(index, int):  # torch.gather names the dimension first
         index, dim = dim, index
-    x, index = (wrapped(t, Domain({})) for t in (x, index))
+    x, index = (wrapped(t) for t in (x, index))
     dim %= x.ndim
-    x = gather(x, [dim]) if dim in x.domain.axes else x
+    x = gather(x, [dim])
     shape = torch.Size(index.shape[d] if d == dim else n for d, n in enumerate(x.shape))
     refuse_unless(
         shape == index.shape,
@@ -204,8 +203,7 @@ def take_along(function, x, index, dim) -> DomainTensor:
         "numbers of some rows only",
     )
     domain = common_domain([index, x], shape, but_for=dim)
-    beside = Domain({d: axis for d, axis in domain.axes.items() if d != dim})
-    rows = own_part(x, beside, torch.Size(x.shape))
+    rows = own_part(x, domain.without(dim), torch.Size(x.shape))
     return DomainTensor(torch.gather(rows, dim, own_part(index, domain, shape)), domain)
 
 
@@ -250,49 +248,40 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
 
 
 def _own_sources(
-    x: DomainTensor, dim: int, index: Numbers, source: Numbers
+    x: DomainTensor, dim: int, index: AnyTensor, source: AnyTensor
 ) -> tuple[torch.Tensor, torch.Tensor, Axis | None]:
     """Return what this rank gives to rows of x, their numbers, and over which ranks both are dealt."""
-    of_source = source.domain.axes.get(dim) if isinstance(source, DomainTensor) else None
-    # ranks that share another dimension
-    taken = [axis.group for d, axis in x.domain.axes.items() if d != dim]
-    if is_sharded(index) and any(index.domain.axes[0].group is group for group in taken):
+    of_source = wrapped(source).domain.axes.get(dim)
+    rest = x.domain.without(dim)
+    taken = rest.axes.values()  # ranks that share another dimension
+    if is_sharded(index) and shares_ranks(index.domain.axes[0], taken):
         index = gather(index)
-    if (
-        of_source is not None
-        and not is_sharded(index)
-        and all(of_source.group is not group for group in taken)
-    ):
+    if not (is_sharded(index) or of_source is None or shares_ranks(of_source, taken)):
         index = _dealt(index, of_source)
     if isinstance(source, DomainTensor):
         source = gather(
             source, [d for d in source.domain.axes if d != dim and d not in x.domain.axes]
         )
     own, target = _own_numbers(index, x.domain.axes.get(dim))
-    rest = {d: axis for d, axis in x.domain.axes.items() if d != dim}
-    return (
-        own_part(
-            source, Domain(rest if target is None else rest | {dim: target}), source.shape
-        ),
-        own,
-        target,
-    )
+    domain = rest if target is None else Domain(rest.axes | {dim: target})
+    return own_part(source, domain, source.shape), own, target
 
 
-def _own_numbers(index: Numbers, of_rows: Axis | None) -> tuple[torch.Tensor, Axis | None]:
+def _own_numbers(index: AnyTensor, of_rows: Axis | None) -> tuple[torch.Tensor, Axis | None]:
     """Return this rank's numbers, and over which ranks they are dealt."""
     if is_sharded(index):
         return index.local, index.domain.axes[0]
-    index = index.local if isinstance(index, DomainTensor) else index
+    index = unwrapped(index)
     if of_rows is None:
         return index, None
     axis = Axis(balanced(len(index), of_rows.degree), of_rows.group)
     return _dealt(index, axis).local, axis
 
 
-def _dealt(index: Numbers, axis: Axis) -> DomainTensor:
+def _dealt(index: AnyTensor, axis: Axis) -> DomainTensor:
     """Return whole numbers, 1-D, of which each rank keeps its own."""
-    return DomainTensor(own_part(index, Domain({0: axis}), index.shape), Domain({0: axis}))
+    domain = Domain({0: axis})
+    return DomainTensor(own_part(index, domain, index.shape), domain)
 
 
 # ---- rows from their owners, and back
@@ -322,7 +311,7 @@ def rows_by_number(axis: Axis, numbers: torch.Tensor, dim: int) -> tuple[Callabl
 
     def give(gradient: torch.Tensor) -> torch.Tensor:
         exact = gradient.movedim(dim, 0).to(
-            wide(gradient.dtype) if gradient.is_floating_point() else gradient.dtype
+            wide_type(gradient.dtype) if gradient.is_floating_point() else gradient.dtype
         )
         sums = exact.new_zeros(sum(asked.arriving), *exact.shape[1:]).index_add(
             0, asked.back, exact
@@ -340,9 +329,7 @@ def _asked(axis: Axis, numbers: torch.Tensor) -> _Asked:
     positions, back = places_on(axis.layout, numbers.device)[numbers].unique(
         return_inverse=True
     )
-    ends = torch.tensor(
-        [axis.layout.local_length(rank) for rank in range(axis.degree)], device=numbers.device
-    ).cumsum(0)
+    ends = torch.tensor(axis.layout.lengths, device=numbers.device).cumsum(0)
     owners = torch.searchsorted(ends, positions, right=True)
     arriving, sent = exchange_counts(
         owners.bincount(minlength=axis.degree), axis.group, kind=_KIND

@@ -1,6 +1,5 @@
 """The rule of interpolation, whose outputs mix the rows that stand around their places."""
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -13,7 +12,6 @@ from longshard.domain.windows import (
     per_axis,
     slide,
     spatial_dims,
-    spatial_is_whole,
 )
 from longshard.sharding.layout import AxisLayout
 from longshard.sharding.ranges import Range
@@ -36,7 +34,7 @@ def interpolate(
 
     size or scale_factor: of all m outputs, or one for each spatial dimension.
     """
-    if spatial_is_whole(x, x.ndim - 2):
+    if all(dim < 2 for dim in x.domain.axes):  # the spatial dimensions are whole
         options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
         return on_samples(function, x, *options)
     is_known = (
@@ -48,10 +46,7 @@ def interpolate(
     dims = spatial_dims(function, x, x.ndim - 2)
     factors = [None] * len(dims)
     if scale_factor is not None:
-        scales = (
-            scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
-        )
-        factors = [float(factor) for factor in scales]
+        factors = [float(factor) for factor in per_axis(scale_factor, dims)]
         size = [int(x.shape[dim] * factor) for dim, factor in zip(dims, factors, strict=True)]
     targets = zip(dims, per_axis(size, dims), factors, strict=True)
     sources = {
@@ -122,11 +117,12 @@ def _is_whole(tile: Tile, sources: Sources) -> bool:
 def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.Tensor:
     """Return the outputs of a tile: each mixes two rows."""
     chosen = sources[slice(*tile.outputs)]
-    first, second, share = zip(*chosen, strict=True)
-    low = part.index_select(dim, to_device(torch.tensor(first), part.device) - tile.inputs[0])
+    *places, share = zip(*chosen, strict=True)
+    low, high = (to_device(torch.tensor(rows), part.device) - tile.inputs[0] for rows in places)
+    low = part.index_select(dim, low)
     if not any(share):
         return low
-    high = part.index_select(dim, to_device(torch.tensor(second), part.device) - tile.inputs[0])
+    high = part.index_select(dim, high)
     weights = to_device(torch.tensor(share, dtype=part.dtype), part.device).view(
         -1, *[1] * (part.ndim - 1 - dim)
     )

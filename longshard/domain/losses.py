@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 
-from longshard.domain.dispatch import DomainTensor, is_sharded, refuse_unless, rule
-from longshard.domain.domain import Domain
+from longshard.domain.dispatch import (
+    AnyTensor,
+    DomainTensor,
+    is_sharded,
+    refuse_unless,
+    rule,
+    wrapped,
+)
 from longshard.domain.elementwise import elementwise, merged, own_part
 
 
@@ -42,7 +48,7 @@ def by_element(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
 def of_normal(function, x, target, var, full=False, eps=1e-6, reduction="mean") -> DomainTensor:
     """The variance is at least eps, which its gradient does not see."""
     refuse_unless(reduction in ("none", "mean", "sum"), function, x, f"reduction {reduction!r}")
-    var = var if isinstance(var, DomainTensor | torch.Tensor) else torch.full_like(x, var)
+    var = var if isinstance(var, AnyTensor) else torch.full_like(x, var)
     var = var.unsqueeze(-1) if var.ndim < x.ndim else var
     var = var + (var.clamp(min=eps) - var).detach()
     each = (var.log() + (x - target).square() / var) / 2 + (
@@ -59,7 +65,7 @@ def of_classes(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
     classes = min(x.ndim - 1, 1)
     has_labels = target.ndim < x.ndim
     refuse_unless(not is_sharded(weight), function, shown, "weights that are sharded")
-    axes = [t.domain if is_sharded(t) else Domain({}) for t in (x, target)]
+    axes = [wrapped(t).domain for t in (x, target)]
     axes[1] = axes[1].moved(1, first=classes) if has_labels else axes[1]
     domain = merged(of.axes for of in axes)
     refuse_unless(classes not in domain.axes, function, shown, "sharded classes")

@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 
-from longshard.domain.dispatch import DomainTensor, refused, rule, wrapped
+from longshard.domain.dispatch import (
+    AnyTensor,
+    DomainTensor,
+    refused,
+    rule,
+    unwrapped,
+    wrapped,
+)
 from longshard.domain.domain import Axis, Domain
 from longshard.domain.elementwise import merged, own_part
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.layout import AxisLayout
 from longshard.sharding.ranges import union
-
-Rows = DomainTensor | torch.Tensor
 
 
 @rule("masked_select")
@@ -24,7 +29,7 @@ def masked_select(function, x, mask) -> DomainTensor:
     return by_mask(x.expand(shape), mask.expand(shape))
 
 
-def by_mask(x: Rows, mask: Rows) -> DomainTensor:
+def by_mask(x: AnyTensor, mask: AnyTensor) -> DomainTensor:
     """Return x[mask], with a mask of truths of the first dimensions of x: rows in their order, at their owners.
 
     A collective: how many rows there are depends on data, for which the host waits. The result is sharded as the first
@@ -34,36 +39,31 @@ def by_mask(x: Rows, mask: Rows) -> DomainTensor:
         IndexError: the mask has other sizes than x.
     """
     dims = _dims_of(mask, x)
-    domains = [t.domain if isinstance(t, DomainTensor) else Domain({}) for t in (x, mask)]
+    domains = [wrapped(t).domain for t in (x, mask)]
     axes = [of.axes for of in domains if min(of.axes, default=dims) < dims]
     if not axes:
-        return DomainTensor(
-            wrapped(x, Domain({})).local[wrapped(mask, Domain({})).local],
-            domains[0].moved(1 - dims),
-        )
+        return DomainTensor(unwrapped(x)[unwrapped(mask)], domains[0].moved(1 - dims))
     dim = min(axes[0])
     axis = axes[0][dim]
-    domain = merged([{dim: axis}, {d: a for d, a in domains[0].axes.items() if d >= dims}])
+    domain = merged([{dim: axis}, domains[0].without(*range(dims)).axes])
     own = own_part(mask, Domain({dim: axis}), mask.shape)
     rows = own_part(x, domain, x.shape)[own]
     counts = own.flatten(dim + 1).sum(-1) if own.ndim > dim + 1 else own.long()
     layout = _layout_of_shown(counts.reshape(own.shape[:dim].numel(), axis.rows), axis)
-    beside = {d - dims + 1: a for d, a in domain.axes.items() if d >= dims}
-    return DomainTensor(rows, Domain({0: Axis(layout, axis.group)} | beside))
+    beside = domain.reduced(range(dims), keepdim=False).moved(1)
+    return DomainTensor(rows, Domain(beside.axes | {0: Axis(layout, axis.group)}))
 
 
-def assign_by_mask(x: DomainTensor, mask: Rows, value: Any) -> None:
+def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
     """Do x[mask] = value in place: a number, one row for all, or rows as x[mask] has them.
 
     Raises:
         IndexError: the mask has other sizes than x, or there are more or fewer rows.
     """
     dims = _dims_of(mask, x)
-    own = own_part(
-        mask, Domain({d: axis for d, axis in x.domain.axes.items() if d < dims}), mask.shape
-    )
-    if isinstance(value, DomainTensor | torch.Tensor):
-        domain = Domain({d - dims + 1: axis for d, axis in x.domain.axes.items() if d >= dims})
+    own = own_part(mask, x.domain.without(*range(dims, x.ndim)), mask.shape)
+    if isinstance(value, AnyTensor):
+        domain = x.domain.reduced(range(dims), keepdim=False).moved(1)
         shape = torch.Size([1, *x.shape[dims:]])
         if value.ndim == len(shape) and value.shape[0] != 1:
             cut = [d for d in x.domain.axes if d < dims]
@@ -82,7 +82,7 @@ def assign_by_mask(x: DomainTensor, mask: Rows, value: Any) -> None:
     x.local[own] = value
 
 
-def _dims_of(mask: Rows, x: Rows) -> int:
+def _dims_of(mask: AnyTensor, x: AnyTensor) -> int:
     """Return of how many first dimensions a mask is, if it has their sizes."""
     if tuple(mask.shape) != tuple(x.shape[: mask.ndim]):
         raise IndexError(

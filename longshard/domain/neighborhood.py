@@ -21,6 +21,7 @@ csrc/include/natten/cuda/reference/mask.hpp (`get_win_start`, `get_win_end`, `qk
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -138,13 +139,9 @@ def _attend_axes(
     tiles = [tiles_of(*axis, tile, cuts_again and not number) for number, (axis, tile) in cuts]
     parts = [_parts(of_axis, q.device) for of_axis in tiles]
 
-    def attend(*args: Any) -> torch.Tensor:
-        return _attend_tiles(*args, scale)
-
-    def attend_again(*args: Any) -> torch.Tensor:
-        return checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False)
-
-    out = _attend(q, k, v, parts, (), attend_again if cuts_again else attend)
+    attend = partial(_attend_tiles, scale=scale)
+    attend_again = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+    out = _attend((q, k, v), parts, (), attend_again if cuts_again else attend)
     for dim, of_axis in enumerate(tiles, 1):
         place = torch.tensor([row for each in of_axis for tile in each.queries for row in tile])
         out = out.index_select(dim, to_device(place.argsort(), out.device))
@@ -215,17 +212,15 @@ def _parts(of_axis: Sequence[Tiles], device: torch.device) -> list[_Part]:
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: tuple[torch.Tensor, ...],
     axes: list,
     chosen: tuple[_Part, ...],
     attend: Callable,
 ) -> torch.Tensor:
     """Attend for each combination of tiles of the axes, and put the results together."""
     if not axes:
-        return attend(q, k, v, chosen)
-    results = [_attend(q, k, v, axes[1:], (*chosen, part), attend) for part in axes[0]]
+        return attend(*qkv, chosen)
+    results = [_attend(qkv, axes[1:], (*chosen, part), attend) for part in axes[0]]
     return results[0] if len(results) == 1 else torch.cat(results, len(chosen) + 1)
 
 

@@ -145,10 +145,10 @@ def rows_of_tiles(
     ]
 
     def elements() -> int:
-        product = 1
-        for hood, group in zip(hoods, groups, strict=True):
-            product *= group * hood.stride * (group * hood.stride + hood.kernel - 1)
-        return product
+        return math.prod(
+            group * hood.stride * (group * hood.stride + hood.kernel - 1)
+            for hood, group in zip(hoods, groups, strict=True)
+        )
 
     while elements() > most and max(groups) > 1:
         widest = groups.index(max(groups))

@@ -14,37 +14,31 @@ from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
 from longshard.domain.domain import Domain
 from longshard.sharding.placement import rows_on
 from longshard.sharding.random_bits import random_bits
-from longshard.sharding.tensors import to_device
+from longshard.sharding.rows import layout_of
+from longshard.sharding.tensors import to_device, wide_type
 
 _BLOCK = 2**22
 """Elements whose bits, 64 each, are in memory at once."""
 
 
-@rule("dropout", "alpha_dropout", draws=True)
+_SPATIAL = {"dropout1d": 1, "dropout2d": 2, "dropout3d": 3}
+
+
+@rule("dropout", "alpha_dropout", *_SPATIAL, "feature_alpha_dropout", draws=True)
 def dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
-    """With p = 0, or in evaluation, x itself."""
-    return _dropped(function, x, p, training, inplace, x.ndim)
+    """Drop elements, or whole channels of x: (N, C, *spatial), or (C, *spatial) where the name has a number.
 
-
-@rule("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", draws=True)
-def channel_dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
-    """Drops whole channels of x: (N, C, *spatial), or (C, *spatial) where the name says how many are spatial."""
-    digit = function.__name__[-2]
-    return _dropped(
-        function, x, p, training, inplace, x.ndim - int(digit) if digit.isdigit() else 2
-    )
-
-
-def _dropped(
-    function, x: DomainTensor, p: float, training: bool, inplace: bool, dims: int
-) -> DomainTensor:
-    """dims: number of the first dimensions of which each element is drawn; the others share it."""
+    With p = 0, or in evaluation, the result is x itself.
+    """
+    name = function.__name__
     refuse_unless(0 <= p <= 1, function, x, f"a share of {p}")
     if not training or p == 0:
         return x
+    # the first dimensions, of which each element is drawn; the others share it
+    dims = 2 if name == "feature_alpha_dropout" else x.ndim - _SPATIAL.get(name, 0)
     shape = (*x.shape[:dims], *[1] * (x.ndim - dims))
     kept = uniform(x, shape, torch.float32) >= p
-    if "alpha" not in function.__name__:
+    if "alpha" not in name:
         result = x * (kept.to(x.dtype) / max(1 - p, 1e-30))
     else:  # self-normalizing networks, arXiv 1706.02515: mean and variance stay
         low = -1.7580993408473766
@@ -63,9 +57,7 @@ def like(
     _check(function, x, generator)
     bounds = bounds or (() if high is None else (low, high))
     dtype = dtype or x.dtype
-    exact = (
-        torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
-    )
+    exact = wide_type(dtype) if dtype.is_floating_point else torch.float64
     if function.__name__ == "randn_like":
         return normal(x, exact).to(dtype)
     drawn = uniform(x, x.shape, exact)
@@ -89,7 +81,7 @@ def filled(
     _check(function, x, generator)
     first = named.get("mean", named.get("from", first))
     second = named.get("std", named.get("to", second))
-    exact = torch.promote_types(x.dtype, torch.float32)
+    exact = wide_type(x.dtype)
     is_normal = function.__name__ == "normal_"
     drawn = normal(x, exact) if is_normal else uniform(x, x.shape, exact)
     return x.copy_(drawn * (second if is_normal else second - first) + first)
@@ -119,12 +111,8 @@ def uniform(x: DomainTensor, shape: tuple[int, ...], dtype: torch.dtype) -> Doma
         torch.rand((), device="meta")  # for those who ask whether random numbers are drawn
         return DomainTensor(torch.empty(local, dtype=dtype, device="meta"), domain)
     key = to_device(torch.randint(2**62, (), device="cpu"), x.device)
-    rows = [
-        rows_on(axes[dim].layout, axes[dim].rank, x.device)
-        if dim in axes
-        else torch.arange(size, device=x.device)
-        for dim, size in enumerate(shape)
-    ]
+    layouts = (layout_of(axes.get(dim), size) for dim, size in enumerate(shape))
+    rows = [rows_on(layout, rank, x.device) for layout, rank in layouts]
     # places of what stands before the last dimension
     before = torch.zeros(1, dtype=torch.int64, device=x.device)
     for size, own in zip(shape[:-1], rows[:-1], strict=True):

@@ -7,7 +7,8 @@ import torch
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
 from longshard.domain.domain import Domain
-from longshard.domain.reductions import Moments, moments, wide
+from longshard.domain.reductions import Moments, moments
+from longshard.sharding.tensors import wide_type
 
 
 @rule("group_norm", first_only=True)
@@ -97,7 +98,7 @@ def _normed(
     x: torch.Tensor, domain: Domain, dims: Sequence[int], affine: Affine
 ) -> tuple[torch.Tensor, Moments]:
     """Return the norm of x over `dims`, and the moments of all ranks."""
-    found = moments(x, domain, dims, wide(x.dtype))
+    found = moments(x, domain, dims, wide_type(x.dtype))
     return _scaled(x, found.mean, found.squares / found.number, affine), found
 
 

@@ -12,10 +12,11 @@ points, so every division finds the same. These distances have no gradients; `qu
 
 import torch
 
-from longshard.domain.dispatch import DomainTensor
+from longshard.domain.dispatch import DomainTensor, wrapped
 from longshard.domain.domain import Axis
 from longshard.sharding.exchange import all_gather, exchange_counts, send_rows
 from longshard.sharding.placement import rows_on
+from longshard.sharding.rows import layout_of
 
 _BLOCK = 2**24
 """Distances that are computed at once."""
@@ -32,18 +33,17 @@ def nearest(
     Raises:
         ValueError: other shapes, other ranks, or fewer points than k.
     """
-    axis = _common_axis(queries, points)
+    q, p, numbers, axis = _own(queries, points)
     if not 0 < k <= points.shape[0]:
         raise ValueError(
             f"k = {k} must be from 1 to the {points.shape[0]} points; ask for fewer neighbours"
         )
-    q, p, numbers = _own(queries, points, axis)
     if not q.is_meta:
         reach = torch.full((), torch.inf, dtype=q.dtype, device=q.device)
         if len(p) >= k and len(q):
             reach = _search(q, p, numbers, k)[0].max()
         p, numbers = _with_halo(q, p, numbers, reach, axis)
-    return tuple(DomainTensor(part, queries.domain) for part in _search(q, p, numbers, k))
+    return wrapped(_search(q, p, numbers, k), queries.domain)
 
 
 def within(
@@ -57,23 +57,21 @@ def within(
     Raises:
         ValueError: other shapes, other ranks, or a radius or number that is not positive.
     """
-    axis = _common_axis(queries, points)
+    q, p, numbers, axis = _own(queries, points)
     if not (radius > 0 and at_most > 0):
         raise ValueError(f"radius = {radius} and at_most = {at_most} must be positive")
-    q, p, numbers = _own(queries, points, axis)
     if not q.is_meta:
-        p, numbers = _with_halo(
-            q, p, numbers, torch.tensor(float(radius), dtype=q.dtype, device=q.device), axis
-        )
+        reach = torch.tensor(float(radius), dtype=q.dtype, device=q.device)
+        p, numbers = _with_halo(q, p, numbers, reach, axis)
     distances, found = _search(q, p, numbers, at_most)
     is_there = distances <= radius
-    return DomainTensor(found * is_there, queries.domain), DomainTensor(
-        is_there, queries.domain
-    )
+    return wrapped((found * is_there, is_there), queries.domain)
 
 
-def _common_axis(queries: DomainTensor, points: DomainTensor) -> Axis | None:
-    """Return the axis of the points, None if every rank has them all."""
+def _own(
+    queries: DomainTensor, points: DomainTensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Axis | None]:
+    """Return this rank's queries and points, the points' numbers, and their axis, None if every rank has them all."""
     axes = [x.domain.axes for x in (queries, points)]
     if (
         queries.ndim != 2
@@ -82,25 +80,18 @@ def _common_axis(queries: DomainTensor, points: DomainTensor) -> Axis | None:
         or any(1 in own for own in axes)
     ):
         raise ValueError(
-            f"queries of shape {tuple(queries.shape)} and points of shape {tuple(points.shape)} must be (M, D) and "
-            "(N, D), with whole coordinates"
+            f"queries of shape {tuple(queries.shape)} and points of shape {tuple(points.shape)} must "
+            "be (M, D) and (N, D), with whole coordinates"
         )
     if 0 in axes[1] and (0 not in axes[0] or axes[0][0].group is not axes[1][0].group):
         raise ValueError(
             "points are sharded, and queries are not, or over other ranks; shard both over the same ranks"
         )
-    return axes[1].get(0)
-
-
-def _own(
-    queries: DomainTensor, points: DomainTensor, axis: Axis | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return this rank's queries and points, and the points' numbers."""
+    axis = axes[1].get(0)
     q = queries.local.detach()
     p = points.local.detach()
-    if axis is None:
-        return q, p, torch.arange(len(p), device=p.device)
-    return q, p, rows_on(axis.layout, axis.rank, p.device)
+    layout, rank = layout_of(axis, len(p))
+    return q, p, rows_on(layout, rank, p.device), axis
 
 
 def _with_halo(
@@ -144,11 +135,11 @@ def _search(
     distances = q.new_full((len(q), k), torch.inf)
     found = numbers.new_zeros(len(q), k)
     number = min(k, len(p))
-    for start in range(0, len(q), block := max(_BLOCK // max(len(p), 1), 1)):
-        each = torch.cdist(
-            q[start : start + block], p, compute_mode="donot_use_mm_for_euclid_dist"
-        )
+    block = max(_BLOCK // max(len(p), 1), 1)
+    blocks = (x.split(block) for x in (q, distances, found))
+    for some, of_some, found_of_some in zip(*blocks, strict=True):
+        each = torch.cdist(some, p, compute_mode="donot_use_mm_for_euclid_dist")
         ordered, places = each.sort(dim=1, stable=True)
-        distances[start : start + block, :number] = ordered[:, :number]
-        found[start : start + block, :number] = numbers[places[:, :number]]
+        of_some[:, :number] = ordered[:, :number]
+        found_of_some[:, :number] = numbers[places[:, :number]]
     return distances, found

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from longshard.domain.dispatch import DomainTensor, is_sharded, refuse_unless, rule
-from longshard.domain.domain import Axis, Domain
+from longshard.domain.dispatch import AnyTensor, DomainTensor, is_sharded, refuse_unless, rule
+from longshard.domain.domain import Axis, Domain, shares_ranks
 from longshard.domain.elementwise import own_part
-from longshard.domain.reductions import wide
 from longshard.sharding.placement import added_up
+from longshard.sharding.tensors import wide_type
 
-Tensors = Sequence[DomainTensor | torch.Tensor]
+Tensors = Sequence[AnyTensor]
 _DOTS = "ΑΒΓΔΕΖΗΘΙΚΛΜ"
 """Names of the dimensions for which an equation has dots."""
 
@@ -51,7 +51,7 @@ def contracted(
             )
             if axis is None or axis.layout.length != sizes[index]:
                 continue
-            if all(axis.group is not other.group for other in chosen.values()):
+            if not shares_ranks(axis, chosen.values()):
                 chosen.setdefault(index, axis)
     parts = []
     for x, own in zip(operands, indices, strict=True):
@@ -61,7 +61,7 @@ def contracted(
         parts.append(own_part(x, domain, torch.Size([sizes[index] for index in own])))
     out = compute(*parts)
     for axis in (axis for index, axis in chosen.items() if index not in result):
-        out = added_up(out.to(wide(out.dtype)), axis.group).to(out.dtype)
+        out = added_up(out.to(wide_type(out.dtype)), axis.group).to(out.dtype)
     return DomainTensor(
         out, Domain({dim: chosen[index] for dim, index in enumerate(result) if index in chosen})
     )
@@ -87,12 +87,17 @@ def linear(function, x, weight, bias=None) -> DomainTensor:
     return DomainTensor(out.to_local(), x.domain)
 
 
+def _batches(*operands: AnyTensor) -> list[list[str]]:
+    """Return names of the dimensions before the last two of each operand."""
+    return [[f"batch {dim}" for dim in range(x.ndim - 2, 0, -1)] for x in operands]
+
+
 @rule("matmul", "bmm", "__matmul__", "__rmatmul__", "mm", "mv", "dot")
 def matmul(function, a, b) -> DomainTensor:
     """Any dimension may be sharded. In the result stand those before the last two, rows of a and columns of b."""
     if function.__name__ == "__rmatmul__":
         a, b = b, a
-    before = [[f"batch {dim}" for dim in range(x.ndim - 2, 0, -1)] for x in (a, b)]
+    before = _batches(a, b)
     rows = ["row"] * (a.ndim > 1)
     columns = ["column"] * (b.ndim > 1)
     result = [*max(before, key=len), *rows, *columns]
@@ -103,7 +108,7 @@ def matmul(function, a, b) -> DomainTensor:
 @rule("cdist")
 def distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
     """a: (B, P, M), b: (B, R, M); rows of a or of b may be sharded, and batches; M is whole."""
-    before = [[f"batch {dim}" for dim in range(x.ndim - 2, 0, -1)] for x in (a, b)]
+    before = _batches(a, b)
     rows = [[*own, name, "inner"] for own, name in zip(before, ("row", "column"), strict=True)]
     x = a if is_sharded(a) else b
     inner = any(is_sharded(t) and t.ndim - 1 in t.domain.axes for t in (a, b))

@@ -14,7 +14,7 @@ from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
 from longshard.domain.domain import Axis, Domain
 from longshard.sharding.exchange import all_reduce, send_rows
 from longshard.sharding.placement import added_up, summed
-from longshard.sharding.tensors import to_device, with_adjoint
+from longshard.sharding.tensors import to_device, wide_type, with_adjoint
 
 # ---- reductions
 
@@ -25,7 +25,7 @@ def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
     dims = _dims(x, dim)
     # Of floats in at least float32: in float16 a sum overflows where a mean does not.
     result = local.sum(
-        dims, keepdim=True, dtype=wide(local.dtype) if local.is_floating_point() else None
+        dims, keepdim=True, dtype=wide_type(local.dtype) if local.is_floating_point() else None
     )
     for axis in _axes(x.domain, dims):
         result = added_up(result, axis.group)
@@ -49,11 +49,10 @@ def extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
 
 @rule("all", "any")
 def truth(function, x, dim=None, keepdim=False) -> DomainTensor:
-    sought = (x.local if function.__name__ == "any" else x.local == 0).bool().long()
+    is_any = function.__name__ == "any"
+    sought = (x.local if is_any else x.local == 0).bool().long()
     found = total(torch.sum, DomainTensor(sought, x.domain), dim, keepdim)
-    return DomainTensor(
-        found.local > 0 if function.__name__ == "any" else found.local == 0, found.domain
-    )
+    return DomainTensor(found.local > 0 if is_any else found.local == 0, found.domain)
 
 
 @rule("var", "std")
@@ -67,7 +66,7 @@ def variance(
     dims = _dims(x, dim)
     exact = torch.promote_types(x.dtype, torch.float64 if x.is_cpu else torch.float32)
     found = moments(x.local, x.domain, dims, exact)
-    var = (found.squares / max(found.number - correction, 0)).to(wide(x.dtype))
+    var = (found.squares / max(found.number - correction, 0)).to(wide_type(x.dtype))
     if function.__name__ == "std":  # without a gradient where it is 0
         var = torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
     return _reduced(var.to(x.dtype), x, dims, keepdim)
@@ -90,15 +89,15 @@ def vector_norm(
     function, x, p=2.0, dim=None, keepdim=False, dtype=None, **named
 ) -> DomainTensor:
     p = named.pop("ord", p)
-    refuse_unless(
-        p in (None, "fro") or (not isinstance(p, str) and p > 0), function, x, f"order {p!r}"
-    )
     order = 2.0 if p in (None, "fro") else p
+    refuse_unless(not isinstance(order, str) and order > 0, function, x, f"order {p!r}")
     dims = _dims(x, dim)
     local = x.local if dtype is None else x.local.to(dtype)
     if order == torch.inf:
         return extreme(torch.amax, DomainTensor(local.abs(), x.domain), dims, keepdim)
-    norm = torch.linalg.vector_norm(local, order, dims, keepdim=True, dtype=wide(local.dtype))
+    norm = torch.linalg.vector_norm(
+        local, order, dims, keepdim=True, dtype=wide_type(local.dtype)
+    )
     for axis in _axes(x.domain, dims):
         norm = torch.linalg.vector_norm(gathered(norm, axis), order, 0)
     return _reduced(norm if local.is_complex() else norm.to(local.dtype), x, dims, keepdim)
@@ -124,11 +123,6 @@ def _reduced(
 
 
 # ---- statistics
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the floating type in which sums are kept."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Moments(NamedTuple):
@@ -161,9 +155,7 @@ def moments(
         sizes[dim] = axis.layout.length
         number = math.prod([*sizes.values()])
         means, parts = gathered(torch.stack([mean, squares]), axis).unbind(1)
-        rows = torch.tensor(
-            [axis.layout.local_length(rank) for rank in range(axis.degree)], dtype=means.dtype
-        )
+        rows = torch.tensor(axis.layout.lengths, dtype=means.dtype)
         weights = to_device(rows / max(axis.layout.length, 1), means.device).view(
             -1, *[1] * mean.ndim
         )

@@ -6,11 +6,11 @@ from functools import lru_cache
 import torch
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
-from longshard.domain.reductions import gathered, wide
-from longshard.sharding.layout import AxisLayout, sized
-from longshard.sharding.ranges import Range
-from longshard.sharding.rows import Wanted, connected, fetch
-from longshard.sharding.tensors import to_device
+from longshard.domain.reductions import gathered
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.ranges import Range, Wanted
+from longshard.sharding.rows import connected, fetch, layout_of
+from longshard.sharding.tensors import to_device, wide_type
 from longshard.sharding.windows import plan_outputs
 
 _PAD_MODES = ("constant", "circular", "reflect", "replicate")
@@ -75,15 +75,11 @@ def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
             continue
         axis = x.domain.axes.get(dim)
         length = x.shape[dim]
-        layout, wanted = _padded(
-            axis.layout if axis else sized([length]), before, length + before + after, mode
-        )
+        layout, rank = layout_of(axis, length)
+        layouts[dim], wanted = _padded(layout, before, length + before + after, mode)
         local = fetch(local, axis, wanted, dim)
-        layouts[dim] = layout
         if value:
-            rows = torch.tensor(
-                [row for part in wanted[axis.rank if axis else 0] for row in range(*part)]
-            )
+            rows = torch.tensor([row for part in wanted[rank] for row in range(*part)])
             beyond = to_device((rows < 0) | (rows >= length), local.device)
             local = local.masked_fill(beyond.view(-1, *[1] * (x.ndim - 1 - dim)), value)
     return DomainTensor(
@@ -134,7 +130,7 @@ def cumsum(function, x, dim, dtype=None) -> DomainTensor:
     local = x.local.to(dtype or (x.dtype if x.is_floating_point() else torch.int64))
     if (axis := x.domain.axes.get(dim := dim % x.ndim)) is None:
         return DomainTensor(local.cumsum(dim), x.domain)
-    exact = wide(local.dtype) if local.is_floating_point() else local.dtype
+    exact = wide_type(local.dtype) if local.is_floating_point() else local.dtype
     ranges = axis.layout.ranges
     parts = (
         local.split([stop - start for start, stop in ranges[axis.rank]], dim)

@@ -16,7 +16,7 @@ from longshard.domain.domain import Axis, Domain
 from longshard.sharding.exchange import all_to_all
 from longshard.sharding.layout import AxisLayout, sized
 from longshard.sharding.placement import places_on, rows_on, unshard
-from longshard.sharding.rows import fetch
+from longshard.sharding.rows import fetch, layout_of
 from longshard.sharding.tensors import with_adjoint
 
 
@@ -29,12 +29,11 @@ def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
     local = x.local
     for dim, layout in layouts.items():
         axis = x.domain.axes.get(dim)
-        rows = x.shape[dim]
-        degree = 1 if axis is None else axis.degree
-        if (rows, degree) != (layout.length, layout.degree):
+        own, _ = layout_of(axis, x.shape[dim])
+        if (own.length, own.degree) != (layout.length, layout.degree):
             raise ValueError(
-                f"dimension {dim} has {rows} rows on {degree} rank(s); a layout of {layout.length} rows on "
-                f"{layout.degree} rank(s) does not fit it"
+                f"dimension {dim} has {own.length} rows on {own.degree} rank(s); a layout of {layout.length} "
+                f"rows on {layout.degree} rank(s) does not fit it"
             )
         local = fetch(local, axis, layout.ranges, dim)
     return DomainTensor(local, x.domain.layouts(layouts))
@@ -57,9 +56,10 @@ def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) 
         1 if axis is None else axis.degree,
     ):
         raise ValueError(
-            f"a tensor of shape {tuple(x.shape)}, sharded in dimensions {[*x.domain.axes]}, cannot move from dimension "
-            f"{source_dim} to dimension {target_dim} with a layout of {layout.length} rows on {layout.degree} ranks; "
-            "the source is sharded, the target is whole, and the layout has the target's length and the source's ranks"
+            f"a tensor of shape {tuple(x.shape)}, sharded in dimensions {[*x.domain.axes]}, cannot "
+            f"move from dimension {source_dim} to dimension {target_dim} with a layout of "
+            f"{layout.length} rows on {layout.degree} ranks; the source is sharded, the target is "
+            "whole, and the layout has the target's length and the source's ranks"
         )
     if axis is None:
         return x
@@ -78,16 +78,11 @@ def _moved(
     shape = list(x.shape)
     parts = []
     shapes = []
-    shape[source_dim] = source.layout.length
     shape[target_dim] = target.rows
-    for rank in range(source.degree):
+    for rank, rows in enumerate(source.layout.lengths):
         parts.append(x.index_select(target_dim, rows_on(target.layout, rank, x.device)))
-        shapes.append(
-            [
-                source.layout.local_length(rank) if d == source_dim else n
-                for d, n in enumerate(shape)
-            ]
-        )
+        shape[source_dim] = rows
+        shapes.append([*shape])
     sent = [part.numel() for part in parts]
     counts = [math.prod(arriving) for arriving in shapes]
     arrived, pending = all_to_all(
@@ -193,8 +188,8 @@ def scatter(
     ):
         given = "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
         raise ValueError(
-            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {given} on this rank; pass the "
-            "tensor on the source, and None elsewhere"
+            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {given} on this "
+            "rank; pass the tensor on the source, and None elsewhere"
         )
     rows = list(shape)
     with torch.no_grad():

@@ -9,6 +9,7 @@ import torch
 from longshard.domain import whole
 from longshard.domain.dispatch import (
     VIEW,
+    AnyTensor,
     DomainTensor,
     is_sharded,
     refuse_unless,
@@ -117,11 +118,11 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ran
         sizes = [1, 1]
         while i == a or j == b or sizes[0] != sizes[1] or (i == len(old)) != (j == len(new)):
             if j == len(new) or (i < len(old) and sizes[0] <= sizes[1]):
-                sizes[0] = sizes[0] * old[i]
-                i = i + 1
+                sizes[0] *= old[i]
+                i += 1
             else:
-                sizes[1] = sizes[1] * new[j]
-                j = j + 1
+                sizes[1] *= new[j]
+                j += 1
         yield range(a, i), range(b, j)
         a, b = i, j
 
@@ -193,9 +194,8 @@ def repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
     own = [1 if dim in x.domain.axes else times for dim, times in enumerate(sizes)]
     result = wrapped(x.local.repeat(*own), x.domain)
     for dim in x.domain.axes:
-        result = (
-            result if sizes[dim] == 1 else concatenated(torch.cat, [result] * sizes[dim], dim)
-        )
+        if sizes[dim] != 1:
+            result = concatenated(torch.cat, [result] * sizes[dim], dim)
     return result
 
 
@@ -264,11 +264,10 @@ def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> Do
     ranges = [()] * axis.degree
     length = 0
     for x in tensors:
-        here = x.domain.axes.get(dim) if isinstance(x, DomainTensor) else None
-        here = here if here is not None and here.group is axis.group else None
-        here = here or Axis(
-            sized([x.shape[dim] * (rank == 0) for rank in range(axis.degree)]), axis.group
-        )
+        here = wrapped(x).domain.axes.get(dim)
+        if here is None or here.group is not axis.group:
+            on_first = sized([x.shape[dim], *[0] * (axis.degree - 1)])
+            here = Axis(on_first, axis.group)
         parts.append(own_part(x, Domain(domain.axes | {dim: here}), torch.Size(x.shape)))
         behind = [
             [(start + length, stop + length) for start, stop in own]
@@ -288,11 +287,9 @@ def sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
     """
     index = index if isinstance(index, tuple) else (index,)
     index = tuple(torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in index)
-    tensors = [
-        place for place, i in enumerate(index) if isinstance(i, DomainTensor | torch.Tensor)
-    ]
+    tensors = [place for place, i in enumerate(index) if isinstance(i, AnyTensor)]
     if tensors:
-        return by_tensors(wrapped(x, Domain({})), index, tensors)
+        return by_tensors(wrapped(x), index, tensors)
     local_index, domain, single = _own_index(x, index)
     result = wrapped(x.local[local_index], domain)
     if not single:
@@ -315,12 +312,12 @@ def assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
         return
     if x.base is not None:
         raise refused("__setitem__", x, f"{VIEW}; change a `clone` of it")
-    if isinstance(index, DomainTensor | torch.Tensor) and index.dtype == torch.bool:
+    if isinstance(index, AnyTensor) and index.dtype == torch.bool:
         assign_by_mask(x, index, value)
         return
     local_index, domain, single = _own_index(x, index)
     part = wrapped(x.local.detach()[local_index], domain)
-    if isinstance(value, DomainTensor | torch.Tensor):
+    if isinstance(value, AnyTensor):
         for dim in single:  # a number takes a dimension away
             value = value.unsqueeze(dim - part.ndim) if value.ndim >= part.ndim - dim else value
         value = own_part(value, part.domain, part.shape)
@@ -356,8 +353,8 @@ def _own_index(x: DomainTensor, index: Any) -> tuple[tuple, Domain, list[int]]:
                 else _every(axis, start, stop, step)
             )
         local_index.append(i)
-        dim = dim + (i is not None)
-        place = place + (not isinstance(i, int))
+        dim += i is not None
+        place += not isinstance(i, int)
     return tuple(local_index), Domain(axes), single
 
 

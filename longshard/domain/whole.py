@@ -82,8 +82,7 @@ def _results(
 
     # Modes, such as that of selective checkpointing, must not count these calls.
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        args = mapped(whole, args)
-        kwargs = mapped(whole, kwargs)
+        args, kwargs = mapped(whole, (args, kwargs))
         try:
             found = [x for x in flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
         except NotImplementedError:  # it depends on data, or on a device

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule, wrapped
-from longshard.domain.reductions import wide
 from longshard.sharding.exchange import exchange
-from longshard.sharding.layout import AxisLayout, sized
-from longshard.sharding.rows import connected, plan_pieces, plan_rows, put_together
-from longshard.sharding.tensors import to_device
+from longshard.sharding.layout import AxisLayout
+from longshard.sharding.rows import connected, layout_of, plan_pieces, plan_rows, put_together
+from longshard.sharding.tensors import to_device, wide_type
 from longshard.sharding.windows import (
     Tile,
     Window,
@@ -59,8 +58,7 @@ def slide(
             shape[dim] = way
             continue
         axis = x.domain.axes.get(dim)
-        owned = sized([shape[dim]])
-        layout, rank = (owned, 0) if axis is None else (axis.layout, axis.rank)
+        layout, rank = layout_of(axis, shape[dim])
         plan = way(layout)
         wanted, source = plan_rows(layout.ranges, layout.length, plan.wanted, periodic)
         if source == "ranks":
@@ -111,13 +109,13 @@ def spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
     return range(first, x.ndim)
 
 
-def per_axis(value: int | str | Sequence, dims: Sequence[int]) -> tuple:
+def per_axis(value: float | str | Sequence, dims: Sequence[int]) -> tuple:
     """Return one value for each spatial dimension, given for all of them or one by one.
 
     Raises:
         ValueError: another number of values.
     """
-    values = (value,) * len(dims) if isinstance(value, int | str) else tuple(value)
+    values = (value,) * len(dims) if isinstance(value, int | float | str) else tuple(value)
     values *= len(dims) if len(values) == 1 else 1
     if len(values) != len(dims):
         raise ValueError(
@@ -281,7 +279,7 @@ def avg_pool(
     kernels, steps = zip(*((w.kernel, w.stride) for w in windows.values()), strict=True)
 
     def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-        total = part.to(wide(part.dtype))  # a sum may overflow in float16
+        total = part.to(wide_type(part.dtype))  # a sum may overflow in float16
         if len(windows) == 1:  # the function for one dimension has no divisor
             total = F.avg_pool2d(
                 total.unsqueeze(-2), (1, *kernels), (1, *steps), divisor_override=1
@@ -292,7 +290,7 @@ def avg_pool(
             return (total / divisor_override).to(part.dtype)
         for dim, tile in tiles.items():
             window = windows[dim]
-            margin = windows[dim].before * count_include_pad
+            margin = window.before * count_include_pad
             starts = (output * window.stride - window.before for output in range(*tile.outputs))
             counts = [
                 min(each + window.kernel, x.shape[dim] + margin) - max(each, -margin)
@@ -322,11 +320,6 @@ def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTenso
                 [reduction(x.narrow(dim, a, b - a), dim, keepdim=True) for a, b in ends], dim
             )
     return on_samples(function, x, sizes)
-
-
-def spatial_is_whole(x: DomainTensor, number: int) -> bool:
-    """Return whether the last `number` dimensions are whole."""
-    return all(dim < x.ndim - number for dim in x.domain.axes)
 
 
 def on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainTensor:

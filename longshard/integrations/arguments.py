@@ -13,7 +13,7 @@ from longshard.integrations import inspection
 
 def check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
     """Raise a ContextParallelError unless there is a row of logits for each token of the rank's part."""
-    length = live.layout.local_length(live.mesh.get_local_rank())
+    length = live.layout.local_length(live.rank)
     if isinstance(logits, torch.Tensor) and (logits.ndim < 3 or logits.shape[-2] != length):
         raise ContextParallelError(
             f"{type(model).__name__} has logits of shape {tuple(logits.shape)}, not one row for each token of a rank's "

@@ -93,7 +93,8 @@ class AttendedLayers:
             without = [
                 i
                 for i, did in ran.items()
-                if not did and not inspection.is_tokenwise(kinds, i, number)
+                if not did
+                and not (len(kinds) == number and kinds[i] in inspection.TOKENWISE_KINDS)
             ]
             if without and any(ran.values()):
                 return (

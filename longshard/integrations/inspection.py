@@ -45,12 +45,10 @@ _ATTENTION_KINDS = frozenset(
         "local",
     }
 )
-_TOKENWISE_KINDS = frozenset({"moe", "mlp", "dense", "sparse"})
+TOKENWISE_KINDS = frozenset({"moe", "mlp", "dense", "sparse"})
 # Kinds that are right if their layers are bound; a layer that is not is seen by its parameters, or where it runs.
 _BOUND_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "hybrid"})
-_WITHOUT_WINDOW = (
-    frozenset({"full_attention", "attention", "full", "global"}) | _TOKENWISE_KINDS
-)
+_WITHOUT_WINDOW = frozenset({"full_attention", "attention", "full", "global"}) | TOKENWISE_KINDS
 _WINDOWS = (
     "sliding_window",
     "sliding_window_size",
@@ -251,7 +249,7 @@ def _refusal_of_configuration(
             'use "sdpa", or `register_transformers_attention()` and model.set_attn_implementation("context_parallel")'
         )
     for kind in layer_kinds(config):
-        is_known = kind in _ATTENTION_KINDS | _TOKENWISE_KINDS or (
+        is_known = kind in _ATTENTION_KINDS | TOKENWISE_KINDS or (
             kind in _BOUND_KINDS and bound
         )
         if not is_known and not allowed.has(None, kind):
@@ -333,8 +331,3 @@ def layer_kinds(config: object) -> list[str]:
         if kinds and all(isinstance(kind, str) for kind in kinds):
             return list(kinds)
     return []
-
-
-def is_tokenwise(kinds: list[str], layer: int, layers: int) -> bool:
-    """Return whether a layer mixes no tokens, by the kinds of all `layers`."""
-    return len(kinds) == layers and kinds[layer] in _TOKENWISE_KINDS

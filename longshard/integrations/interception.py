@@ -11,7 +11,6 @@ Such a call is refused.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,32 +52,27 @@ def intercept_sdpa(
     model: is checked when the context is entered; without it each model is checked at its first call inside.
     allow_modules: classes, names or kinds of modules not to refuse (docs/transformers.md).
     """
-    return partial(_intercepting, model=model, allow_modules=allow_modules)
 
+    @contextmanager
+    def intercepting(handle: torch.Tensor, live: LivePlan) -> Iterator[None]:
+        allowed = Allowed(allow_modules)
+        watch = ModelWatch(live, lambda: is_intercepted(handle), model, allowed)
+        with Interception(handle, live, watch), watch:
+            yield
+        if live.calls == 0:
+            raise ContextParallelError(
+                f"the inputs were cut over {live.mesh.size()} ranks, but no attention ran over them: nothing called "
+                "F.scaled_dot_product_attention inside the context; make the model use it (transformers: "
+                'attn_implementation="sdpa", not "eager"), and run its forward and backward inside'
+            )
+        if allowed.unused:
+            raise ContextParallelError(
+                f"allow_modules of intercept_sdpa names {allowed.unused}, and the model has no such "
+                "module or kind of layers; give classes, their names, dotted names of modules, or "
+                "kinds of layers, and only those it has"
+            )
 
-@contextmanager
-def _intercepting(
-    handle: torch.Tensor,
-    live: LivePlan,
-    model: nn.Module | None,
-    allow_modules: Collection[type | str],
-) -> Iterator[None]:
-    """Intercept attention under an open plan; an error at the end if none ran, or allow_modules has a wrong name."""
-    allowed = Allowed(allow_modules)
-    watch = ModelWatch(live, lambda: is_intercepted(handle), model, allowed)
-    with Interception(handle, live, watch), watch:
-        yield
-    if live.calls == 0:
-        raise ContextParallelError(
-            f"the inputs were cut over {live.mesh.size()} ranks, but no attention ran over them: nothing called "
-            "F.scaled_dot_product_attention inside the context; make the model use it (transformers: "
-            'attn_implementation="sdpa", not "eager"), and run its forward and backward inside'
-        )
-    if allowed.unused:
-        raise ContextParallelError(
-            f"allow_modules of intercept_sdpa names {allowed.unused}, and the model has no such module or kind of "
-            "layers; give classes, their names, dotted names of modules, or kinds of layers, and only those it has"
-        )
+    return intercepting
 
 
 class Interception(TorchFunctionMode):
@@ -99,13 +93,13 @@ class Interception(TorchFunctionMode):
             raise ContextParallelError(
                 "`intercept_sdpa` is in force already, for another mesh; an attention call can run over one only"
             )
-        shortest = min(map(live.layout.local_length, range(live.layout.degree)))
+        shortest = min(live.layout.lengths)
         if shortest < 2:
             # transformers takes a single query for a step of generation, and calls its attention not causal.
             raise ContextParallelError(
-                f"`intercept_sdpa` with {live.layout.length} tokens leaves a rank {shortest}, and models take a "
-                f"single token for a step of generation; use at least {2 * live.layout.degree} tokens and the load "
-                "balancer 'head_tail' or 'contiguous'"
+                f"`intercept_sdpa` with {live.layout.length} tokens leaves a rank {shortest}, and "
+                "models take a single token for a step of generation; use at least "
+                f"{2 * live.layout.degree} tokens and the load balancer 'head_tail' or 'contiguous'"
             )
         self._handle = handle
         self._live = live
@@ -138,8 +132,8 @@ class Interception(TorchFunctionMode):
             return shifted
         if attends(func):
             raise ContextParallelError(
-                f"{func.__name__} attends inside of one call, which `intercept_sdpa` does not reach; let the model "
-                "call F.scaled_dot_product_attention itself"
+                f"{func.__name__} attends inside of one call, which `intercept_sdpa` does not reach; "
+                "let the model call F.scaled_dot_product_attention itself"
             )
         if func in _BACKWARD:
             with self:
@@ -181,8 +175,8 @@ class Interception(TorchFunctionMode):
             refusing = [rank for rank, (refused, _) in enumerate(ranks) if refused]
             if refusing and refusal is None:
                 raise ContextParallelError(
-                    f"rank(s) {refusing} of the group cannot do this attention call context parallel; their message "
-                    "says why"
+                    f"rank(s) {refusing} of the group cannot do this attention call context parallel; "
+                    "their message says why"
                 )
             self._watch.has_news = False
             refusal = refusal or positions.refusal_of_ranks([flags for _, flags in ranks])

@@ -21,7 +21,7 @@ class Positions:
     """
 
     def __init__(self, live: LivePlan) -> None:
-        tokens = live.layout.indices(live.mesh.get_local_rank())
+        tokens = live.layout.indices(live.rank)
         self._global = torch.from_numpy(tokens)
         starts = [tokens] if live.mask is None else list(_places_in_documents(live, tokens))
         self._by_document = [torch.from_numpy(x) for x in starts]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from longshard.context.convolution import context_parallel_convolution
+from longshard.context.execution.linear_chunks import Tokens
 from longshard.context.linear_attention import linear_attention
 from longshard.context.live import LivePlan
 from longshard.context.planning.mask import Mask
@@ -67,8 +68,9 @@ def scanned(
     ]
     if packed:
         raise ContextParallelError(
-            f"{name} got {packed[0]}, which says nothing of the tokens of other ranks; give packed documents as "
-            "`context_parallel(mask=documents(...))`, and the model an all-ones `attention_mask`"
+            f"{name} got {packed[0]}, which says nothing of the tokens of other ranks; give packed "
+            "documents as `context_parallel(mask=documents(...))`, and the model an all-ones "
+            "`attention_mask`"
         )
     live.calls += _KNOWN[name].run is not _not_fused
     device = next(x.device for x in given.values() if isinstance(x, torch.Tensor))
@@ -123,7 +125,7 @@ def _starts(mask: Mask, number: int) -> np.ndarray:
 
 def _convolution(where: Where, given: dict[str, Any]) -> torch.Tensor:
     """hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S)."""
-    x, weight, bias, activation = (given[key] for key in _KNOWN["causal_conv1d_fn"].parameters)
+    x, weight, bias, activation = (given[key] for key in _CONVOLUTION)
     rows = x.to(weight.dtype).transpose(1, 2)
     out = context_parallel_convolution(
         rows, weight.unsqueeze(1), where.handle, _repeated(where.positions, rows)
@@ -140,25 +142,26 @@ def _delta_rule(where: Where, given: dict[str, Any]) -> tuple[torch.Tensor, None
         q, k = (
             wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)
         )
-    settings = where.handle, _repeated(where.positions, v), k.shape[-1] ** -0.5
-    return linear_attention(q, k, wide(v), g, beta, *settings)[0].to(v.dtype), None
+    positions = _repeated(where.positions, v)
+    tokens = Tokens(q, k, wide(v), g, beta, positions, k.shape[-1] ** -0.5)
+    return linear_attention(tokens, where.handle)[0].to(v.dtype), None
 
 
 def _mamba2(where: Where, given: dict[str, Any]) -> torch.Tensor:
     """hidden_states: (B, S, H, P); dt: (B, S, H); A: (H,); B, C: (B, S, groups, N); D: (H,) -> (B, S, H, P)."""
-    x, step, rate, k, q = (given[key] for key in _KNOWN["mamba2_chunk_scan"].parameters[:5])
+    x, step, rate, k, q = (given[key] for key in _MAMBA)
     step = step if given["dt_bias"] is None else step + given["dt_bias"].to(step.dtype)
     step = wide((F.softplus(step) if given["dt_softplus"] else step).clamp(*given["dt_limit"]))
     positions = _repeated(where.positions, x)
     x = wide(x)
-    scan = q, k, x * step.unsqueeze(-1), rate * step, None
-    out = linear_attention(*map(wide, scan[:4]), None, where.handle, positions, 1.0)[0]
+    scan = q, k, x * step.unsqueeze(-1), rate * step
+    out = linear_attention(Tokens(*map(wide, scan), None, positions, 1.0), where.handle)[0]
     return out if given["D"] is None else out + given["D"].unsqueeze(-1) * x
 
 
 def _mamba1(where: Where, given: dict[str, Any]) -> torch.Tensor:
     """hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S). A channel is a head."""
-    x, step, rate, k, q = (given[key] for key in _KNOWN["mamba_selective_scan"].parameters[:5])
+    x, step, rate, k, q = (given[key] for key in _MAMBA)
     step = (
         step
         if given["delta_bias"] is None
@@ -169,9 +172,8 @@ def _mamba1(where: Where, given: dict[str, Any]) -> torch.Tensor:
     positions = _repeated(where.positions, x)
     q, k = (wide(part).transpose(1, 2).unsqueeze(2) for part in (q, k))
     log_decay = wide(rate) * step.unsqueeze(-1)
-    out = linear_attention(
-        q, k, v.unsqueeze(-1), log_decay, None, where.handle, positions, 1.0
-    )[0]
+    tokens = Tokens(q, k, v.unsqueeze(-1), log_decay, None, positions, 1.0)
+    out = linear_attention(tokens, where.handle)[0]
     out = out.squeeze(-1).transpose(1, 2)
     out = out if given["D"] is None else out + x * given["D"].unsqueeze(-1)
     return out if given["z"] is None else out * F.silu(given["z"])
@@ -194,12 +196,11 @@ class _Known:
     is_scan: bool = True
 
 
+_CONVOLUTION = ("hidden_states", "weight", "bias", "activation")
 _DELTA = ("query", "key", "value", "g", "beta")
 _MAMBA = ("hidden_states", "dt", "A", "B", "C")
 _KNOWN = {
-    "causal_conv1d_fn": _Known(
-        _convolution, ("hidden_states", "weight", "bias", "activation"), is_scan=False
-    ),
+    "causal_conv1d_fn": _Known(_convolution, _CONVOLUTION, is_scan=False),
     "torch_chunk_gated_delta_rule": _Known(_delta_rule, _DELTA),
     "chunk_kimi_delta_attention": _Known(_delta_rule, _DELTA),
     "mamba2_chunk_scan": _Known(_mamba2, _MAMBA),

@@ -90,7 +90,7 @@ class ModelWatch:
 
         Its refusal waits for the next attention call, where ranks may still compare, or for the end of the forward.
         """
-        length = self._live.layout.local_length(self._live.mesh.get_local_rank())
+        length = self._live.layout.local_length(self._live.rank)
         if not self._inside["allowed"] and inspection.moves_tokens(
             name, x, shifted, args, kwargs, length
         ):

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.sharding.layout import AxisLayout
 from longshard.sharding.movement import Movement, plan_movement
-from longshard.sharding.ranges import (
-    Range,
-    size,
-)
-from longshard.sharding.tensors import with_adjoint
+from longshard.sharding.ranges import Range, Wanted, size
+from longshard.sharding.tensors import wide_type, with_adjoint
+
+Ranks = DeviceMesh | dist.ProcessGroup
+"""A 1-D mesh, or a group."""
 
 # kind -> calls of this process; tests compare them with the cost of a plan
 calls: Counter[str] = Counter()
@@ -31,9 +31,7 @@ calls: Counter[str] = Counter()
 bytes_sent: Counter[str] = Counter()
 
 
-def all_reduce(
-    x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = "sum"
-) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, over: Ranks, op: str = "sum") -> torch.Tensor:
     """Reduce `x` over a 1-D mesh or a group, in place, and return it; over one rank nothing is sent.
 
     x: contiguous, of one shape on every rank; op: `sum`, `max` or `min`.
@@ -44,7 +42,7 @@ def all_reduce(
     return x
 
 
-def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Tensor:
+def all_gather(x: torch.Tensor, over: Ranks) -> torch.Tensor:
     """Return the `x` of every rank of a 1-D mesh or a group, in its order: (size, *x.shape)."""
     gathered = x.new_empty(over.size(), *x.shape)
     if x.is_meta:
@@ -56,7 +54,7 @@ def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.T
     return gathered
 
 
-def broadcast(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Tensor:
+def broadcast(x: torch.Tensor, over: Ranks) -> torch.Tensor:
     """Copy the `x` of the first rank of a 1-D mesh or a group to all others, in place, and return it."""
     if over.size() > 1:
         _count("broadcast")
@@ -64,12 +62,12 @@ def broadcast(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Te
     return x
 
 
-def has_peers(over: DeviceMesh | dist.ProcessGroup) -> bool:
+def has_peers(over: Ranks) -> bool:
     """Return whether other ranks answer. Back end `fake` copies inputs to outputs: of one rank, or in a trace."""
     return dist.get_backend(_group(over)) != "fake"
 
 
-def _group(over: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+def _group(over: Ranks) -> dist.ProcessGroup:
     return over if isinstance(over, dist.ProcessGroup) else over.get_group()
 
 
@@ -82,6 +80,7 @@ class Transfer:
     is_send: bool
 
 
+@dataclass(eq=False)
 class Pending:
     """Transfers that have started. Their tensors may be read and written after `wait`.
 
@@ -89,26 +88,19 @@ class Pending:
     calls once, when everything has arrived. timeout: how long to wait; None: the group's time-out.
     """
 
-    def __init__(
-        self,
-        works: Sequence[dist.Work] = (),
-        kept: Sequence[object] = (),
-        arrived: Callable[[], None] | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        self._works = works
-        self._kept = kept
-        self._arrived = arrived
-        self._timeout = timeout
+    works: Sequence[dist.Work] = ()
+    kept: Sequence[object] = ()
+    arrived: Callable[[], None] | None = None
+    timeout: timedelta | None = None
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait(*(() if self._timeout is None else (self._timeout,)))
-        if self._arrived is not None:
-            self._arrived()
-        self._works = ()
-        self._kept = ()
-        self._arrived = None
+        for work in self.works:
+            work.wait(*(() if self.timeout is None else (self.timeout,)))
+        if self.arrived is not None:
+            self.arrived()
+        self.works = ()
+        self.kept = ()
+        self.arrived = None
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device | str) -> timedelta | None:
@@ -154,12 +146,9 @@ def allocate(
     NCCL has some on GPUs that NVLink SHARP joins; None without.
     """
     backend = group._get_backend(device)
-    has_memory = backend.supports_tensor_alloc(device)
-    return (
-        backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
-        if has_memory
-        else None
-    )
+    if not backend.supports_tensor_alloc(device):
+        return None
+    return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
 
 
 def gather_shards(
@@ -277,9 +266,7 @@ def exchange(
         ValueError: a shard of another length, ranges for another number of ranks, or an inverted range.
     """
     rank = group.rank()
-    wanted = tuple(
-        tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted
-    )
+    wanted = tuple(map(tuple, wanted))
     _check_wanted(x.shape[dim], layout, wanted, group)
     movement = plan_movement(layout.ranges, wanted, rank)
 
@@ -293,7 +280,7 @@ def exchange(
 
     def returned(gradient: torch.Tensor) -> torch.Tensor:
         # A row may have gone to many ranks.
-        exact = torch.promote_types(gradient.dtype, torch.float32)
+        exact = wide_type(gradient.dtype)
         result = _with_rows(gradient, layout.local_length(rank), dim, exact)
         _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement, group, add=True)
         return result.to(gradient.dtype)
@@ -304,7 +291,7 @@ def exchange(
 def _check_wanted(
     rows: int,
     layout: AxisLayout,
-    wanted: tuple[tuple[Range, ...], ...],
+    wanted: Wanted,
     group: dist.ProcessGroup,
 ) -> None:
     rank = group.rank()

@@ -45,6 +45,11 @@ class AxisLayout:
         """Return the number of tokens that `rank` owns."""
         return size(self.ranges[rank])
 
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each rank."""
+        return [size(ranges) for ranges in self.ranges]
+
     def indices(self, rank: int) -> np.ndarray:
         """Return the global positions of the tokens of `rank`, in its order: (local length,) int64."""
         parts = [np.arange(start, stop, dtype=np.int64) for start, stop in self.ranges[rank]]

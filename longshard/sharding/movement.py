@@ -7,6 +7,7 @@ from longshard.sharding.ranges import (
     Offsets,
     Range,
     Ranges,
+    Wanted,
     difference,
     intersection,
     size,
@@ -30,9 +31,7 @@ class Movement:
 
 
 @planned
-def plan_movement(
-    owned: tuple[Ranges, ...], wanted: tuple[tuple[Range, ...], ...], rank: int
-) -> Movement:
+def plan_movement(owned: tuple[Ranges, ...], wanted: Wanted, rank: int) -> Movement:
     """Return what `rank` sends and receives when every rank r owns the ranges owned[r] and wants wanted[r]."""
     own = Offsets(owned[rank])
     sent = tuple(tuple(place for _, place in common_parts(ranges, own)) for ranges in wanted)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from longshard.sharding.exchange import all_reduce, exchange
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.tensors import to_device, with_adjoint
+from longshard.sharding.tensors import TensorFunction, to_device, wide_type, with_adjoint
 
 PLACEMENTS = ("partial", "replicated")
 
@@ -42,9 +42,7 @@ def shard(
         ValueError: another placement, or another number of rows.
     """
     _check(x, dim, layout.length, grad)
-    own_rows, all_rows = (
-        partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows)
-    )
+    own_rows, all_rows = _rows(layout, dim, group)
     return own_rows(x) if grad == "partial" else with_adjoint(x, own_rows, all_rows)
 
 
@@ -65,9 +63,7 @@ def unshard(
         ValueError: another placement, or another number of rows.
     """
     _check(x, dim, layout.local_length(group.rank()), grad)
-    own_rows, all_rows = (
-        partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows)
-    )
+    own_rows, all_rows = _rows(layout, dim, group)
     return all_rows(x) if grad == "partial" else with_adjoint(x, all_rows, own_rows)
 
 
@@ -78,7 +74,7 @@ def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum over the ranks, of floats computed in at least float32. Not differentiable."""
-    dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+    dtype = wide_type(x.dtype) if x.is_floating_point() else x.dtype
     return all_reduce(x.to(dtype, copy=True, memory_format=torch.contiguous_format), group).to(
         x.dtype
     )
@@ -112,13 +108,16 @@ def places_on(layout: AxisLayout, device: torch.device) -> torch.Tensor:
     return to_device(torch.from_numpy(layout.order().argsort()), device)
 
 
-def _all_rows(
-    x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup
-) -> torch.Tensor:
-    return exchange(x, layout, [[(0, layout.length)]] * layout.degree, dim=dim, group=group)
+def _rows(
+    layout: AxisLayout, dim: int, group: dist.ProcessGroup
+) -> tuple[TensorFunction, TensorFunction]:
+    """Return what takes this rank's rows of a whole tensor, and what takes all rows of shards, a collective."""
 
+    def own_rows(x: torch.Tensor) -> torch.Tensor:
+        return x.index_select(dim, rows_on(layout, group.rank(), x.device))
 
-def _own_rows(
-    x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup
-) -> torch.Tensor:
-    return x.index_select(dim, rows_on(layout, group.rank(), x.device))
+    def all_rows(x: torch.Tensor) -> torch.Tensor:
+        wanted = [[(0, layout.length)]] * layout.degree
+        return exchange(x, layout, wanted, dim=dim, group=group)
+
+    return own_rows, all_rows

@@ -9,6 +9,9 @@ Range = tuple[int, int]
 Ranges = tuple[Range, ...]
 """Ascending, disjoint, none empty, no two touching."""
 
+Wanted = tuple[tuple[Range, ...], ...]
+"""For each rank the ranges of rows that it wants, one after another; they may overlap and leave the axis."""
+
 
 def size(ranges: Iterable[Range]) -> int:
     """Return the sum of the lengths of some ranges."""

@@ -1,17 +1,23 @@
 """A sharded axis, and rows that a rank wants of it: from other ranks only if some rank lacks them, and zeros."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from longshard.sharding.exchange import exchange
-from longshard.sharding.layout import AxisLayout
-from longshard.sharding.ranges import Range, Ranges, difference, intersection, size, union
-from longshard.sharding.tensors import planned
-
-Wanted = tuple[tuple[Range, ...], ...]
-"""For each rank the ranges of rows that it wants, one after another; they may overlap and leave the axis."""
+from longshard.sharding.layout import AxisLayout, sized
+from longshard.sharding.ranges import (
+    Range,
+    Ranges,
+    Wanted,
+    difference,
+    intersection,
+    size,
+    union,
+)
+from longshard.sharding.tensors import planned, wide_type
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,11 @@ class Axis:
     @property
     def rows(self) -> int:
         return self.layout.local_length(self.rank)
+
+
+def layout_of(axis: Axis | None, length: int) -> tuple[AxisLayout, int]:
+    """Return the layout of a dimension and this rank's number in it; without an axis, of one rank that has all rows."""
+    return (sized([length]), 0) if axis is None else (axis.layout, axis.rank)
 
 
 @planned
@@ -97,14 +108,14 @@ def fetch(
     this rank alone without an axis. Nothing is copied if every rank wants its own rows, and nothing is sent if no rank
     wants rows of another one; else it is one exchange.
     """
-    owned: tuple[Ranges, ...] = (((0, x.shape[dim]),),) if axis is None else axis.layout.ranges
-    length, rank = (x.shape[dim], 0) if axis is None else (axis.layout.length, axis.rank)
-    wanted, source = plan_rows(owned, length, wanted, periodic)
+    layout, rank = layout_of(axis, x.shape[dim])
+    wanted, source = plan_rows(layout.ranges, layout.length, wanted, periodic)
     if source == "own":
         return x
     if source == "local":
-        return put_together(x, {dim: plan_pieces(owned[rank], length, wanted[rank])})
-    return exchange(x, axis.layout, wanted, dim=dim, group=axis.group)
+        pieces = plan_pieces(layout.ranges[rank], layout.length, wanted[rank])
+        return put_together(x, {dim: pieces})
+    return exchange(x, layout, wanted, dim=dim, group=axis.group)
 
 
 Pieces = tuple[tuple[bool, int, int], ...]
@@ -137,7 +148,7 @@ def put_together(x: torch.Tensor, pieces: dict[int, Pieces]) -> torch.Tensor:
         dtype = x.dtype
         shape = [*x.shape]
         if x.is_floating_point() and _has_copies(parts):
-            x = x.to(torch.promote_types(dtype, torch.float32))
+            x = x.to(wide_type(dtype))
         # so that every rank joins the backward
         rows = [x.narrow(dim, 0, 0)]
         for is_own, start, stop in parts:
@@ -152,9 +163,5 @@ def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor
 
     It is linear in each input, as a convolution is in rows and weights: derivatives depend on the other inputs.
     """
-    factor = None
-    for x in inputs:
-        if x is not None:
-            one = 1 + x.reshape(-1)[:0].sum()
-            factor = one if factor is None else factor * one
-    return empty if factor is None else empty + factor
+    factors = [1 + x.reshape(-1)[:0].sum() for x in inputs if x is not None]
+    return empty + math.prod(factors)

@@ -72,18 +72,21 @@ def added_rows(
 
     places, weights: (T,). They are added in float32 at least; weighted and copied to that type a part at a time.
     """
-    total = rows.new_zeros(
-        number, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32)
-    )
+    total = rows.new_zeros(number, rows.shape[1], dtype=wide_type(rows.dtype))
     for part, where, *weight in in_parts(rows, places, *([] if weights is None else [weights])):
         part = part * weight[0].unsqueeze(1) if weight else part
         total.index_add_(0, where, part.to(total.dtype))
     return total.to(rows.dtype)
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the floating type in which sums of a type are kept: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def wide(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy in float32 of what has half precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(wide_type(x.dtype))
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
@@ -98,10 +101,11 @@ def version_of(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version  # no public name as of torch 2.13
 
 
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
 def with_adjoint(
-    x: torch.Tensor,
-    function: Callable[[torch.Tensor], torch.Tensor],
-    adjoint: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor, function: TensorFunction, adjoint: TensorFunction
 ) -> torch.Tensor:
     """Return the function of x, linear; its backward applies the adjoint to the gradient, and can be differentiated.
 

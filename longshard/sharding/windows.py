@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.ranges import Range, union
+from longshard.sharding.ranges import Range, Wanted, union
 
 
 class Window(NamedTuple):
@@ -49,7 +49,7 @@ class WindowPlan:
     tiles: tuple[tuple[Tile, ...], ...]
 
     @property
-    def wanted(self) -> tuple[tuple[Range, ...], ...]:
+    def wanted(self) -> Wanted:
         """The rows that each rank wants, tile after tile."""
         return tuple(tuple(tile.inputs for tile in tiles) for tiles in self.tiles)
 

@@ -15,7 +15,7 @@ from longshard.context.execution.kernels.base import BackwardInputs, Kernel
 from longshard.context.execution.kernels.choose import choose_kernel
 from longshard.context.execution.kernels.cpu import CpuFlash
 from longshard.context.execution.kernels.cuda import CudaFlash
-from longshard.context.execution.stages import Merged, add_parts, attend, gradients, pack, unpack
+from longshard.context.execution.stages import Merged, add_parts, attend, pack, unpack
 from longshard.context.planning.cost import AttentionShape, Cost, attention_cost
 from longshard.context.planning.heads import HeadShare
 from longshard.context.planning.lowering import Launch, lower
@@ -124,7 +124,7 @@ class Tiles:
             totals.append(torch.zeros_like(rows, dtype=lse.dtype))
             given = BackwardInputs(self._dout, self._q, *unpack(rows), out, lse)
             for launch in launches:
-                parts = gradients(given, launch, self._kernel, self._scale)
+                parts = self._kernel.backward_many(given, launch, scale=self._scale)
                 add_parts((dq, *unpack(totals[-1])), parts, launch)
         return [dq, *totals]
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from longshard import region
+from longshard.context.execution.linear_chunks import Tokens
 from longshard.context.linear_attention import linear_attention
 from longshard.context.planning.cost import AttentionShape, attention_cost
 from longshard.context.planning.mask import causal
@@ -72,7 +73,7 @@ class Member:
         if self._plan is not None:
             dist.barrier()
         cpu, start = time.process_time(), time.monotonic()
-        out = linear_attention(*self._inputs, self._plan, None, 1.0)[0]
+        out = linear_attention(Tokens(*self._inputs, None, 1.0), self._plan)[0]
         middle = time.monotonic()
         torch.autograd.grad(out, [x for x in self._inputs if x is not None], self._cotangent)
         return Times(start, middle, time.monotonic(), time.process_time() - cpu)

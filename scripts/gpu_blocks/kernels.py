@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from longshard.context.execution.kernels.base import BackwardInputs, Kernel, hidden_pairs
 from longshard.context.execution.kernels.choose import KERNELS
 from longshard.context.execution.kernels.flash import is_installed
-from longshard.context.execution.stages import Merged, add_parts, attend, gradients, pack, unpack
+from longshard.context.execution.stages import Merged, add_parts, attend, pack, unpack
 from longshard.context.planning.capabilities import FLASH_PACKAGES
 from longshard.context.planning.lowering import Call, Launch, batch_calls, split
 from longshard.context.planning.mask import Relation
@@ -166,7 +166,7 @@ def _shares(
     grads = tuple(torch.zeros_like(x, dtype=precise) for x in (q, k, v))
     given = BackwardInputs(dout, q, k, v, exact[0].to(dtype), exact[1].to(precise))
     for launch in launches:
-        add_parts(grads, gradients(given, launch, kernel, scale), launch)
+        add_parts(grads, kernel.backward_many(given, launch, scale=scale), launch)
     errors = [_error(a, b) for a, b in zip((*total.result, *grads), exact, strict=True)]
     bounds = [2 * _error(a, b) + _FLOOR for a, b in zip(plain, exact, strict=True)]
     bounds[1] = _LSE

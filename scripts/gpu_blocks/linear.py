@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from longshard.context.execution import linear_chunks
 from longshard.context.execution.kernels.flash import is_installed
+from longshard.context.execution.linear_chunks import Tokens
 from longshard.context.linear_attention import linear_attention
 from scripts.benchmarks import attention_kernels
 from scripts.benchmarks.linear_attention import KINDS
@@ -77,7 +78,7 @@ def _results(given: Tensors, dtype: torch.dtype, device: str) -> list[torch.Tens
     types = [dtype, dtype, dtype, precise, precise, dtype]
     *x, cotangent = (None if t is None else t.to(device, d) for t, d in zip(given, types, strict=True))
     x = [None if t is None else t.detach().requires_grad_() for t in x]
-    out = linear_attention(*x, None, None, 1.0)[0]
+    out = linear_attention(Tokens(*x, None, 1.0), None)[0]
     return [out, *torch.autograd.grad(out, [t for t in x if t is not None], cotangent)]
 
 
@@ -111,7 +112,7 @@ def _timed(check: Check, kind: str, length: int, heads: int, dim: int) -> dict[s
         if kind == "attention":
             q, k, v = (t.transpose(1, 2) for t in x[:3])
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        return linear_attention(*x, None, None, 1.0)[0]
+        return linear_attention(Tokens(*x, None, 1.0), None)[0]
 
     wanted = [t for t in (x[:3] if kind == "attention" else x) if t is not None]
     repeats = 1 if check.is_dry else 3

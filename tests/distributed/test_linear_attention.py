@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from longshard import region
 from longshard.context import linear_scan
 from longshard.context.execution import linear_chunks
-from longshard.context.linear_attention import linear_attention
+from longshard.context.execution.linear_chunks import Tokens
+from longshard.context.linear_attention import linear_attention, operator
 from longshard.context.linear_scan import fragments_of
 from longshard.sharding import exchange
 from longshard.sharding.layout import AxisLayout
@@ -94,7 +95,7 @@ def test_chunks_are_the_recurrence(
         monkeypatch.setitem(linear_chunks.LONGEST_RUN, "cpu", 1)
     inputs, starts = drawn(kind, 2, length, seed=length), starts_of(2, length, 0.1 * packed, length)
     positions = positions_of(starts) if packed else None
-    got, _, last = linear_attention(*inputs, None, positions, 0.7)
+    got, _, last = linear_attention(Tokens(*inputs, positions, 0.7), None)
     wanted = token_by_token(*inputs, starts, 0.7)
     given = [x for x in inputs if x is not None]
     cotangent = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(length))
@@ -111,7 +112,7 @@ def test_strong_decays_neither_overflow_nor_divide(kind: str) -> None:
     inputs = drawn(kind, 1, 130, seed=1, strength=50.0, dtype=torch.float32)
     with torch.no_grad():
         inputs[3][:, ::7] = 0.0
-    got = linear_attention(*inputs, None, None, 1.0)[0]
+    got = linear_attention(Tokens(*inputs, None, 1.0), None)[0]
     given = [x for x in inputs if x is not None]
     cotangent = torch.randn(got.shape, generator=torch.Generator().manual_seed(2))
     gradients = torch.autograd.grad(got, given, cotangent)
@@ -148,7 +149,7 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kind: str, batch: int, packed
     exchange.bytes_sent.clear()
     with region(mesh, layout, sequences=batch) as opened:
         positions = positions_of(starts)[:, own] if packed else None
-        got = linear_attention(*mine, opened.attention_plan, positions, 0.5)[0]
+        got = linear_attention(Tokens(*mine, positions, 0.5), opened.attention_plan)[0]
         before = exchange.bytes_sent.copy()
         gradients = torch.autograd.grad(got, [x for x in mine if x is not None], cotangent[:, own])
     of_whole = torch.autograd.grad(wanted, [x for x in inputs if x is not None], cotangent)
@@ -206,8 +207,8 @@ def wrong_case(what: str) -> float:
             positions = None if what == "documents" else positions_of(starts)[:, own]
             plan = None if what == "exchange" else opened.attention_plan
             if what == "exchange":
-                linear_attention(*mine, opened.attention_plan, positions, 0.5)
-            got = linear_attention(*mine, plan, positions, 0.5)[0]
+                linear_attention(Tokens(*mine, positions, 0.5), opened.attention_plan)
+            got = linear_attention(Tokens(*mine, positions, 0.5), plan)[0]
         return ((got - wanted[:, own]).norm() / wanted.norm()).item()
 
 
@@ -219,7 +220,9 @@ def test_the_test_sees_what_is_missing(pool: WorkerPool, what: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_operator_keeps_the_rules_of_operators(kind: str) -> None:
     inputs = drawn(kind, 1, 20, seed=0)
-    torch.library.opcheck(linear_attention, (*inputs, None, positions_of(starts_of(1, 20, 0.2, 1)), 0.5))
+    *tokens, beta = inputs
+    positions = positions_of(starts_of(1, 20, 0.2, 1))
+    torch.library.opcheck(operator, (tokens, beta, None, positions, 0.5))
 
 
 def test_a_chunk_has_the_size_of_its_definition() -> None:

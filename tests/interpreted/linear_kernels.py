@@ -68,7 +68,7 @@ def cotangent(batch: int, length: int) -> torch.Tensor:
 def test_one_process(kind: str, length: int, share: float, tolerance: float) -> None:
     inputs = drawn(kind, 1, length, seed=1, dtype=torch.float32)
     positions = positions_of(starts_of(1, length, share, 3)) if share else None
-    out, _, last = OPERATOR.linear_attention(*inputs, None, positions, 0.5)
+    out, _, last = OPERATOR.linear_attention(Tokens(*inputs, positions, 0.5), None)
     given = [x for x in inputs if x is not None]
     found = [out, *torch.autograd.grad(out, given, cotangent(1, length).float())]
     wanted = recurrence(kind, 1, length, share)
@@ -107,7 +107,7 @@ def test_half_precision() -> None:
     exact = drawn("delta", 1, LENGTH, seed=1)
     types = torch.float32, torch.float32, torch.float16, torch.float32, torch.float16
     inputs = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(exact, types, strict=True)]
-    out = OPERATOR.linear_attention(*inputs, None, None, 0.5)[0]
+    out = OPERATOR.linear_attention(Tokens(*inputs, None, 0.5), None)[0]
     gradients = torch.autograd.grad(out, inputs, cotangent(1, LENGTH).half())
     assert [out.dtype, *(x.dtype for x in gradients)] == [torch.float16, *types]
     wanted = token_by_token(*exact, starts_of(1, LENGTH, 0.0, 0), 0.5)
@@ -118,11 +118,12 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
     inputs = drawn("delta", 1, SHORT, seed=0, dtype=torch.float32)
     positions = positions_of(starts_of(1, SHORT, 0.2, 1))
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    opcheck(OPERATOR.linear_attention, (*inputs, None, positions, 0.5), test_utils=checks)
+    *tokens, beta = inputs
+    opcheck(OPERATOR.operator, (tokens, beta, None, positions, 0.5), test_utils=checks)
 
 
 def test_documents_matter() -> None:
     """A control: without their positions the result is another one."""
     inputs = drawn("delta", 1, LENGTH, seed=1, dtype=torch.float32)
-    out = OPERATOR.linear_attention(*inputs, None, None, 0.5)[0]
+    out = OPERATOR.linear_attention(Tokens(*inputs, None, 0.5), None)[0]
     assert differences([out], recurrence("delta", 1, LENGTH, 0.1)[:1]) > 0.05

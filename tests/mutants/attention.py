@@ -89,8 +89,8 @@ PLANS = (
     Mutant(
         "rows that the rank on the way has come from their owner too",
         f"{_CP}/planning/schedules.py",
-        "yield Message(owner, rank, difference(held, there))",
-        "yield Message(owner, rank, held)",
+        "yield Message(owner, r, difference(wanted, there))",
+        "yield Message(owner, r, wanted)",
         "tests/unit/test_plan_traffic.py",
     ),
     Mutant(
@@ -428,8 +428,8 @@ EXECUTION = (
     Mutant(
         "sinks learn the wrong way",
         f"{_CP}/execution/stages.py",
-        "return -(share * (dout",
-        "return (share * (dout",
+        "return -(share * (given.dout",
+        "return (share * (given.dout",
         _ATTENTION,
     ),
     Mutant(

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longshard.context.execution.kernels.base import BackwardInputs, Terms, hidden_pairs
 from longshard.context.execution.kernels.cuda import CudaFlash, Varlen
 from longshard.context.execution.ring import StagedExecution
-from longshard.context.execution.stages import Merged, add_parts, attend, gradients, lone_gradients
+from longshard.context.execution.stages import Merged, add_parts, attend, lone_gradients
 from longshard.context.planning.balance import build_layout
 from longshard.context.planning.capabilities import CAPABILITIES
 from longshard.context.planning.lowering import (
@@ -146,7 +146,7 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
             if fresh_rows(run for launch in launches for run in launch.kv_runs) == k.shape[2]:
                 dk, dv = torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
             for launch in launches:
-                parts = gradients(BackwardInputs(dout, q, k, v, out, lse), launch, kernel, SCALE)
+                parts = kernel.backward_many(BackwardInputs(dout, q, k, v, out, lse), launch, scale=SCALE)
                 add_parts((dq, dk, dv), parts, launch)
             for whole_grad, part in zip(grads[1:], (dk, dv), strict=True):
                 whole_grad[:, :, held] += part
@@ -270,5 +270,5 @@ def test_a_large_tile_is_a_launch_of_its_own() -> None:
     (launches,) = lowered.forward
     sizes = sorted([call.q[1] - call.q[0] for call in launch.calls] for launch in launches)
     assert sizes == [[12, 40, 30, 5], [1024], [1088]]
-    assert not adds_up(launches)
+    assert not adds_up([launches])
     assert [is_large(launch.calls[0], LARGE) for launch in launches] == [True, True, False]

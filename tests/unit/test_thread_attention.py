@@ -194,7 +194,7 @@ def test_a_context_that_cuts_buffers_and_compares_ranks(device: str) -> None:
 
 def unwaited(pending: Pending) -> Pending:
     """As if the caller went on without waiting for the transfers."""
-    return Pending(arrived=pending._arrived)
+    return Pending(arrived=pending.arrived)
 
 
 def without_wait(function: Callable) -> Callable:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshard.context import linear_scan
-from longshard.context.execution.linear_chunks import LONGEST_RUN
+from longshard.context.execution.linear_chunks import LONGEST_RUN, Tokens
 from longshard.context.linear_attention import linear_attention
 from longshard.context.live import LivePlan, opened
 from longshard.sharding.layout import AxisLayout, head_tail
@@ -57,7 +57,7 @@ def scanned(
     positions = positions_of(starts_of(2, layout.length, share, 3))[:, own]
     with opened(LivePlan(mesh, layout), 2) as handle:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            out = linear_attention(*mine, handle, positions, 0.5)[0]
+            out = linear_attention(Tokens(*mine, positions, 0.5), handle)[0]
         given = [x for x in mine if x is not None]
         return [out.detach(), *torch.autograd.grad(out, given, _cotangent(out.dtype, layout.length)[:, own])]
 
@@ -162,7 +162,7 @@ def with_gradients(
     """Output and gradients of some rows; the last two inputs are positions and a cotangent."""
     *inputs, positions, cotangent = (None if x is None else x[:, own].detach() for x in given)
     inputs = [None if x is None else x.requires_grad_() for x in inputs]
-    out = linear_attention(*inputs, handle, positions, 0.5)[0]
+    out = linear_attention(Tokens(*inputs, positions, 0.5), handle)[0]
     return [out.detach(), *torch.autograd.grad(out, [x for x in inputs if x is not None], cotangent)]
 
 

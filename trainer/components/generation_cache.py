@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.convolution import convolved
 from longshard.context.execution.latent import absorbed
-from longshard.context.execution.linear_chunks import one_token
+from longshard.context.execution.linear_chunks import Tokens, one_token
 from longshard.context.linear_attention import linear_attention
 from longshard.sharding.exchange import all_gather, all_reduce
 from trainer.components.loss import whole_sequence
@@ -171,7 +171,7 @@ class GenerationCache:
             None if x is None else x * real.view(*real.shape, *[1] * (x.ndim - 2))
             for x in inputs
         )
-        out, _, last = linear_attention(q, *others, settings["plan"], None, scale)
+        out, _, last = linear_attention(Tokens(q, *others, None, scale), settings["plan"])
         is_last = self._rows[-1] + 1 == len(self._rows) * self._cp.size()
         self._states[module] = all_reduce(last * is_last, self._cp)
         return out

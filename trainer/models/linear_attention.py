@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel
 
 from longshard.context.convolution import ContextParallelConvolution
+from longshard.context.execution.linear_chunks import Tokens
 from longshard.context.linear_attention import linear_attention
 from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
@@ -43,7 +44,8 @@ class InnerLinearAttention(Cached):
         plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Shapes as of `linear_attention` -> (B, S, G, V)."""
-        return linear_attention(q, k, v, log_decay, beta, plan, positions, scale)[0]
+        tokens = Tokens(q, k, v, log_decay, beta, positions, scale)
+        return linear_attention(tokens, plan)[0]
 
 
 class Decay(nn.Module):

@@ -67,12 +67,10 @@ def build_execution(
     sent = torch.bfloat16 if options.gradient_dtype == "bfloat16" else None
     lowered = lower(staged, kernel.capabilities)
     run = StagedExecution(lowered, kernel, stage_group, gradients, passes, sent, gpu.merge)
-    return (
-        run
-        if plan.inner is None
-        else HeadExchange(
-            plan, head_group, run, options.heads_per_pass, options.query_heads_per_pass
-        )
+    if plan.inner is None:
+        return run
+    return HeadExchange(
+        plan, head_group, run, options.heads_per_pass, options.query_heads_per_pass
     )
 
 
@@ -94,7 +92,7 @@ def own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.
 
 def same_ranks(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
     """Return a new communicator of high priority for the ranks of a group, with the time-out of that group."""
-    timeout = group_timeout(group, "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
+    timeout = group_timeout(group, "cuda" if _is_queue(group) else "cpu")
     settings = {
         "group_desc": description,
         "pg_options": _high_priority(timeout),

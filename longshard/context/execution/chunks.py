@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from longshard.context.execution.kernels.base import Terms
+from longshard.context.execution.kernels.base import OutLse, Terms
 from longshard.context.execution.ring import Held, Item, Returning, StagedExecution
 from longshard.context.execution.stages import fold_batch, pack, unpack
 from longshard.sharding.exchange import Pending, put_rows
@@ -77,7 +77,7 @@ class ChunkExecution(StagedExecution):
     waiting: ChunkRows = field(default_factory=ChunkRows)
     layer: int = 0
 
-    def forward(self, *qkv: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *qkv: torch.Tensor, terms: Terms) -> OutLse:
         """Keep the rows of this chunk that later ones see, unless an earlier pass has, and attend."""
         key = (self.layer, self.plan.rank)
         ranges = union(r for m in self.plan.forward[0].messages for r in m.ranges)

@@ -18,7 +18,7 @@ document begins, what comes from before is masked, and all else stays as it is.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,9 +33,13 @@ Fragments = Sequence[tuple[int, int]]
 """(First chunk, end) of each run of tokens that follow one another."""
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The inputs of `linear_attention`, with its shapes."""
+class Tokens(NamedTuple):
+    """The inputs of linear attention: S rows in the order of the sequence, or of a rank.
+
+    q, k: (B, S, H, K); v: (B, S, G, V), H divides G; log_decay: (B, S, G) or (B, S, G, K), at most 0; beta: (B, S, G),
+    of the delta rule, None for no erasure; positions: (B, S), 0 where a document begins, None for one document; scale:
+    factor of the outputs.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -46,8 +50,7 @@ class Tokens:
     scale: float
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Tokens in chunks, of one dtype: (B, H, N, C, ...). A token of zeros changes nothing.
 
     q, k: (..., K); v: (..., V); decay: (..., 1 or K) running sums in the chunk of logarithms; beta: (..., 1), None for
@@ -60,6 +63,10 @@ class Inputs:
     decay: torch.Tensor
     beta: torch.Tensor | None
     document: torch.Tensor | None
+
+
+Read = tuple[torch.Tensor, torch.Tensor]
+"""Gradients of what tokens add, (B, H, N, C, V), and of the states before chunks, (B, H, N, K, V)."""
 
 
 class Given:
@@ -80,14 +87,15 @@ class Given:
 class Chunks:
     """What the chunks of a rank need whatever their states are.
 
-    run: how many chunks of a fragment follow one another. All runs go on at once, each from a state that the maps of
-    those before it give: so that few products, of many runs, follow one another.
+    fragments: the chunks of each. run: how many chunks of a fragment follow one another. All runs go on at once, each
+    from a state that the maps of those before it give: so that few products, of many runs, follow one another.
 
         10 chunks, run 4:   0 1 2 3 | 4 5 6 7 | 8 9        steps: 0 4 8, 1 5 9, 2 6, 3 7
     """
 
-    def __init__(self, x: Inputs, run: int) -> None:
+    def __init__(self, x: Inputs, fragments: Fragments, run: int) -> None:
         size = x.q.shape[3]
+        self.fragments = fragments
         self.run = run
         self.x = x
         self.lower = torch.ones(size, size, dtype=torch.bool, device=x.q.device).tril()
@@ -123,7 +131,7 @@ class Chunks:
             solved = self.solve @ (x.beta * torch.cat((x.v, self.k_in), -1))
             self.new, self.erased = solved.split([x.v.shape[-1], x.k.shape[-1]], -1)
 
-    def maps(self, fragments: Fragments) -> list[torch.Tensor]:
+    def maps(self) -> list[torch.Tensor]:
         """Return the affine maps of the runs of each fragment, [bias | transition]: (B, H, R, K, V + width).
 
         The transition has K columns with erasure; without, it is diagonal, and its one column is the diagonal.
@@ -132,10 +140,9 @@ class Chunks:
         found = []
         k = x.k.shape[-1]
         v = x.v.shape[-1]
-        for first, end in fragments:
-            state = x.k.new_zeros(
-                *x.k.shape[:2], self._runs(first, end), k, v + (1 if x.beta is None else k)
-            )
+        columns = v + (1 if x.beta is None else k)
+        for first, end in self.fragments:
+            state = x.k.new_zeros(*x.k.shape[:2], self._runs(first, end), k, columns)
             if x.beta is None:
                 state[..., v:] = 1
             else:
@@ -159,18 +166,16 @@ class Chunks:
             yield slice(n, end, self.run), slice(0, len(range(n, end, self.run)))
 
     def states(
-        self, fragments: Fragments, ends: Given, maps: list[torch.Tensor] | None
+        self, ends: Given, maps: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the states before all chunks, (B, H, N, K, V), and those behind fragments, (B, F, H, K, V).
 
-        maps: of the runs, None if each fragment is one run.
+        maps: of the runs of each fragment, None if all fragments are one run.
         """
         before = []
         behind = []
-        for i, (first, end) in enumerate(fragments):
-            state = through_runs(
-                ends.before(i), None if maps is None else maps[i], reverse=False
-            )[0]
+        for i, (first, end) in enumerate(self.fragments):
+            state, _ = through_runs(ends.before(i), maps[i], reverse=False)
             steps = []
             for at, here in self._steps(first, end):
                 steps.append(state)
@@ -194,17 +199,15 @@ class Chunks:
         """Return the outputs: (B, H, N, C, V)."""
         return self.q_in @ before + self.reads @ self.added(before)
 
-    def read(self, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients, by what reads them, of what tokens add, (B, H, N, C, V), and of states, as `states`."""
+    def read(self, dout: torch.Tensor) -> Read:
+        """Return the gradients of what tokens add and of states, by the outputs that read them."""
         return self.reads.mT @ dout, self.q_in.mT @ dout
 
-    def biases(
-        self, fragments: Fragments, read: tuple[torch.Tensor, torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def biases(self, read: Read) -> list[torch.Tensor]:
         """Return the gradients of the states before the runs of each fragment, if those behind have none."""
         (_, reads) = read
         found = []
-        for first, end in fragments:
+        for first, end in self.fragments:
             state = reads.new_zeros(*reads.shape[:2], self._runs(first, end), *reads.shape[3:])
             found.append(self._back(first, end, state, read)[0])
         return found
@@ -214,7 +217,7 @@ class Chunks:
         first: int,
         end: int,
         state: torch.Tensor,
-        read: tuple[torch.Tensor, torch.Tensor],
+        read: Read,
         *,
         keep: bool = False,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -238,21 +241,18 @@ class Chunks:
 
     def adjoint(
         self,
-        fragments: Fragments,
-        read: tuple[torch.Tensor, torch.Tensor],
+        read: Read,
         ends: Given,
-        maps: list[torch.Tensor] | None,
+        maps: Sequence[torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of what tokens add, in the place of those read, and of the states behind all chunks.
 
         ends: as seen from the end, the gradient of the state behind a fragment being before it. maps: of the runs, with
-        `biases` in the place of theirs, None if each fragment is one run.
+        `biases` in the place of theirs, None if all fragments are one run.
         """
         behind = []
-        for i, (first, end) in reversed([*enumerate(fragments)]):
-            state = through_runs(
-                ends.before(i), None if maps is None else maps[i], reverse=True
-            )[0]
+        for i, (first, end) in reversed([*enumerate(self.fragments)]):
+            state, _ = through_runs(ends.before(i), maps[i], reverse=True)
             state, steps = self._back(first, end, state, read, keep=True)
             behind.append(_in_order(steps, end - first))
             ends.behind(i, state[:, :, 0])

@@ -22,6 +22,7 @@ import torch
 from longshard.context.execution.kernels.flash import is_installed
 from longshard.context.execution.linear_chunks import Given, Tokens
 from longshard.context.planning.capabilities import runs_fla
+from longshard.sharding.tensors import wide_type
 
 logger = logging.getLogger("longshard")
 
@@ -70,7 +71,7 @@ class KernelPass:
         self._groups = defaultdict(list)
         for number, length in enumerate(lengths):
             self._groups[length].append(number)
-        self._states = torch.promote_types(x.v.dtype, torch.float32)
+        self._states = wide_type(x.v.dtype)
         self.shape = batch, len(self._lengths), states, k_dim, v_dim
         decay = x.log_decay.to(self._states)
         if x.positions is not None:
@@ -108,7 +109,7 @@ class KernelPass:
     def forward(self, ends: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         entries = self._before(ends)
         behind = torch.empty_like(self.zeros)
-        out: list[torch.Tensor] = [self._given[2][:, :0]] * len(self._lengths)
+        out: dict[int, torch.Tensor] = {}
         for length, numbers in self._groups.items():
             tokens = [self._batch(x, length) for x in self._given]
             rows, states = _by_kernels(tokens, self._of_group(entries, numbers), self._x.scale)
@@ -139,7 +140,7 @@ class KernelPass:
 
     def backward(self, ends: Given) -> tuple[torch.Tensor, ...]:
         exits = self._before(ends)
-        parts = [[x[:, :0]] * len(self._lengths) for x in self._given]
+        parts: list[dict[int, torch.Tensor]] = [{} for _ in self._given]
         for length, numbers in self._groups.items():
             leaves, results, dout = self._nodes.pop(length)
             gradients = torch.autograd.grad(
@@ -173,15 +174,14 @@ class KernelPass:
         states[:, numbers] = of_group.unflatten(0, (-1, len(numbers)))
 
     def _fill_rows(
-        self, parts: list[torch.Tensor], numbers: list[int], of_group: torch.Tensor
+        self, parts: dict[int, torch.Tensor], numbers: list[int], of_group: torch.Tensor
     ) -> None:
-        for number, part in zip(
-            numbers, of_group.unflatten(0, (-1, len(numbers))).unbind(1), strict=True
-        ):
-            parts[number] = part
+        of_fragments = of_group.unflatten(0, (-1, len(numbers))).unbind(1)
+        parts.update(zip(numbers, of_fragments, strict=True))
 
-    def _joined(self, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        return torch.cat(parts, 1) if parts else torch.empty_like(like)
+    def _joined(self, parts: dict[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        in_order = [parts[number] for number in range(len(parts))]
+        return torch.cat(in_order, 1) if parts else torch.empty_like(like)
 
 
 def _by_kernels(

@@ -15,7 +15,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from longshard.context.execution.kernels.base import QKV, BackwardInputs, Kernel, Terms
+from longshard.context.execution.kernels.base import (
+    QKV,
+    BackwardInputs,
+    Kernel,
+    OutLse,
+    Terms,
+    part,
+)
 from longshard.context.execution.latent import Expansion, value_dim
 from longshard.context.execution.merging import Merge, merge
 from longshard.context.execution.stages import (
@@ -23,10 +30,8 @@ from longshard.context.execution.stages import (
     add_parts,
     attend,
     fold_batch,
-    gradients,
     lone_gradients,
     pack,
-    part,
     query_heads,
     restore_shape,
     row_shape,
@@ -37,7 +42,7 @@ from longshard.context.execution.stages import (
     with_sinks,
 )
 from longshard.context.planning.heads import passes_of
-from longshard.context.planning.lowering import Launch, LoweredPlan, fresh_rows
+from longshard.context.planning.lowering import Launches, LoweredPlan, fresh_rows
 from longshard.context.planning.plan import Message, RankPlan, Stage
 from longshard.sharding.exchange import (
     Pending,
@@ -54,7 +59,7 @@ class Item(NamedTuple):
     """One step of the execution: a stage, for some of the key/value heads."""
 
     stage: Stage
-    launches: tuple[Launch, ...]
+    launches: Launches
     kv_heads: slice
 
 
@@ -90,7 +95,7 @@ class StagedExecution:
     def plan(self) -> RankPlan:
         return self.lowered.plan
 
-    def forward(self, *qkv: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *qkv: torch.Tensor, terms: Terms) -> OutLse:
         """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
         scale, sinks, up = terms
         q, k, v = (fold_batch(x, self.plan) for x in qkv)
@@ -98,9 +103,8 @@ class StagedExecution:
         out_dim = v.shape[3] if up is None else value_dim(q, k, up)
         total = Merged(q, out_dim, self.merge, merges=self.lowered.merges_outputs)
         own = held = Held(k, v)
-        for item, following in with_next(
-            self._items(self.plan.forward, self.lowered.forward, k.shape[1])
-        ):
+        items = self._items(self.plan.forward, self.lowered.forward, k.shape[1])
+        for item, following in items:
             incoming, pending = self._fetch(following, own, held)
             groups = (
                 [query_heads(item.kv_heads, q, k)]
@@ -128,11 +132,9 @@ class StagedExecution:
         them; by default the dtypes of k and v.
         """
         scale, sinks, up = terms
-        of_sinks = (
-            () if sinks is None else (sink_gradient(given.dout, given.out, given.lse, sinks),)
-        )
+        of_sinks = () if sinks is None else (sink_gradient(given, sinks),)
         inputs = given.q, given.k, given.v
-        types = given.q.dtype, kv_dtype or given.k.dtype, kv_dtype or given.v.dtype
+        types = None, kv_dtype, kv_dtype
         given = BackwardInputs(*(fold_batch(x, self.plan) for x in given))
         expansion = None if up is None else Expansion(up, given.q.shape[3], given.lse.dtype)
         lone = None
@@ -148,9 +150,8 @@ class StagedExecution:
         self, given: BackwardInputs, scale: float, expansion: Expansion | None
     ) -> QKV:
         """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
-        dout, q, k, v, out, lse = given
+        _, q, k, v, _, lse = given
         launches = self.lowered.backward
-        kv_heads = k.shape[1]
         written = fresh_rows(
             run for launch in chain.from_iterable(launches) for run in launch.q_runs
         )
@@ -161,17 +162,19 @@ class StagedExecution:
         own = held = Held(k, v)
         own_gradient = _sums(own, k.shape[2], launches[0], lse.dtype)
         returning = Returning()
-        for item, following in with_next(self._items(self.plan.backward, launches, kv_heads)):
+        items = self._items(self.plan.backward, launches, k.shape[1])
+        for item, following in items:
             incoming, pending = self._fetch(following, own, held)
             heads = query_heads(item.kv_heads, q, k)
-            dout_, q_, out_, lse_, dq_ = (part(x, heads, 1) for x in (dout, q, out, lse, dq))
-            of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
+            of_item = given._replace(k=held.k, v=held.v)
+            of_item = of_item.part(heads, slice(0, held.k.shape[1]), dim=1)
+            dq_ = part(dq, heads, 1)
             if (
                 expansion is None
                 and len(item.launches) == 1
                 and returning.has_sums_of(item, self)
             ):
-                parts = gradients(of_item, item.launches[0], self.kernel, scale)
+                parts = self.kernel.backward_many(of_item, item.launches[0], scale=scale)
                 returning.pending.wait()  # while the kernel ran, they were sent
                 gradient = returning.arriving[0][1]
                 add_parts((dq_, *unpack(gradient)), parts, item.launches[0], sums=True)
@@ -182,7 +185,10 @@ class StagedExecution:
                     sent_dtype = self.gradient_dtype or lse.dtype
                     gradient = _sums(held, item.stage.rows, item.launches, sent_dtype)
                 totals = dq_, *unpack(gradient)
-                self._add_gradients(of_item, item, totals, expansion, scale)
+                if expansion is None:
+                    self._add_gradients(of_item, item.launches, totals, scale)
+                else:
+                    self._add_latent_gradients(of_item, item, totals, expansion, scale)
                 returning.add(item.stage, gradient, own_gradient, self)
             returning = self._return_gradients(item, gradient)
             pending.wait()
@@ -193,53 +199,45 @@ class StagedExecution:
     def _add_gradients(
         self,
         given: BackwardInputs,
-        item: Item,
+        launches: Launches,
         totals: QKV,
-        expansion: Expansion | None,
         scale: float,
     ) -> None:
-        """Add the gradients of a stage's heads to the totals: of queries, and of the rows that the stage holds."""
-        if expansion is not None:
-            self._add_latent_gradients(given, item, *totals[:2], expansion, scale)
-            return
-        for launch in item.launches:
-            add_parts(totals, gradients(given, launch, self.kernel, scale), launch)
+        """Add the gradients of launches to the totals: of queries, and of the rows that the stage holds."""
+        for launch in launches:
+            parts = self.kernel.backward_many(given, launch, scale=scale)
+            add_parts(totals, parts, launch)
 
     def _add_latent_gradients(
         self,
         given: BackwardInputs,
         item: Item,
-        dq: torch.Tensor,
-        dlatent: torch.Tensor,
+        totals: QKV,
         expansion: Expansion,
         scale: float,
     ) -> None:
-        """Add the gradients of an item to those of q, of a stage's latents, and of `up`. given: of the item."""
+        """Add the gradients of an item to the gradients of q, of the stage's latents, and of `up`."""
+        dq, dlatent, _ = totals
         for heads in expansion.groups(given.k):
             keys = expansion.keys(given.k, heads)
-            dout, q, out, lse, dq_ = (
-                part(x, heads, 1) for x in (given.dout, given.q, given.out, given.lse, dq)
-            )
+            dout, q, _, _, out, lse = given.part(heads, slice(0, given.k.shape[1]), dim=1)
             dout, out = map(expansion.filled, (dout, out))
+            of_heads = BackwardInputs(dout, q, *keys, out, lse)
             sums = [torch.zeros_like(x, dtype=lse.dtype) for x in keys]
-            for launch in item.launches:
-                found = gradients(
-                    BackwardInputs(dout, q, *keys, out, lse), launch, self.kernel, scale
-                )
-                add_parts((dq_, *sums), found, launch)
+            self._add_gradients(of_heads, item.launches, (part(dq, heads, 1), *sums), scale)
             expansion.add(*sums, given.k, heads, dlatent)
 
     def _items(
-        self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int
-    ) -> list[Item]:
-        """Return the local stage for all heads, then the other stages for each pass of heads."""
+        self, stages: tuple[Stage, ...], launches: tuple[Launches, ...], kv_heads: int
+    ) -> Iterator[tuple[Item, Item | None]]:
+        """Yield the local stage for all heads, then the other stages for each pass of heads, each with the next one."""
         items = [Item(stages[0], launches[0], slice(0, kv_heads))]
         for heads in passes_of(kv_heads, self.heads_per_pass):
             items += [
                 Item(*of_stage, slice(*heads))
                 for of_stage in zip(stages[1:], launches[1:], strict=True)
             ]
-        return items
+        return with_next(items)
 
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
         """Start the transfers for the next item; return (its K and V, handle)."""
@@ -339,9 +337,7 @@ def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _sums(
-    held: Held, rows: int, launches: tuple[Launch, ...], dtype: torch.dtype
-) -> torch.Tensor:
+def _sums(held: Held, rows: int, launches: Launches, dtype: torch.dtype) -> torch.Tensor:
     """Return a buffer for the gradients of a stage's rows, filled with zeros if the launches do not write all of it.
 
     To those of latents each group of heads adds.

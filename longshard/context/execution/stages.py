@@ -1,21 +1,23 @@
 """The parts of every execution: the calls of a stage, forward and backward, and the sums of their results."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from longshard.context.execution.kernels.base import QKV, BackwardInputs, Kernel
+from longshard.context.execution.kernels.base import (
+    QKV,
+    BackwardInputs,
+    Kernel,
+    OutLse,
+    part,
+    rows_first,
+)
 from longshard.context.execution.merging import Merge, merge
-from longshard.context.planning.lowering import Launch
+from longshard.context.planning.lowering import Launch, Launches
 from longshard.context.planning.plan import RankPlan
 from longshard.sharding.ranges import Ranges, size
-
-
-def part(x: torch.Tensor, place: slice, dim: int = 2) -> torch.Tensor:
-    """Return a slice of a dimension, by default of the rows; x itself if that is all of it, which takes no time."""
-    start = place.start
-    stop = place.stop
-    return x if start == 0 and stop == x.shape[dim] else x.narrow(dim, start, stop - start)
+from longshard.sharding.tensors import wide_type
 
 
 def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
@@ -24,6 +26,7 @@ def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
     return slice(kv_heads.start * group, kv_heads.stop * group)
 
 
+@dataclass(eq=False)
 class Merged:
     """The running output (B, H, S, V) and log-sum-exp (B, H, S) of queries over the keys so far, in float32 at least.
 
@@ -31,42 +34,33 @@ class Merged:
     queries, that is kept as the kernel returned it: nothing is filled, copied or cast.
 
     Args:
-        value_dim: V; by default the size of the queries' heads.
+        value_dim: V; 0: the size of the queries' heads.
         merge: adds a part to the totals.
         merges: whether some query gets the results of several calls. Without, the output has the dtype of the queries.
     """
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        value_dim: int | None = None,
-        merge: Merge = merge,
-        *,
-        merges: bool = True,
-    ) -> None:
-        self._q = q
-        self._value_dim = value_dim or q.shape[3]
-        self._merge = merge
-        self._merges = merges
-        self._lone: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
+    q: torch.Tensor
+    value_dim: int = 0
+    merge: Merge = merge
+    merges: bool = True
+    _lone: OutLse | None = None
+    _sums: OutLse | None = None
 
     @property
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self) -> OutLse:
         """Return (out, log-sum-exp), with the memory order of sums: copied only if a kernel has another order."""
         if self._lone is None:
             return self._accumulated()
         out, lse = self._lone
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
-    def _accumulated(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _accumulated(self) -> OutLse:
         if self._sums is None:
-            b, h, s, _ = self._q.shape
-            dtype = torch.promote_types(self._q.dtype, torch.float32)
-            out_dtype = dtype if self._merges else self._q.dtype
-            # (B, S, H, D) in memory, as the output projection reads it
-            out = self._q.new_empty(b, s, h, self._value_dim, dtype=out_dtype).transpose(1, 2)
-            lse = self._q.new_empty(b, h, s, dtype=dtype)
+            b, h, s, d = self.q.shape
+            dtype = wide_type(self.q.dtype)
+            out_dtype = dtype if self.merges else self.q.dtype
+            out = rows_first(self.q, h, s, self.value_dim or d, out_dtype)
+            lse = self.q.new_empty(b, h, s, dtype=dtype)
             self._sums = out, lse
             if self._lone is None:
                 out.zero_()
@@ -81,8 +75,8 @@ class Merged:
         self, heads: slice, rows: slice, out: torch.Tensor, lse: torch.Tensor, *, fresh: bool
     ) -> None:
         """Merge results of some heads and queries. fresh: these queries saw no key before."""
-        out = out[..., : self._value_dim]
-        if fresh and out.shape[:3] == self._q.shape[:3]:
+        out = out[..., : self.value_dim or self.q.shape[3]]
+        if fresh and out.shape[:3] == self.q.shape[:3]:
             self._lone = out, lse
             return
         total_out, total_lse = (
@@ -92,26 +86,20 @@ class Merged:
             total_out.copy_(out)
             total_lse.copy_(lse)
         else:
-            self._merge(total_out, total_lse, out, lse)
+            self.merge(total_out, total_lse, out, lse)
 
 
 def attend(
     total: Merged,
     inputs: QKV,
     heads: slice,
-    launches: tuple[Launch, ...],
+    launches: Launches,
     kernel: Kernel,
     scale: float,
 ) -> None:
     """Compute a stage's calls and merge their results; inputs: all rows of q, k, v of these query heads."""
     for launch in launches:
-        if kernel.capabilities.many:
-            out, lse = kernel.forward_many(*inputs, launch, scale=scale)
-        else:
-            (call,) = launch.calls
-            places = slice(*call.q), slice(*call.kv), slice(*call.kv)
-            of_call = (part(x, place) for x, place in zip(inputs, places, strict=True))
-            out, lse = kernel.forward(*of_call, relation=call.relation, scale=scale)
+        out, lse = kernel.forward_many(*inputs, launch, scale=scale)
         for run in launch.q_runs:
             total.add(
                 heads, run.rows, part(out, run.places), part(lse, run.places), fresh=run.fresh
@@ -131,24 +119,12 @@ def add_parts(totals: QKV, parts: QKV, launch: Launch, *, sums: bool = False) ->
 
 
 def lone_gradients(
-    given: BackwardInputs, launches: tuple[Launch, ...], kernel: Kernel, scale: float
+    given: BackwardInputs, launches: Launches, kernel: Kernel, scale: float
 ) -> QKV | None:
     """Return dq, dk and dv as the kernel makes them if one launch has all rows in their order, else None."""
     if len(launches) != 1 or not launches[0].is_everything(given.q.shape[2], given.k.shape[2]):
         return None
-    return gradients(given, launches[0], kernel, scale)
-
-
-def gradients(given: BackwardInputs, launch: Launch, kernel: Kernel, scale: float) -> QKV:
-    """Return dq, dk and dv of the calls of a launch, one after another; given: all rows."""
-    if kernel.capabilities.many:
-        return kernel.backward_many(given, launch, scale=scale)
-    (call,) = launch.calls
-    rows = slice(*call.q)
-    columns = slice(*call.kv)
-    places = (rows, rows, columns, columns, rows, rows)
-    of_call = (part(x, place) for x, place in zip(given, places, strict=True))
-    return kernel.backward(BackwardInputs(*of_call), relation=call.relation, scale=scale)
+    return kernel.backward_many(given, launches[0], scale=scale)
 
 
 def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
@@ -181,7 +157,7 @@ def restore_shape(
     owns_memory = x.numel() > 0 and x.untyped_storage().nbytes() == x.nbytes
     if owns_memory and (x.dtype, x.stride()) == (form.dtype, form.stride()):
         return x
-    return torch.empty_like(like, dtype=dtype).copy_(x)
+    return torch.empty_like(like, dtype=dtype, device=x.device).copy_(x)
 
 
 def row_shape(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
@@ -200,9 +176,9 @@ def pack(
     offset = 0
     for start, stop in places:
         target = rows[offset : offset + stop - start]
-        for part, source in zip(unpack(target), (k, v), strict=True):
-            if part.shape[3]:
-                part.copy_(source[:, :, start:stop])
+        for piece, source in zip(unpack(target), (k, v), strict=True):
+            if piece.shape[3]:
+                piece.copy_(source[:, :, start:stop])
         offset += stop - start
     return rows
 
@@ -218,18 +194,15 @@ def with_next(items: Sequence) -> Iterator[tuple]:
     return zip(items, (*items[1:], None), strict=True)
 
 
-def with_sinks(
-    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> OutLse:
     """Return output and log-sum-exp with the share of the sinks."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
     return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
 
 
-def sink_gradient(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
-) -> torch.Tensor:
-    """Return the gradient of the sinks, of these queries. out, lse: with the share of the sinks; dout: as out."""
+def sink_gradient(given: BackwardInputs, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sinks, of these queries. given: out and lse have the share of the sinks."""
+    lse = given.lse
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
     # A sink's value is zero, so that only the mean term of the softmax's derivative is left.
-    return -(share * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+    return -(share * (given.dout.to(lse.dtype) * given.out).sum(-1)).sum((0, 2)).to(sinks.dtype)

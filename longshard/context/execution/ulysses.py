@@ -32,7 +32,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from longshard.context.execution.kernels.base import BackwardInputs, Terms, repeated, summed
+from longshard.context.execution.kernels.base import (
+    BackwardInputs,
+    Terms,
+    repeated,
+    rows_first,
+    summed,
+)
 from longshard.context.execution.packed_rows import PackedRows, Tensors
 from longshard.context.execution.ring import StagedExecution
 from longshard.context.execution.stages import (
@@ -45,6 +51,7 @@ from longshard.context.planning.heads import HeadShare
 from longshard.context.planning.options import ContextParallelError
 from longshard.context.planning.plan import RankPlan
 from longshard.sharding.exchange import Pending, all_to_all
+from longshard.sharding.tensors import wide_type
 
 
 class Kept(NamedTuple):
@@ -58,13 +65,11 @@ class Kept(NamedTuple):
     results: torch.Tensor
     kv_heads: int
 
-    def likes(self) -> Iterator[torch.Tensor]:
-        """Yield tensors of the shapes of q, k, v, in the memory order (B, S, H, D)."""
+    def likes(self) -> list[torch.Tensor]:
+        """Return tensors without memory that have the shapes of q, k, v and the memory order (B, S, H, D)."""
         _, heads, rows, width = self.dout.shape
-        return (
-            _rows_first(self.dout, rows, n, self.dout.dtype, width)
-            for n in (heads, self.kv_heads, self.kv_heads)
-        )
+        like = torch.empty_like(self.dout, device="meta")
+        return [rows_first(like, n, rows, width) for n in (heads, self.kv_heads, self.kv_heads)]
 
 
 _Passes = Iterator[tuple[HeadShare, list[BackwardInputs]]]
@@ -132,9 +137,8 @@ class HeadExchange:
             kept += rows if keep else []
             returning.append(self._send_rows(bundle, rows, into, share, kind="out"))
             del rows
-        # The output as the output projection reads it, (B, S, H, D) in memory.
-        out = _rows_first(q, q.shape[2], q.shape[1], q.dtype, width)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        out = rows_first(q, q.shape[1], q.shape[2], width)
+        lse = q.new_empty(q.shape[:3], dtype=wide_type(q.dtype))
         into[0].extend((out, lse))
         for each in returning:
             each.wait()
@@ -147,11 +151,12 @@ class HeadExchange:
         is_kept = isinstance(given, Kept)
         inputs_of = self._kept if is_kept else self._exchanged
         likes = given.likes() if is_kept else given[1:4]
-        kv_heads, kv_rows, widths = self._sizes(given, dout)
+        _, kv_heads, kv_rows, _ = fold_batch(likes[1], self.plan).shape
+        widths = [x.shape[3] for x in likes]
         passes = self._passes(dout, kv_heads)
         copies = passes[0].copies
         # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
-        sum_dtype = torch.promote_types(dout.dtype, torch.float32)
+        sum_dtype = wide_type(dout.dtype)
         gradient_dtype = sum_dtype if copies > 1 else dout.dtype
         of_heads = [None if x is None else torch.zeros_like(x) for x in terms[1:]]
         returning: list[Pending] = []
@@ -175,9 +180,9 @@ class HeadExchange:
             targets = into if share.has_gradients else (into[0], [])
             returning.append(self._send_rows(bundle, all_rows, targets, share, kind="dqkv"))
             del all_rows
-        into[0].append(_rows_first(dout, rows, heads, dout.dtype, widths[0]))
+        into[0].append(rows_first(dout, heads, rows, widths[0]))
         into[1].extend(
-            _rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype, width)
+            rows_first(dout, kv_heads * copies, kv_rows, width, gradient_dtype)
             for width in widths[1:]
         )
         for each in returning:
@@ -187,15 +192,6 @@ class HeadExchange:
         return *(
             restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)
         ), *of_heads
-
-    def _sizes(
-        self, given: BackwardInputs | Kept, dout: torch.Tensor
-    ) -> tuple[int, int, list[int]]:
-        """Return the heads and the rows of keys, and the widths of q, k and v."""
-        if isinstance(given, Kept):
-            return given.kv_heads, dout.shape[2], [dout.shape[3]] * 3
-        _, kv_heads, kv_rows, _ = fold_batch(given.k, self.plan).shape
-        return kv_heads, kv_rows, [x.shape[3] for x in given[1:4]]
 
     def _exchanged(
         self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]
@@ -216,9 +212,7 @@ class HeadExchange:
         like_q, like_k = (
             dout.new_empty(width, n, 0, d) for n in (heads // self.plan.head_degree, share.stop)
         )
-        like_lse = like_q.new_empty(
-            like_q.shape[:3], dtype=torch.promote_types(dout.dtype, torch.float32)
-        )
+        like_lse = like_q.new_empty(like_q.shape[:3], dtype=wide_type(dout.dtype))
         layouts = self.plan.head_group_layouts
         of_inputs = PackedRows.of([like_q], [like_k] * 2, layouts)
         of_results = PackedRows.of([like_q, like_lse], [], layouts)
@@ -331,13 +325,6 @@ def _summed_over_passes(
         for total, more in zip(sums, found, strict=True):
             total.add_(more)
     return [x.to(dtype) for x in sums] if share.has_gradients else []
-
-
-def _rows_first(
-    like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype, width: int
-) -> torch.Tensor:
-    """Return an uninitialised (B, heads, rows, width) with the memory order (B, rows, heads, width)."""
-    return like.new_empty(like.shape[0], rows, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def _by_rank(

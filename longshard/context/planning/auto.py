@@ -139,7 +139,7 @@ def _busiest(
     heads = way.head_degree(layout.degree)
     # All ranks of a head group send as much.
     ranks = range(0, layout.degree, heads)
-    busiest = crossing = kernels = stages = 0
+    of_ranks = []
     # Under a causal mask the first ones send most; a few of the others represent the rest.
     for rank in sorted({*ranks[:2], *ranks[:: max(len(ranks) // 8, 1)], ranks[-1]}):
         plans = [make_plan(layout, mask, way.method, rank, head_degree=heads) for mask in masks]
@@ -148,16 +148,10 @@ def _busiest(
             of_kinds = attention_cost(plan, shape, direction).bytes_sent
             sent += of_kinds.total()
             outside += _outside(plan, direction, of_kinds, node)
-        busiest = max(busiest, sent)
-        crossing = max(crossing, outside)
-        kernels = max(
-            kernels,
-            sum(len(stage) for plan in plans for stage in lower(plan, capabilities).forward),
-        )
-        stages = max(
-            stages, *(sum(bool(stage.tiles) for stage in plan.forward) for plan in plans)
-        )
-    return busiest, crossing, kernels, stages
+        calls = sum(len(stage) for plan in plans for stage in lower(plan, capabilities).forward)
+        stages = max(sum(bool(stage.tiles) for stage in plan.forward) for plan in plans)
+        of_ranks.append((sent, outside, calls, stages))
+    return tuple(map(max, zip(*of_ranks, strict=True)))
 
 
 def _outside(plan: RankPlan, direction: str, sent: Mapping[str, int], node: int) -> int:

@@ -57,7 +57,7 @@ def balanced(mask: Mask, degree: int, *, multiple_of: int = 1) -> AxisLayout:
         ValueError: `multiple_of` does not divide the length.
     """
     even = contiguous(mask.q_len, degree, multiple_of=multiple_of)
-    rows = np.array([even.local_length(rank) for rank in range(degree)])
+    rows = np.array(even.lengths)
     block = min(_BLOCK, max(mask.q_len // degree // _FEWEST_BLOCKS, 1))
     work = Work(mask, max(block * _TILE // _BLOCK, 1))
     everything = np.array([[0, mask.q_len]])[: mask.q_len]

@@ -125,35 +125,39 @@ def attention_cost(
     workspace: the most bytes that buffers of K and V (and their gradients) take at once, beside inputs and results. It
     counts the rows of this stage and of the next one, and the receive buffers of collectives and all-to-all.
     """
-    width = shape.batch if plan.sequences == 1 else 1
+    if plan.sequences > 1:  # they lie one after another, as one
+        shape = replace(shape, batch=1)
     is_backward = direction == "backward"
     if plan.inner is None:
-        cost = _staged(plan, shape, width, is_backward, heads_per_pass)
+        cost = _staged(plan, shape, is_backward, heads_per_pass)
     else:
         passes = HeadShare.passes(
             shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass, query_heads
         )
-        cost = _exchanged(plan, shape, width, direction, passes, keep_exchanged)
+        cost = _exchanged(plan, shape, direction, passes, keep_exchanged)
     # Two products in the forward; in the backward the scores again, and four products of their size.
     of_pair = (
         6 * shape.head_dim + 4 * shape.value_dim
         if is_backward
         else 2 * (shape.head_dim + shape.value_dim)
     )
-    stages = (plan.inner or plan).backward if is_backward else (plan.inner or plan).forward
+    staged = plan.inner or plan
+    stages = staged.backward if is_backward else staged.forward
     expansions = (3 if is_backward else 1) * shape.expansion_flops(
         sum(stage.rows for stage in stages)
     )
-    cost.flops = (of_pair * plan.pairs + expansions) * (shape.heads // plan.head_degree) * width
+    cost.flops = (
+        (of_pair * plan.pairs + expansions) * (shape.heads // plan.head_degree) * shape.batch
+    )
     return cost
 
 
 def _staged(
-    plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int
+    plan: RankPlan, shape: AttentionShape, is_backward: bool, heads_per_pass: int
 ) -> Cost:
     cost = Cost()
     stages = plan.backward if is_backward else plan.forward
-    element = width * sum(shape.key_sizes)
+    element = shape.batch * sum(shape.key_sizes)
     alive = [0]
     for start, stop in passes_of(shape.kv_heads, heads_per_pass):
         heads = stop - start
@@ -178,7 +182,6 @@ def _staged(
 def _exchanged(
     plan: RankPlan,
     shape: AttentionShape,
-    width: int,
     direction: str,
     passes: Sequence[HeadShare],
     keep_exchanged: bool,
@@ -187,10 +190,7 @@ def _exchanged(
     cost = Cost()
     is_backward = direction == "backward"
     kinds = _TENSORS["keeping" if is_backward and keep_exchanged else direction]
-    lengths = [
-        [layout.local_length(r) for r in range(plan.head_degree)]
-        for layout in plan.head_group_layouts
-    ]
+    lengths = [layout.lengths for layout in plan.head_group_layouts]
     here = plan.rank % plan.head_degree
     others = [r for r in range(plan.head_degree) if r != here]
     alive = [0]
@@ -198,11 +198,11 @@ def _exchanged(
         kv_heads = share.stop - share.start
         queries = share.queries(0)
         part = replace(shape, heads=queries.stop - queries.start, kv_heads=kv_heads)
-        inside = _staged(plan.inner, part, width, is_backward, 0)
+        inside = _staged(plan.inner, part, is_backward, 0)
         cost.calls += inside.calls
         cost.bytes_sent += inside.bytes_sent
         cost.bytes_received += inside.bytes_received
-        there, back = ([*_pieces(part, width, share, names)] for names in kinds.values())
+        there, back = ([*_pieces(part, share, names)] for names in kinds.values())
         # Of each tensor there: this rank's rows for each other rank. Back: each other rank's rows, for that rank.
         mine, theirs = (
             [
@@ -231,20 +231,20 @@ _TENSORS = {
 
 
 def _pieces(
-    part: AttentionShape, width: int, share: HeadShare, names: tuple[str, ...]
+    part: AttentionShape, share: HeadShare, names: tuple[str, ...]
 ) -> Iterator[tuple[bool, int]]:
     """Yield (whether a row belongs to a key, bytes of a row) for each tensor that a rank gets; part: of this pass."""
     for name in names:
         if name in ("q", "out"):
             size = part.head_dim if name == "q" else part.value_dim
-            yield False, aligned(width * part.heads * size * part.itemsize)
+            yield False, aligned(part.batch * part.heads * size * part.itemsize)
         elif name == "lse":
-            yield False, aligned(width * part.heads * part.accumulator)
+            yield False, aligned(part.batch * part.heads * part.accumulator)
         elif share.has_gradients if name.startswith("d") else share.has_keys:
             item = (
                 part.accumulator if name.startswith("d") and share.copies > 1 else part.itemsize
             )
             yield (
                 True,
-                aligned(width * part.kv_heads * part.key_sizes[name.endswith("v")] * item),
+                aligned(part.batch * part.kv_heads * part.key_sizes[name.endswith("v")] * item),
             )

@@ -98,23 +98,27 @@ class Launch:
         )
 
 
+Launches = tuple[Launch, ...]
+"""The launches of a stage, one after another."""
+
+
 @dataclass(frozen=True, eq=False)
 class LoweredPlan:
     """A plan with the launches of each stage."""
 
     plan: RankPlan
-    forward: tuple[tuple[Launch, ...], ...]
-    backward: tuple[tuple[Launch, ...], ...]
+    forward: tuple[Launches, ...]
+    backward: tuple[Launches, ...]
 
     @cached_property
     def merges_outputs(self) -> bool:
         """Whether some query gets the outputs of several calls."""
-        return adds_up(chain.from_iterable(self.forward))
+        return adds_up(self.forward)
 
     @cached_property
     def adds_gradients(self) -> bool:
         """Whether some query gets the gradients of several calls."""
-        return adds_up(chain.from_iterable(self.backward))
+        return adds_up(self.backward)
 
 
 @lru_cache(maxsize=16)
@@ -126,9 +130,7 @@ def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
     )
 
 
-def _launches(
-    stages: tuple[Stage, ...], capabilities: Capabilities
-) -> Iterator[tuple[Launch, ...]]:
+def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[Launches]:
     touched: Ranges = ()
     for stage in stages:
         launches = []
@@ -177,8 +179,9 @@ def fresh_rows(runs: Iterable[Run]) -> int:
     return sum(run.rows.stop - run.rows.start for run in runs if run.fresh)
 
 
-def adds_up(launches: Iterable[Launch]) -> bool:
+def adds_up(stages: Iterable[Launches]) -> bool:
     """Return whether some query gets the results of several calls, which are then added up in float32."""
+    launches = chain.from_iterable(stages)
     return any(not run.fresh for launch in launches for run in launch.q_runs)
 
 
@@ -221,7 +224,7 @@ def _runs(spans: tuple[Range, ...], fresh: list[bool]) -> Iterator[Run]:
             length = rows.stop - rows.start
             yield Run(rows, slice(place, place + length), fresh[first])
             first = number
-            place = place + length
+            place += length
 
 
 def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
@@ -234,7 +237,10 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
         yield Tile(tile.q, (kv_start, kv_start + extra))
         yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)
     elif tile.relation.lower and not (capabilities.bands or capabilities.masks):
-        yield from _queries_alone(tile, extra)
+        # Each query alone: adjacent documents of one token are BI_CAUSAL, without a window.
+        for first, query in enumerate(range(*tile.q), kv_start):
+            last = kv_stop if tile.relation is Relation.INV_CAUSAL else first + extra + 1
+            yield Tile((query, query + 1), (first, last))
     elif tile.relation.lower and not capabilities.bands:
         yield from _pieces(tile, extra)
     else:
@@ -277,13 +283,6 @@ def recurring_length(length: int) -> int:
     """Return the largest length up to this one with five leading binary digits and zeros: 16 for each power of two."""
     step = 1 << max(length.bit_length() - 5, 0)
     return length // step * step
-
-
-def _queries_alone(tile: Tile, extra: int) -> Iterator[Tile]:
-    """Yield each query with the keys that it sees: adjacent documents of one token are BI_CAUSAL, without a window."""
-    for first, query in enumerate(range(*tile.q), tile.kv[0]):
-        last = tile.kv[1] if tile.relation is Relation.INV_CAUSAL else first + extra + 1
-        yield Tile((query, query + 1), (first, last))
 
 
 def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:

@@ -107,8 +107,8 @@ class Mask:
         """
         if min(self.q_len, self.kv_len) < 0 or self.sequences < 1:
             raise ValueError(
-                f"a mask of {self.sequences} sequences of {self.q_len} queries and {self.kv_len} keys cannot be: there "
-                "must be at least one sequence, and no length may be negative"
+                f"a mask of {self.sequences} sequences of {self.q_len} queries and {self.kv_len} keys "
+                "cannot be: there must be at least one sequence, and no length may be negative"
             )
         q_end = 0
         for band in self.bands:
@@ -123,9 +123,10 @@ class Mask:
                 and band.lower <= band.upper
             ):
                 raise ValueError(
-                    f"{band} cannot stand in a mask of {self.sequences} sequence(s) of {self.q_len} queries and "
-                    f"{self.kv_len} keys, after a band that ends at query {q_end}: bands ascend, share no query, are "
-                    "not empty, and lie within one sequence; `&` and `by_sequence` combine masks"
+                    f"{band} cannot stand in a mask of {self.sequences} sequence(s) of {self.q_len} "
+                    f"queries and {self.kv_len} keys, after a band that ends at query {q_end}: bands "
+                    "ascend, share no query, are not empty, and lie within one sequence; `&` and "
+                    "`by_sequence` combine masks"
                 )
             q_end = band.q_stop
 
@@ -139,8 +140,9 @@ class Mask:
             self.sequences != other.sequences and 1 not in (self.sequences, other.sequences)
         ):
             raise ValueError(
-                f"masks of {self.sequences} x {self.q_len} queries, {self.kv_len} keys and of {other.sequences} x "
-                f"{other.q_len} queries, {other.kv_len} keys cannot be intersected; both must be for the same sequences"
+                f"masks of {self.sequences} x {self.q_len} queries, {self.kv_len} keys and of "
+                f"{other.sequences} x {other.q_len} queries, {other.kv_len} keys cannot be "
+                "intersected; both must be for the same sequences"
             )
         sequences = max(self.sequences, other.sequences)
         bands = _overlay(self.repeated(sequences).bands, other.repeated(sequences).bands)
@@ -248,24 +250,14 @@ def documents(
     )
     if len(lengths) != len(kv_lengths) or min((*lengths, *kv_lengths), default=0) < 0:
         raise ValueError(
-            f"{len(lengths)} documents of queries and {len(kv_lengths)} of keys: there must be as many of both, and "
-            "no length may be negative"
+            f"{len(lengths)} documents of queries and {len(kv_lengths)} of keys: there must be as "
+            "many of both, and no length may be negative"
         )
     q_ends, kv_ends = (list(accumulate(x, initial=0)) for x in (lengths, kv_lengths))
     bands = []
-    for (q_start, q_stop), (kv_start, kv_stop) in zip(
-        pairwise(q_ends), pairwise(kv_ends), strict=True
-    ):
-        if q_start < q_stop and kv_start < kv_stop:
-            bands.append(
-                Band(
-                    q_start,
-                    q_stop,
-                    kv_start,
-                    kv_stop,
-                    upper=kv_stop - q_stop if is_causal else ANY,
-                )
-            )
+    for q, kv in zip(pairwise(q_ends), pairwise(kv_ends), strict=True):
+        if q[0] < q[1] and kv[0] < kv[1]:
+            bands.append(Band(*q, *kv, upper=kv[1] - q[1] if is_causal else ANY))
     return Mask(q_ends[-1], kv_ends[-1], tuple(bands))
 
 
@@ -277,11 +269,7 @@ def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
     """
     if ids.ndim == 2:
         return by_sequence([documents_of(row, is_causal=is_causal) for row in ids])
-    starts = (
-        np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
-        if len(ids)
-        else np.empty(0, dtype=np.int64)
-    )
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
     if len(np.unique(ids[starts])) < len(starts):
         numbers, counts = np.unique(ids[starts], return_counts=True)
         raise ValueError(

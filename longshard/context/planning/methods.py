@@ -119,21 +119,13 @@ def _plan(
     rank: int,
     head_degree: int,
 ) -> RankPlan:
-    if head_degree == 1:
-        needs = _needs(layout, kv_layout, mask)
-        return RankPlan(
-            method,
-            rank,
-            layout,
-            kv_layout,
-            needs.sequences,
-            *METHODS[method].schedule(needs, rank),
-        )
     # A head group is one rank of the schedule.
     needs = _needs(*(_of_groups(x, head_degree) for x in (layout, kv_layout)), mask)
     group = rank // head_degree
-    stages = METHODS[method].schedule(needs, rank // head_degree)
-    inner = RankPlan("ring", group, *needs.layouts, needs.sequences, *stages)
+    stages = METHODS[method].schedule(needs, group)
+    inner = None
+    if head_degree > 1:
+        inner = RankPlan("ring", group, *needs.layouts, needs.sequences, *stages)
     return RankPlan(
         method, rank, layout, kv_layout, needs.sequences, *stages, inner, head_degree
     )
@@ -151,6 +143,8 @@ def chunk_plan(layout: AxisLayout, mask: Mask, chunk: int) -> RankPlan:
 
 def _of_groups(layout: AxisLayout, ranks: int) -> AxisLayout:
     """Return the layout over groups of `ranks` consecutive ranks."""
+    if ranks == 1:
+        return layout
     groups = (
         union(sum(layout.ranges[i : i + ranks], ())) for i in range(0, layout.degree, ranks)
     )

@@ -118,6 +118,4 @@ class RankPlan:
     @cached_property
     def longest(self) -> int:
         """The number of rows of the longest shard of keys, to which a collective pads the others."""
-        return self.sequences * max(
-            self.kv_layout.local_length(rank) for rank in range(self.degree)
-        )
+        return self.sequences * max(self.kv_layout.lengths)

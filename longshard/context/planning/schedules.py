@@ -35,7 +35,7 @@ Schedule = tuple[tuple[Stage, ...], tuple[Stage, ...]]
 
 def ring(needs: Needs, rank: int) -> Schedule:
     """Return the stages in which K/V go round."""
-    local = Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank]))
+    local = _local(needs, rank)
     forward, backward = (
         [_ring_stage(needs, rank, step, direction) for step in _steps(needs, direction)]
         for direction in (-1, +1)
@@ -45,7 +45,7 @@ def ring(needs: Needs, rank: int) -> Schedule:
 
 def all_gather(needs: Needs, rank: int) -> Schedule:
     """Return two stages, the second with all needed rows of other ranks."""
-    local = Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank]))
+    local = _local(needs, rank)
     degree = needs.degree
     wanted = sum(size(difference(needs.keys(r), needs.kv_ranges[r])) for r in range(degree))
     if not wanted:
@@ -76,10 +76,15 @@ def chunks(needs: Needs, chunk: int) -> Schedule:
         Message(chunk, reader, needs.held(reader, chunk))
         for reader in range(chunk + 1, needs.degree)
     )
-    local = Stage(needs.kv_ranges[chunk], needs.tiles(chunk, needs.kv_ranges[chunk]), later)
+    local = _local(needs, chunk, later)
     owners = [owner for owner in reversed(range(chunk)) if needs.held(chunk, owner)]
     forward, backward = ([stage(owner, way) for owner in owners] for way in (False, True))
     return (local, *forward), (local, *backward)
+
+
+def _local(needs: Needs, rank: int, messages: tuple[Message, ...] = ()) -> Stage:
+    held = needs.kv_ranges[rank]
+    return Stage(held, needs.tiles(rank, held), messages)
 
 
 def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
@@ -114,7 +119,12 @@ def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
     def to(ranks: set[int], way: int) -> Iterator[Message]:
         """Yield the rows that come to some ranks, by the previous rank on the way or from their owners."""
         for r in {each % n for each in ranks}:
-            yield from _split(needs, r, owner=(r - direction * step) % n, via=(r - way) % n)
+            owner = (r - direction * step) % n
+            via = (r - way) % n
+            wanted = needs.held(r, owner)
+            there = needs.held(via, owner) if via != owner else ()
+            yield Message(via, r, intersection(wanted, there))
+            yield Message(owner, r, difference(wanted, there))
 
     held = needs.held(rank, (rank - direction * step) % n)
     # This rank sends to the next one, and its own rows to a rank after a gap.
@@ -126,11 +136,3 @@ def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
         _posted(m for m in each if rank in (m.source, m.target)) for each in (messages, returns)
     )
     return Stage(held, needs.tiles(rank, held), *of_rank)
-
-
-def _split(needs: Needs, rank: int, owner: int, via: int) -> Iterator[Message]:
-    """Yield the rows of `owner` that `rank` needs: from the rank `via` if it needs them too, else from `owner`."""
-    held = needs.held(rank, owner)
-    there = needs.held(via, owner) if via != owner else ()
-    yield Message(via, rank, intersection(held, there))
-    yield Message(owner, rank, difference(held, there))

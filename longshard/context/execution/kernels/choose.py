@@ -83,10 +83,11 @@ def choose_kernel(
         OptionError: the named kernel cannot do it; the message names kernels that can.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    kind = device_type, str(dtype).removeprefix("torch."), head_dim
     able = able_kernels(
         name,
-        *kind,
+        device_type,
+        str(dtype).removeprefix("torch."),
+        head_dim,
         bands=needs.bands,
         deterministic=deterministic,
         softcap=bool(needs.softcap),
@@ -95,10 +96,16 @@ def choose_kernel(
     capability, package = (
         (gpu_capability(), gpu.newer_flash(head_dim)) if on_gpu else (None, None)
     )
-    machine = {"capability": capability, "newer_flash": package is not None}
-    how = {"fixed": needs.fixed, "largest": needs.largest}
-    chosen = auto_kernel(able, needs.calls, **how, **machine)
-    chosen = chosen if name == "auto" else name
+    chosen = name
+    if name == "auto":
+        chosen = auto_kernel(
+            able,
+            needs.calls,
+            capability=capability,
+            fixed=needs.fixed,
+            newer_flash=package is not None,
+            largest=needs.largest,
+        )
     if capability is not None:
         _log_once(kernel_words(chosen, capability, package, deterministic=deterministic))
     return Math(needs.softcap) if needs.softcap else KERNELS[chosen]

@@ -5,17 +5,19 @@ import torch
 from longshard.context.execution.kernels.base import (
     QKV,
     BackwardInputs,
+    OneTile,
     hidden_pairs,
     repeated,
     summed,
 )
 from longshard.context.planning.capabilities import CAPABILITIES
 from longshard.context.planning.mask import Relation
+from longshard.sharding.tensors import wide_type
 
 _aten = torch.ops.aten
 
 
-class CpuFlash:
+class CpuFlash(OneTile):
     """PyTorch's flash attention for CPUs, with grouped heads; other diagonals than a square's become a mask."""
 
     name = "cpu_flash"
@@ -45,7 +47,7 @@ class CpuFlash:
         return False, q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
-class Math:
+class Math(OneTile):
     """Attention by its definition, in float32 at least; the reference, and the kernel where no other one can.
 
     softcap: c of scores c * tanh(score / c), 0 for none.
@@ -80,7 +82,7 @@ class Math:
     def _scores(
         self, q: torch.Tensor, k: torch.Tensor, relation: Relation, scale: float
     ) -> torch.Tensor:
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_type(q.dtype)
         scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
         if self._softcap:
             scores = self._softcap * torch.tanh(scores / self._softcap)

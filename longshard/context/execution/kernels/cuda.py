@@ -4,6 +4,7 @@ All of them return the log-sum-exp in float32 and natural units. All of them tak
 whole attention directly in their backward. Tests replace the operators, which are an argument of each kernel.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,12 +15,16 @@ from torch.nn import functional as F
 from longshard.context.execution.kernels.base import (
     QKV,
     BackwardInputs,
+    Kernel,
+    ManyTiles,
+    OneTile,
+    OutLse,
     hidden_pairs,
     repeated,
     summed,
 )
 from longshard.context.planning.capabilities import CAPABILITIES, INDEX_LIMIT
-from longshard.context.planning.lowering import Call, Launch, is_large
+from longshard.context.planning.lowering import Launch, is_large
 from longshard.context.planning.mask import Relation
 from longshard.sharding.ranges import Range
 from longshard.sharding.tensors import to_device
@@ -32,8 +37,49 @@ class _Aten:
         self._ops = ops
 
 
-class CudaFlash(_Aten):
-    """FlashAttention-2, with grouped heads and diagonals from the bottom right (arXiv 2307.08691)."""
+class _Flash(_Aten):
+    """A kernel of FlashAttention-2's operators, for tiles or ragged batches (arXiv 2307.08691).
+
+    lengths: cumulative lengths of queries and of keys, None for a tile, and the longest of each. kind: `Launch.kind`.
+    """
+
+    def _attend(
+        self,
+        qkv: Iterable[torch.Tensor],
+        lengths: tuple,
+        kind: tuple[Relation, int],
+        scale: float,
+    ) -> OutLse:
+        out, lse, *_ = self._ops._flash_attention_forward(
+            *qkv,
+            *lengths,
+            0.0,
+            kind[0] is Relation.CAUSAL,
+            False,
+            scale=scale,
+            **_window(*kind),
+        )
+        return out, lse
+
+    def _differentiate(
+        self, given: BackwardInputs, lengths: tuple, kind: tuple[Relation, int], scale: float
+    ) -> QKV:
+        dout, *inputs = given
+        random_state = _random_state(torch.uint64, dout.device)
+        return self._ops._flash_attention_backward(
+            dout,
+            *inputs,
+            *lengths,
+            0.0,
+            kind[0] is Relation.CAUSAL,
+            *random_state,
+            scale=scale,
+            **_window(*kind),
+        )
+
+
+class CudaFlash(_Flash, OneTile):
+    """FlashAttention-2, with grouped heads and diagonals from the bottom right."""
 
     name = "cuda_flash"
     capabilities = CAPABILITIES["cuda_flash"]
@@ -41,27 +87,22 @@ class CudaFlash(_Aten):
     def forward(self, q, k, v, *, relation, scale):
         n = q.shape[2]
         m = k.shape[2]
-        size = q.shape[3]
-        out, lse, *_ = self._ops._flash_attention_forward(
-            *map(_rows, (q, k, v)), None, None, n, m, 0.0, relation is Relation.CAUSAL, False,
-            scale=scale, **_window(relation, m - n),
-        )  # fmt: skip
-        return _heads(out, size), lse
+        out, lse = self._attend(
+            map(_rows, (q, k, v)), (None, None, n, m), (relation, m - n), scale
+        )
+        return _heads(out, q.shape[3]), lse
 
     def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
         dout, q, k, v, out, lse = given
         n = q.shape[2]
         m = k.shape[2]
-        size = q.shape[3]
-        grads = self._ops._flash_attention_backward(
-            *map(_rows, (dout.to(q.dtype), q, k, v, out.to(q.dtype))), lse.contiguous(), None, None, n, m,
-            0.0, relation is Relation.CAUSAL, *_random_state(torch.uint64, q.device), scale=scale,
-            **_window(relation, m - n),
-        )  # fmt: skip
-        return tuple(_heads(x, size) for x in grads)
+        rows = map(_rows, (dout.to(q.dtype), q, k, v, out.to(q.dtype)))
+        given = BackwardInputs(*rows, lse.contiguous())
+        grads = self._differentiate(given, (None, None, n, m), (relation, m - n), scale)
+        return tuple(_heads(x, q.shape[3]) for x in grads)
 
 
-class Efficient(_Aten):
+class Efficient(_Aten, OneTile):
     """Memory-efficient attention, in float32 too, for heads of any size; it needs repeated heads (arXiv 2112.05682)."""
 
     name = "efficient"
@@ -108,7 +149,7 @@ class Efficient(_Aten):
         )
 
 
-class Cudnn(_Aten):
+class Cudnn(_Aten, OneTile):
     """cuDNN's attention, with grouped heads, fastest on Hopper and later.
 
     It builds a plan for each new shape, and refuses single rows.
@@ -150,17 +191,7 @@ class Cudnn(_Aten):
         )  # fmt: skip
 
 
-class _ManyTiles(_Aten):
-    """A kernel of many tiles, for which one tile is a launch of one."""
-
-    def forward(self, q, k, v, *, relation, scale):
-        return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
-
-    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
-        return self.backward_many(given, _whole(given.q, given.k, relation), scale=scale)
-
-
-class Varlen(_ManyTiles):
+class Varlen(_Flash, ManyTiles):
     """FlashAttention-2 over a ragged batch: one launch for all calls of one relation, of all sequences."""
 
     name = "varlen"
@@ -168,39 +199,29 @@ class Varlen(_ManyTiles):
 
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and lse of a launch; their rows are those of its calls, one after another."""
+    ) -> OutLse:
         batch = q.shape[0]
-        size = q.shape[3]
         rows = _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv)
-        out, lse, *_ = self._ops._flash_attention_forward(
-            *rows, *_shape(launch, batch, q.device),
-            0.0, launch.kind[0] is Relation.CAUSAL, False, scale=scale, **_window(*launch.kind),
-        )  # fmt: skip
-        return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+        lengths = _lengths(launch, batch, q.device)
+        out, lse = self._attend(rows, lengths, launch.kind, scale)
+        return (
+            _by_sequence(out, batch, q.shape[3]),
+            lse.unflatten(1, (batch, -1)).transpose(0, 1),
+        )
 
     def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
-        """Return dq, dk and dv of a launch, to be added up; their rows are as in `forward_many`.
-
-        given: all rows, out and lse over all keys.
-        """
-        batch, _, _, size = given.q.shape
-        device = given.q.device
-        (dout, q, k, v, out, lse) = given
-        rows = (_gathered(x.to(q.dtype), launch.q) for x in (dout, q))
-        keys = (_gathered(x, launch.kv) for x in (k, v))
-        results = (
-            _gathered(out.to(q.dtype), launch.q),
-            _gathered_rows(lse, launch.q).t().contiguous(),
-        )
-        grads = self._ops._flash_attention_backward(
-            *rows, *keys, *results, *_shape(launch, batch, device), 0.0, launch.kind[0] is Relation.CAUSAL,
-            *_random_state(torch.uint64, device), scale=scale, **_window(*launch.kind),
-        )  # fmt: skip
+        dout, q, k, v, out, lse = given
+        batch, _, _, size = q.shape
+        lengths = _lengths(launch, batch, q.device)
+        dout, q, out = (_gathered(x.to(q.dtype), launch.q) for x in (dout, q, out))
+        k, v = (_gathered(x, launch.kv) for x in (k, v))
+        lse = _gathered_rows(lse, launch.q).t().contiguous()
+        gathered = BackwardInputs(dout, q, k, v, out, lse)
+        grads = self._differentiate(gathered, lengths, launch.kind, scale)
         return tuple(_by_sequence(x, batch, size) for x in grads)
 
 
-class CudnnVarlen(_ManyTiles):
+class CudnnVarlen(ManyTiles):
     """cuDNN for large tiles, one launch each, and FlashAttention-2 in one launch for the others.
 
     cuDNN builds a plan for each new shape. `lowering.py` cuts large tiles to lengths that recur, and this kernel gives
@@ -211,43 +232,28 @@ class CudnnVarlen(_ManyTiles):
     capabilities = CAPABILITIES["cudnn_varlen"]
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
-        super().__init__(ops)
         self._large = Cudnn(ops)
         self._others = Varlen(ops)
         self._shapes: set[tuple] = set()
 
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and lse of a launch, see `Varlen`."""
-        if not self._is_for_cudnn(q, k, launch):
-            return self._others.forward_many(q, k, v, launch, scale=scale)
-        (call,) = launch.calls
-        rows = slice(*call.q)
-        keys = slice(*call.kv)
-        inputs = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        return self._large.forward(*inputs, relation=call.relation, scale=scale)
+    ) -> OutLse:
+        return self._kernel_of(q, k, launch).forward_many(q, k, v, launch, scale=scale)
 
     def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
-        """Return dq, dk and dv of a launch, see `Varlen`."""
-        if not self._is_for_cudnn(given.q, given.k, launch):
-            return self._others.backward_many(given, launch, scale=scale)
-        (call,) = launch.calls
-        rows = slice(*call.q)
-        keys = slice(*call.kv)
-        places = (rows, rows, keys, keys, rows, rows)
-        parts = (x[:, :, place] for x, place in zip(given, places, strict=True))
-        return self._large.backward(BackwardInputs(*parts), relation=call.relation, scale=scale)
+        kernel = self._kernel_of(given.q, given.k, launch)
+        return kernel.backward_many(given, launch, scale=scale)
 
-    def _is_for_cudnn(self, q: torch.Tensor, k: torch.Tensor, launch: Launch) -> bool:
-        """Return whether cuDNN computes a launch: a large tile, whose shape it has a plan for, or builds one."""
+    def _kernel_of(self, q: torch.Tensor, k: torch.Tensor, launch: Launch) -> Kernel:
+        """Return cuDNN for a launch of a large tile whose shape it has a plan for, or builds one, else `Varlen`."""
         if len(launch.calls) != 1 or not is_large(launch.calls[0], self.capabilities):
-            return False
+            return self._others
         shape = q.dtype, *q.shape[:2], k.shape[1], q.shape[3], *launch.longest, launch.kind
         if shape not in self._shapes and len(self._shapes) >= _MOST_SHAPES:
-            return False
+            return self._others
         self._shapes.add(shape)
-        return True
+        return self._large
 
 
 _MOST_SHAPES = 256  # half a minute of plans, and no more, in a run
@@ -276,9 +282,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     strides = x.stride()
     last = sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
     fits = strides[-1] == 1 and x.storage_offset() % step == 0 and last < INDEX_LIMIT
-    for stride, length in zip(strides[:-1], x.shape, strict=False) if fits else ():
-        if length > 1 and (stride % step or not stride):
-            fits = False
+    rows = zip(strides[:-1], x.shape, strict=False)
+    fits = fits and not any(n > 1 and (stride % step or not stride) for stride, n in rows)
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -330,11 +335,7 @@ def _random_state(
 # ---- many tiles in one launch
 
 
-def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Launch:
-    return Launch((Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True),))
-
-
-def _shape(
+def _lengths(
     launch: Launch, batch: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Return the cumulative lengths of queries and of keys, and the longest of each."""

@@ -1,20 +1,27 @@
-"""A kernel's call that is too large for 32-bit integers, as calls of fewer heads. Interface and shapes: `base.py`."""
+"""A launch that is too large for 32-bit integers, as launches of fewer heads. Interface and shapes: `base.py`."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from longshard.context.execution.kernels.base import QKV, BackwardInputs, Kernel
+from longshard.context.execution.kernels.base import (
+    QKV,
+    BackwardInputs,
+    Kernel,
+    ManyTiles,
+    OutLse,
+    rows_first,
+)
 from longshard.context.planning.capabilities import call_elements, head_groups
 from longshard.context.planning.lowering import Launch
-from longshard.context.planning.mask import Relation
+from longshard.sharding.tensors import wide_type
 
 
-class HeadGroups:
+class HeadGroups(ManyTiles):
     """A kernel, which gets as many heads at a time as its `Capabilities.elements` allow; mostly all of them.
 
-    Heads do not depend on each other, so the results are the same. Key/value heads that several calls share get the sum
-    of their gradients, in float32.
+    Heads do not depend on each other, so the results are the same. Key/value heads that several launches share get the
+    sum of their gradients, in float32.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -22,100 +29,49 @@ class HeadGroups:
         self.name = kernel.name
         self.capabilities = kernel.capabilities
 
-    def forward(self, q, k, v, *, relation, scale):
-        def call(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._kernel.forward(*inputs, relation=relation, scale=scale)
-
-        return _forward(
-            call, self._groups(q, k, 1, q.shape[2], k.shape[2]), q, k, v, q.shape[2]
-        )
-
-    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
-        def call(inputs: BackwardInputs) -> QKV:
-            return self._kernel.backward(inputs, relation=relation, scale=scale)
-
-        rows = given.q.shape[2]
-        keys = given.k.shape[2]
-        groups = self._groups(given.q, given.k, 1, rows, keys)
-        return _backward(call, groups, given, rows, keys)
-
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and lse of a launch, see `Varlen`."""
-
-        def call(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._kernel.forward_many(*inputs, launch, scale=scale)
-
-        rows, keys = launch.rows
-        return _forward(call, self._groups(q, k, len(launch.calls), rows, keys), q, k, v, rows)
+    ) -> OutLse:
+        """Return output (B, H, rows, D) and lse (B, H, rows), group by group of the heads."""
+        run = partial(self._kernel.forward_many, launch=launch, scale=scale)
+        groups = self._groups(q, k, launch)
+        if len(groups) == 1:
+            return run(q, k, v)
+        batch, heads, _, head_dim = q.shape
+        rows, _ = launch.rows
+        out = rows_first(q, heads, rows, head_dim)
+        lse = q.new_empty(batch, heads, rows, dtype=wide_type(q.dtype))
+        for query_heads, kv_heads in groups:
+            out[:, query_heads], lse[:, query_heads] = run(
+                q[:, query_heads], k[:, kv_heads], v[:, kv_heads]
+            )
+        return out, lse
 
     def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
-        """Return dq, dk and dv of a launch, see `Varlen`."""
-
-        def call(inputs: BackwardInputs) -> QKV:
-            return self._kernel.backward_many(inputs, launch, scale=scale)
-
+        """Return dq (B, H, rows, D), dk and dv (B, K, keys, D), group by group of the heads."""
+        run = partial(self._kernel.backward_many, launch=launch, scale=scale)
+        q = given.q
+        k = given.k
+        groups = self._groups(q, k, launch)
+        if len(groups) == 1:
+            return run(given)
+        _, heads, _, head_dim = q.shape
         rows, keys = launch.rows
-        groups = self._groups(given.q, given.k, len(launch.calls), rows, keys)
-        return _backward(call, groups, given, rows, keys)
+        is_shared = len(groups) > k.shape[1]
+        sum_dtype = wide_type(k.dtype) if is_shared else k.dtype
+        dq = rows_first(q, heads, rows, head_dim)
+        dk, dv = (
+            rows_first(k, k.shape[1], keys, head_dim, sum_dtype).zero_() for _ in range(2)
+        )
+        for query_heads, kv_heads in groups:
+            part_q, part_k, part_v = run(given.part(query_heads, kv_heads, dim=1))
+            dq[:, query_heads] = part_q
+            dk[:, kv_heads] += part_k
+            dv[:, kv_heads] += part_v
+        return dq, dk.to(k.dtype), dv.to(k.dtype)
 
     def _groups(
-        self, q: torch.Tensor, k: torch.Tensor, calls: int, rows: int, keys: int
+        self, q: torch.Tensor, k: torch.Tensor, launch: Launch
     ) -> list[tuple[slice, slice]]:
-        elements = call_elements(q.shape[0], max(rows, keys), calls, q.shape[3])
+        elements = call_elements(q.shape[0], max(launch.rows), len(launch.calls), q.shape[3])
         return head_groups(q.shape[1], k.shape[1], elements, self.capabilities.elements)
-
-
-def _forward(
-    call: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    groups: list[tuple[slice, slice]],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output (B, H, rows, D) and lse (B, H, rows), group by group of the heads."""
-    if len(groups) == 1:
-        return call(q, k, v)
-    batch, heads, _, head_dim = q.shape
-    out = q.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
-    lse = q.new_empty(batch, heads, rows, dtype=torch.promote_types(q.dtype, torch.float32))
-    for query_heads, kv_heads in groups:
-        out[:, query_heads], lse[:, query_heads] = call(
-            q[:, query_heads], k[:, kv_heads], v[:, kv_heads]
-        )
-    return out, lse
-
-
-def _backward(
-    call: Callable[[BackwardInputs], QKV],
-    groups: list[tuple[slice, slice]],
-    given: BackwardInputs,
-    rows: int,
-    keys: int,
-) -> QKV:
-    """Return dq (B, H, rows, D), dk and dv (B, K, keys, D), group by group of the heads."""
-    if len(groups) == 1:
-        return call(given)
-    q = given.q
-    k = given.k
-    batch, heads, _, head_dim = q.shape
-    is_shared = len(groups) > k.shape[1]
-    sum_dtype = torch.promote_types(k.dtype, torch.float32) if is_shared else k.dtype
-    dq = q.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
-    dk, dv = (
-        k.new_zeros(batch, keys, k.shape[1], head_dim, dtype=sum_dtype).transpose(1, 2)
-        for _ in range(2)
-    )
-    for query_heads, kv_heads in groups:
-        places = BackwardInputs(
-            query_heads, query_heads, kv_heads, kv_heads, query_heads, query_heads
-        )
-        part_q, part_k, part_v = call(
-            BackwardInputs(*(x[:, place] for x, place in zip(given, places, strict=True)))
-        )
-        dq[:, query_heads] = part_q
-        dk[:, kv_heads] += part_k
-        dv[:, kv_heads] += part_v
-    return dq, dk.to(k.dtype), dv.to(k.dtype)
