@@ -216,7 +216,7 @@ CHAT = (
         "trainer/data/tokenizers/chat_messages.py",
         "for key, value in given.items() if value is not None}",
         "for key, value in given.items()}",
-        "tests/unit/test_chat_prompts.py::test_a_prompt_is_what_training_writes_before_the_answer",
+        "tests/unit/test_chat_prompts.py::test_a_key_of_null_is_no_key",
     ),
     Mutant(
         "a prompt has arguments of calls in the form that was sent",

@@ -14,6 +14,7 @@ from tests.unit.chat_encoding import SPECIAL, read
 from trainer.commands.generate import checked, to_write
 from trainer.commands.talk import Talk
 from trainer.config.errors import ConfigError
+from trainer.data.tokenizers.chat_messages import read_messages
 from trainer.data.tokenizers.chat_template import ChatTemplate
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
@@ -65,6 +66,12 @@ def test_a_prompt_is_what_training_writes_before_the_answer(name, tokenizer):
             assert learned.startswith((asked, asked.removesuffix(opening))), kind
             prompts.append(asked)
         assert prompts[0] == prompts[1], kind
+
+
+def test_a_key_of_null_is_no_key():
+    """A template may ask whether a key is defined; clients send null for each key without a value."""
+    sent = {"role": "assistant", "content": "Sun.", "refusal": None, "audio": None, "name": "a"}
+    assert read_messages([sent]) == [{"role": "assistant", "content": "Sun.", "name": "a"}]
 
 
 def text_or_refusal(write) -> str:

@@ -39,7 +39,7 @@ def token_losses(
     Args:
         logits: (B, S, V).
         labels: (B, S), already shifted.
-        rows: `row_losses` or its compiled form. The compiled graph gets flat rows, so that it has one dynamic dimension.
+        rows: `row_losses` or its compiled form. The compiled graph gets flat rows: one dynamic dimension.
     """
     return rows(logits.flatten(0, 1), labels.flatten()).unflatten(0, labels.shape)
 
