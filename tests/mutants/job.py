@@ -890,8 +890,8 @@ PROCESSES = (
     Mutant(
         "a mixture draws its sources from the next sample",
         "trainer/data/mixture.py",
-        "source_of_sample(self.samples * self._n + self._stream, self._ends)",
-        "source_of_sample((self.samples + 1) * self._n + self._stream, self._ends)",
+        "sample = self.samples * self.data_streams + self.stream",
+        "sample = (self.samples + 1) * self.data_streams + self.stream",
         "tests/unit/test_mixture.py::test_sample_i_of_the_run_is_of_source_i_of_the_sequence",
     ),
     Mutant(

@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 def further_tokens(layers: int = 2, weight: float = 0.5) -> FurtherTokens:
     dims = mock.MagicMock(spec=ParallelDims)
-    dims.__getitem__.return_value.device_type = "cpu"
+    dims.zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64)
     return FurtherTokens(layers, weight, dims)
 
 

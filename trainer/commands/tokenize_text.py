@@ -100,20 +100,18 @@ def _parser() -> Parser:
         name for name, source in DATASETS.items() if not source.token_files and name != "hub"
     ]
     parser.add_argument("--dataset", default="jsonl", choices=kinds)
-    parser.add_argument("--path", default=None, help="file, folder or glob")
+    parser.add_argument("--path", help="file, folder or glob")
     parser.add_argument(
-        "--hub", default=None, help="data set of the Hugging Face hub, in the place of --path"
+        "--hub", help="data set of the Hugging Face hub, in the place of --path"
     )
     parser.add_argument(
-        "--hub-config", default=None, help="its configuration, such as en; default: its default"
+        "--hub-config", help="its configuration, such as en; default: its default"
     )
-    parser.add_argument(
-        "--hub-revision", default=None, help="its revision; default: the newest one"
-    )
+    parser.add_argument("--hub-revision", help="its revision; default: the newest one")
     parser.add_argument("--split", default="train", help="its split")
     parser.add_argument("--output", required=True, help="folder of the token ids")
-    parser.add_argument("--tokenizer-path", default=None, help="as model.tokenizer_path")
-    parser.add_argument("--chat-template", default=None, help="as model.chat_template")
+    parser.add_argument("--tokenizer-path", help="as model.tokenizer_path")
+    parser.add_argument("--chat-template", help="as model.chat_template")
     parser.add_argument(
         "--text-field", default="text", help="field or column with the text of a document"
     )

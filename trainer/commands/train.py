@@ -119,15 +119,11 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     set_up_logging(0)
     logger.info(opening(config, ranks, device_type))
     job = resolve(config, ranks, device_type, node=here)
-    lines = [
-        summary(job, line_width()),
-        *(
-            f"note: {note}"
-            for note in (*command.notes, *job.notes, *job_notes(job, machine, here))
-        ),
-    ]
-    for text in lines if nodes.count == 1 else ():  # of several nodes rank 0 prints them, once
-        logger.info(text)
+    notes = (*command.notes, *job.notes, *job_notes(job, machine, here))
+    if nodes.count == 1:  # of several nodes rank 0 prints them, once
+        logger.info(summary(job, line_width()))
+        for note in notes:
+            logger.info(f"note: {note}")
     check_here(config)
     if taken := holder_of(folders_of(config)):
         raise taken

@@ -202,13 +202,10 @@ class GenerationCache:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sinks: torch.Tensor | None = None,
-        plan: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
+        **settings: Any,
     ) -> torch.Tensor:
         """Do what the module does, with the keys and values of all tokens so far; shapes as there."""
+        scale, sinks, up = (settings.get(name) for name in ("scale", "sinks", "up"))
         keys, values = self._keep(
             module, k[:, :, : self._own_new], v[:, :, : self._own_new], self._used
         )

@@ -116,6 +116,11 @@ def rotary_tables(args: DecoderArgs) -> int:
     return len({args.layer(layer).mixer.rope_theta for layer in all_layers(args)} - {0.0})
 
 
+def windows_of(args: DecoderArgs) -> list[int | None]:
+    """Return the sliding window of each layer."""
+    return [args.window_of_layer(layer) for layer in range(args.n_layers)]
+
+
 def has_windows(args: DecoderArgs) -> bool:
     """Return whether some layer sees a sliding window only."""
-    return any(args.window_of_layer(layer) is not None for layer in range(args.n_layers))
+    return any(window is not None for window in windows_of(args))

@@ -11,9 +11,9 @@ from trainer.config.keys import Condition, keys_of
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig
 from trainer.config.values import shown
-from trainer.families.args import ModelArgs, experts_of
+from trainer.families.args import ModelArgs, experts_of, windows_of
 from trainer.families.registry import MODELS, ModelFolder, flavor_args, from_path, model_folder
-from trainer.job.degrees import GPUS_OF_A_NODE, KEYS, resolve_degrees
+from trainer.job.degrees import GPUS_OF_A_NODE, resolve_degrees
 from trainer.job.draft import Draft
 from trainer.job.experts import check_experts, note_of_router
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
@@ -154,8 +154,8 @@ def _model(draft: Draft) -> Draft:
 def _degrees(draft: Draft) -> Draft:
     has_experts = draft.model is not None and experts_of(draft.model) is not None
     ep = draft.config.parallelism.expert_parallel_degree if has_experts else None
-    given = {name: attrgetter(key)(draft.config) for name, key in KEYS.items()}
-    return replace(draft, degrees=resolve_degrees(**given, world_size=draft.world_size, ep=ep))
+    degrees = resolve_degrees(draft.config.parallelism, draft.world_size, ep)
+    return replace(draft, degrees=degrees)
 
 
 def _effects(draft: Draft) -> Draft:
@@ -208,11 +208,6 @@ def _tensor_parallel_sizes(draft: Draft) -> Draft:
 def _experts(draft: Draft) -> Draft:
     check_experts(draft.config, draft.model, draft.degrees)
     return draft.noted(*note_of_router(draft.model))
-
-
-def _pairs_of(first: str, draft: Draft) -> Draft:
-    refuse_incompatible(draft, first)
-    return draft
 
 
 def _task(draft: Draft) -> Draft:
@@ -269,19 +264,10 @@ def _with_windows_of_flavor(config: JobConfig, folder: ModelFolder | None) -> Jo
     if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
         return config
     args = flavor_args(config.model, folder)
-    windows = (
-        [args.window_of_layer(layer) for layer in range(args.n_layers)]
-        if config.task == "tokens"
-        else []
-    )
-    shorter = [
-        window for window in windows if window is not None and window < config.training.seq_len
-    ]
-    return (
-        replace(config, model=replace(config.model, sliding_window=shorter[0]))
-        if shorter
-        else config
-    )
+    for window in windows_of(args) if config.task == "tokens" else ():
+        if window is not None and window < config.training.seq_len:
+            return replace(config, model=replace(config.model, sliding_window=window))
+    return config
 
 
 def _without_auto(draft: Draft) -> JobConfig:
@@ -333,7 +319,7 @@ STAGES: tuple[tuple[Step, ...], ...] = (
         _batch,
         _tensor_parallel_sizes,
         _experts,
-        *(partial(_pairs_of, key) for key in FIRST_KEYS),
+        *(partial(refuse_incompatible, key) for key in FIRST_KEYS),
         _task,
         _data,
         _weights,

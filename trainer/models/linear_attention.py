@@ -14,7 +14,7 @@ from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, LinearArgs, MambaArgs
 from trainer.models.cached import Cached
-from trainer.models.initialization import fill
+from trainer.models.initialization import Branch
 from trainer.models.norms import NormOfHeads
 from trainer.models.short_convolution import InnerConvolution, Taps
 from trainer.models.weights import Weights
@@ -32,18 +32,13 @@ class InnerLinearAttention(Cached):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        log_decay: torch.Tensor,
-        beta: torch.Tensor | None,
-        *,
+        *inputs: torch.Tensor | None,
         scale: float,
         positions: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Shapes as of `linear_attention` -> (B, S, G, V)."""
-        return linear_attention(q, k, v, log_decay, beta, plan, positions, scale)[0]
+        return linear_attention(*inputs, plan, positions, scale)[0]
 
 
 class Decay(nn.Module):
@@ -82,7 +77,7 @@ class Decay(nn.Module):
             parameter.fill_(1.0)
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Branch):
     """What the layers share: matrices, short convolutions, decays, the recurrence, and the parts of ranks.
 
     divided: modules whose rows belong to heads, of which tensor-parallel ranks have a part; whole: modules that each
@@ -157,9 +152,7 @@ class LinearAttention(nn.Module):
         if name.endswith("_bias.weight"):
             parameter.zero_()
         else:
-            fill(
-                name, parameter, generator, branches=self.branches if name == "wo.weight" else 1
-            )
+            super().init_parameter(name, parameter, generator)
 
 
 class GatedDeltaNet(LinearAttention):
@@ -193,7 +186,7 @@ class GatedDeltaNet(LinearAttention):
         q, k = (_normalised(part.unflatten(-1, (-1, args.key_dim))) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, args.value_dim)) for part in (v, z))
         beta = b.flatten(2).sigmoid()
-        (log_decay, _) = self.decay(a.flatten(2))
+        log_decay, _ = self.decay(a.flatten(2))
         out = self.inner_attention.run(
             q, k, v, log_decay, beta, scale=args.key_dim**-0.5, **where
         )
@@ -210,8 +203,17 @@ class KimiDeltaAttention(LinearAttention):
     """Kimi Delta Attention (arXiv 2510.26692): the delta rule, with a decay for each channel of a key."""
 
     divided = (
-        *("wq", "wk", "wv", "wb", "f_b", "g_b", "q_conv", "k_conv", "v_conv"),
-        *("decay.a_log", "decay.dt_bias"),
+        "wq",
+        "wk",
+        "wv",
+        "wb",
+        "f_b",
+        "g_b",
+        "q_conv",
+        "k_conv",
+        "v_conv",
+        "decay.a_log",
+        "decay.dt_bias",
     )
     first = "f_a", "g_a"
 

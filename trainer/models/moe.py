@@ -18,7 +18,7 @@ expert with less than the mean load rises by the update rate, and that of one wi
 (arXiv 2412.19437) adds it to them, also without an update rate: it is one of the weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from trainer.families.feed_forward_args import DenseArgs, ExpertArgs
 from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.experts import Experts
 from trainer.models.feed_forward import FeedForward
-from trainer.observer import Observer
+from trainer.observer import Observer, Positions
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.parallel.tensor_parallel import OwnPositions, Styles, prefixed
 
@@ -251,9 +251,7 @@ class ExpertBalance(Observer):
             or args.router_aux_loss_load == "micro_batch"
         ):
             return
-        total = torch.zeros(
-            args.experts.number, dtype=torch.float64, device=dims["world"].device_type
-        )
+        total = dims.zeros(args.experts.number)
         for router in self._routers.values():
             total += router.load
         mean = all_reduce(total, dims["pp"]) / len(expert_layers(args))
@@ -282,9 +280,7 @@ class ExpertBalance(Observer):
                 change = router.bias_update_rate * torch.sign(1 / router.number - router.load)
                 router.selection_bias += torch.where(left_out, 0, change)
 
-    def record(
-        self, positions: Mapping[int, Mapping[str, int]]
-    ) -> dict[str, float | list[list[float]]]:
+    def record(self, positions: Positions) -> dict[str, float | list[list[float]]]:
         """Return the load of every expert over the mean, by layer with experts, and the largest of all; one
         collective."""
         args = self._args

@@ -9,7 +9,6 @@ They are made of whole sequences, before these are cut over ranks, so that targe
 chunks, and never those of documents.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 
 from longshard.sharding.exchange import all_reduce
 from trainer.data.packing import IGNORE_INDEX
+from trainer.observer import Positions
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.tasks.observers import Totals
 
@@ -35,7 +35,7 @@ class FurtherTokens(Totals):
         number = (labels[1:] != IGNORE_INDEX).flatten(1).sum(1).double()
         self._of_step += torch.stack([losses[1:].detach().flatten(1).sum(1).double(), number])
 
-    def record(self, positions: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
+    def record(self, positions: Positions) -> dict[str, float]:
         """Return the mean loss of each layer since the last call, as `mtp_loss_1`. A collective over all ranks."""
         dims = self._dims
         totals = self._totals.clone()

@@ -94,19 +94,12 @@ class LanguageTask:
             lambda: open_training_data(self.config, catalogs), dims["world"]
         )
         documents = data.items if isinstance(data.items, int) else sum(data.items)
-        if dims.rank("world") == 0 and documents <= QUICK and (found := data.contents()):
+        if dims.is_first and documents <= QUICK and (found := data.contents()):
             logger.info(summary(found, training.seq_len))
             for sentence in what_is_lacking(found):
                 logger.warning(sentence)
         return BatchLoader(
-            data,
-            seq_len=training.seq_len,
-            local_batch_size=training.local_batch_size,
-            data_streams=training.data_streams,
-            seed=training.seed,
-            dp_rank=dims.rank("dp"),
-            dp_degree=dims.size("dp"),
-            **how,
+            data, training, dp_rank=dims.rank("dp"), dp_degree=dims.size("dp"), **how
         )
 
     def _balanced_step(self) -> Step:
