@@ -40,20 +40,17 @@ Document = tuple[str, list[tuple[str, bool]]]
 def parser() -> Parser:
     """Return the parser of the options."""
     described = Parser("data show", __doc__)
-    described.add_argument(
+    add = described.add_argument
+    add(
         "--sample",
         type=number(int, 0),
         default=0,
         metavar="N",
         help="sequence of the run, from 0",
     )
-    described.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the sequence as a page, too"
-    )
+    add("--html", type=Path, metavar="FILE", help="write the sequence as a page, too")
     text = "most characters of a document, from its start and its end (default: 2000; 0: all)"
-    described.add_argument(
-        "--characters", type=number(int, 0), default=2000, metavar="N", help=text
-    )
+    add("--characters", type=number(int, 0), default=2000, metavar="N", help=text)
     return described
 
 

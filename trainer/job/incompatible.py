@@ -22,12 +22,11 @@ class Pair(NamedTuple):
     sentence: str
 
 
-def refuse_incompatible(first: str, draft: Draft) -> Draft:
-    """Return the draft; raise a ConfigError for the first row of a key that holds."""
+def refuse_incompatible(first: str, draft: Draft) -> None:
+    """Raise a ConfigError for the first row of a key that holds."""
     for pair in INCOMPATIBLE if _IN_USE[first](draft) else ():
         if pair.first == first and pair.holds(draft):
             raise ConfigError(pair.sentence.format(**vars(draft)))
-    return draft
 
 
 def _has_experts(draft: Draft) -> bool:

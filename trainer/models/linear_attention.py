@@ -91,7 +91,9 @@ class LinearAttention(Branch):
     norm_style: ParallelStyle = SequenceParallel(sequence_dim=2, use_local_output=True)
     """Of the norm of (B, S, H, D)."""
 
-    def __init__(self, dim: int, args: LinearArgs, *, branches: int) -> None:
+    def __init__(
+        self, dim: int, args: LinearArgs, norms: NormArgs, *, branches: int = 1
+    ) -> None:
         super().__init__()
         self.args, self.branches = args, branches
         for name, (rows, columns) in args.linear_shapes(dim).items():
@@ -102,6 +104,11 @@ class LinearAttention(Branch):
                 self.add_module(f"{name}_bias", Weights(channels))
         self.inner_convolution = InnerConvolution()
         self.inner_attention = InnerLinearAttention()
+        self.add_own_parts(args, norms)
+
+    def add_own_parts(self, args: LinearArgs, norms: NormArgs) -> None:
+        """Make the modules that a kind of linear attention has beside projections and convolutions."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -165,10 +172,7 @@ class GatedDeltaNet(LinearAttention):
 
     divided = "in_qkvz", "in_ba", "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
 
-    def __init__(
-        self, dim: int, args: GatedDeltaArgs, norms: NormArgs, *, branches: int = 1
-    ) -> None:
-        super().__init__(dim, args, branches=branches)
+    def add_own_parts(self, args: GatedDeltaArgs, norms: NormArgs) -> None:
         self.decay = Decay(args.value_heads)
         self.norm = nn.RMSNorm(args.value_dim, eps=norms.eps)
 
@@ -217,10 +221,7 @@ class KimiDeltaAttention(LinearAttention):
     )
     first = "f_a", "g_a"
 
-    def __init__(
-        self, dim: int, args: KimiDeltaArgs, norms: NormArgs, *, branches: int = 1
-    ) -> None:
-        super().__init__(dim, args, branches=branches)
+    def add_own_parts(self, args: KimiDeltaArgs, norms: NormArgs) -> None:
         self.decay = Decay(args.heads, args.head_dim)
         self.norm = nn.RMSNorm(args.head_dim, eps=norms.eps)
 
@@ -249,10 +250,7 @@ class Mamba2(LinearAttention):
 
     norm_style = ShardedNorm()  # over all heads
 
-    def __init__(
-        self, dim: int, args: MambaArgs, norms: NormArgs, *, branches: int = 1
-    ) -> None:
-        super().__init__(dim, args, branches=branches)
+    def add_own_parts(self, args: MambaArgs, norms: NormArgs) -> None:
         self.decay = Decay(args.heads)
         self.skip = Weights(args.heads)
         self.norm_eps = norms.eps

@@ -20,7 +20,6 @@ expert with less than the mean load rises by the update rate, and that of one wi
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from longshard.sharding.exchange import all_reduce
+from longshard.sharding.tensors import with_adjoint
 from trainer.families.args import expert_layers
 from trainer.families.feed_forward_args import DenseArgs, ExpertArgs
 from trainer.models.auxiliary_loss import AuxiliaryLoss
@@ -99,7 +99,11 @@ class Router(nn.Module):
                 shares = logits.softmax(-1)
                 if real is not None:
                     shares = torch.where(real.unsqueeze(1), shares, 0)
-                loss = _TimesLoad.apply(shares.sum(0), self.mean_load)
+                # the backward takes its values of then, which may be set later
+                load = self.mean_load
+                loss = with_adjoint(
+                    shares.sum(0), lambda x: x @ load, lambda dloss: dloss * load
+                )
                 loss = self.aux_loss_coef * self.number * self.per_token * loss
                 weights = self.auxiliary(weights, loss)
         return chosen, weights
@@ -143,19 +147,6 @@ class Router(nn.Module):
         self.mean_load = self.load.clone()
         self.selection_bias = torch.zeros(self.number, dtype=dtype, device=device)
         self.count = torch.zeros(self.number, dtype=torch.int64, device=device)
-
-
-class _TimesLoad(torch.autograd.Function):
-    """(sums of probabilities, load) -> their product. Its backward takes the load of then, which may be set later."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
-        ctx.load = load
-        return sums @ load
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.load, None
 
 
 class MoE(nn.Module):

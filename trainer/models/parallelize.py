@@ -66,9 +66,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     _chunked_loss(model, job)  # 6. replaces the forward of the output
     _tiles(model, job)  # 7. parts of the sequence, each computed with the modules so far
     apart = _compiled_apart(model, job)
-    _activation_checkpoint(
-        model, job, apart
-    )  # 8. recomputes whole blocks, or their compiled parts
+    # 8. recomputes whole blocks, or what is compiled of them
+    _activation_checkpoint(model, job, apart)
     embedding = model.tok_embeddings if dims.size("tp") > 1 else None
     # 9. compiles what is recomputed, too
     apply_compile(model.layers, job.compilation, embedding=embedding, apart=apart)

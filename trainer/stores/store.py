@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar, Union
+from typing import IO, TYPE_CHECKING, Union
 
 from trainer.config.errors import ConfigError, MissingFile, first_line
 from trainer.config.writable import is_address, sync
@@ -42,9 +42,9 @@ _UNFINISHED = re.compile(r"step-[1-9]\d*\.tmp")
 class Store(ABC):
     """A folder of checkpoints. Its methods raise an OSError for whatever the file system or the store refuses."""
 
-    remedy: ClassVar[str]
+    remedy: str
     """What a user can do about one that cannot be read or written."""
-    unreachable: ClassVar[type[ConfigError]]
+    unreachable: type[ConfigError]
     """The error for one that cannot be read."""
 
     def __init__(self, path: Place) -> None:

@@ -31,7 +31,7 @@ from trainer.parallel.tensor_parallel import loss_context
 from trainer.runtime.agreement import once_a_node, raise_on_all_ranks
 from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step, document_costs
-from trainer.tasks.further_tokens import FirstLosses, FurtherTokens, further_targets
+from trainer.tasks.further_tokens import FurtherTokens, first_losses, further_targets
 from trainer.tasks.observers import Padding, SourceLosses
 from trainer.tasks.rank_batch import RankBatch, token_numbers
 from trainer.tasks.task import RankInputs
@@ -168,7 +168,7 @@ class LanguageTask:
             losses = self.token_losses(part.output(hidden), labels.flatten(0, 1))
         losses = losses.unflatten(0, labels.shape[:2])
         self.further.count(losses, labels)
-        return FirstLosses.apply(losses, (1.0,) * len(factors) if in_chunks else factors)
+        return first_losses(losses, (1.0,) * len(factors) if in_chunks else factors)
 
     @contextmanager
     def batch_context(

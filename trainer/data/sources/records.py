@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 from trainer.config.errors import ConfigError, MissingFile, first_line
 from trainer.data.sources.files import BLOCK, reading
@@ -27,7 +27,7 @@ from trainer.runtime.console import logger
 COMPRESSED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 STREAMED = (*COMPRESSED, ".parquet")
 """Endings of files that can only be read from their start to their end."""
-Where: TypeAlias = Callable[[], str]
+Where = Callable[[], str]
 """Returns which record it is, such as "file, line 7". It is called for messages only, because it may take long."""
 
 
