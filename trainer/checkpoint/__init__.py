@@ -1,1 +1,1 @@
-"""Saving and loading the state of a run. These are the public names."""
+"""Saving and loading the state of a run."""

@@ -204,7 +204,7 @@ def _row(found: Estimate, settings: str) -> str:
 
 
 def _show_progress(count: int, best: float) -> None:
-    """Tells on stderr how many jobs were traced: each of them on a terminal, else every tenth."""
+    """Say on stderr how many jobs were traced: each of them on a terminal, else every tenth."""
     text = f"{count} settings traced; the best has {best:,.0f} tokens a second and rank"
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -325,7 +325,7 @@ def evaluate(
     }
     if job.config.lora.rank:
         settings["adapters"] = str(checkpoint_folder(job.config).step(step_to_load(job.config)))
-        found = {"settings": settings}
+    found = {"settings": settings}
     for name, measure in (("positions", positions), ("needle", needle)):
         if name in wanted.tasks:
             found[name] = measure(wanted, evaluation, job)

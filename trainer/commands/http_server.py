@@ -68,9 +68,10 @@ class Server:
 
     args: argparse.Namespace
     longest: int
+    """Most tokens of prompt and answer."""
     tokenizer: Tokenizer
     talk: Talk | ConfigError
-    """longest: most tokens of prompt and answer; talk: the chat template, or the error if the model has none."""
+    """The chat template, or the error if the model has none."""
 
     def __post_init__(self) -> None:
         args = self.args

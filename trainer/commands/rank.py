@@ -114,7 +114,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         from trainer.components.out_of_memory import out_of_memory_explained
         from trainer.components.step_outcome import TrainingError
         from trainer.runtime.process_group import Process, is_peer_failure, process_group
-    from trainer.runtime.reports import Reports
+        from trainer.runtime.reports import Reports
 
     config = job.config
     # as the user wrote it: `auto` takes what PyTorch has

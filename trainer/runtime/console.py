@@ -90,7 +90,7 @@ class _Terminal(_Lines):
 
 
 def line_width() -> int:
-    """Return the columns of the terminal that stdout is, at most `most`; `most` if it is none."""
+    """Return the columns of the terminal that stdout is, at most 100; 100 if it is none."""
     return min(shutil.get_terminal_size().columns, 100) if sys.stdout.isatty() else 100
 
 
