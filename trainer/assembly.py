@@ -75,7 +75,12 @@ class Assembly:
     def _set_up_process(self) -> None:
         config = self.config
         keep_caches_apart(self.dims)
-        self.stop = self.build_stop()
+        self.stop = Stop(
+            config.checkpoint.stop_timeout_seconds,
+            signals=config.job.stop_signals,
+            max_minutes=config.job.max_minutes,
+            prints=self.dims.is_first,
+        )
         self.stop_reason: str | None = None
         """Why the run stops after this step."""
         self.save_is_due = False
@@ -130,7 +135,14 @@ class Assembly:
         )
 
     def _set_up_saved_state(self) -> None:
-        self.checkpoint = self.build_checkpointer()
+        self.checkpoint = Checkpointer(
+            self.job,
+            self.dims,
+            model_parts=self.model_parts,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            loader=self.data,
+        )
         self.validation = self.build_validation() if self.job.validates else None
         self._has_validated = False
         self.start_step, tokens_before = self.checkpoint.load()
@@ -139,15 +151,6 @@ class Assembly:
             self.task.use_model(self)
         self.metrics = self.build_metrics(
             start_step=self.start_step, tokens_before=tokens_before
-        )
-
-    def build_stop(self) -> Stop:
-        """Build what ends the run early: signals, and `job.max_minutes`."""
-        return Stop(
-            self.config.checkpoint.stop_timeout_seconds,
-            signals=self.config.job.stop_signals,
-            max_minutes=self.config.job.max_minutes,
-            prints=self.dims.rank("world") == 0,
         )
 
     def build_task(self) -> Task:
@@ -190,17 +193,6 @@ class Assembly:
     def build_metrics(self, **before: int) -> MetricsLogger:
         """Build what measures and logs steps. before: steps and tokens of earlier runs."""
         return MetricsLogger(self.job, self.dims, self.device, **before)
-
-    def build_checkpointer(self) -> Checkpointer:
-        """Build what loads and saves the state of this run."""
-        return Checkpointer(
-            self.job,
-            self.dims,
-            model_parts=self.model_parts,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            loader=self.data,
-        )
 
     def build_validation(self) -> Validation:
         """Build the validation loop."""

@@ -1,11 +1,14 @@
 """What takes part in the steps of a run beside the loop: `Observer`. It imports nothing, so any folder can use it."""
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+Positions = Mapping[int, Mapping[str, Any]]
+"""Where data streams are, by number: the entries of their states."""
 
 
 class Observer:
@@ -37,7 +40,7 @@ class Observer:
         The host does not know it yet: use `torch.where`.
         """
 
-    def record(self, positions: Mapping[int, Mapping[str, int]]) -> Mapping[str, Any]:
+    def record(self, positions: Positions) -> Mapping[str, Any]:
         """Return what a logged step says in `metrics.jsonl`, by name: numbers, or lists.
 
         positions: of the data streams of this rank, by number. It may wait for the device.
@@ -51,5 +54,4 @@ OBSERVERS: list[str] = []
 
 def registered_observers() -> list[Callable[..., Observer]]:
     """Return the functions that build the observers which packages have added."""
-    places = (place.partition(":") for place in OBSERVERS)
-    return [getattr(import_module(module), name) for module, _, name in places]
+    return [resolve_name(place) for place in OBSERVERS]

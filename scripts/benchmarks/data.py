@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 
 from scripts.provenance import made_with
+from trainer.config.schema import Training
 from trainer.data.job_data import open_text
 from trainer.data.loader import BatchLoader
 from trainer.data.order.streams import assigned
@@ -68,8 +69,8 @@ def opened(name: str, path: str | None) -> float:
 
 def speeds(data: TextData, batches: int, rounds: int) -> Iterator[float]:
     """Yield the tokens per second of one process for each round, after a first batch of every stream."""
-    sizes = {"seq_len": SEQ_LEN, "local_batch_size": ROWS, "data_streams": None}
-    loader = BatchLoader(data, **sizes, seed=0, dp_rank=0, dp_degree=1)
+    training = Training(seq_len=SEQ_LEN, local_batch_size=ROWS)
+    loader = BatchLoader(data, training, dp_rank=0, dp_degree=1)
     made = iter(loader)
     for _ in range(16):
         next(made)

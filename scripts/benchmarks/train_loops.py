@@ -132,16 +132,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The first (tokens, labels) that the trainer reads."""
-    training = work.config.training
-    loader = BatchLoader(
-        open_training_data(work.config),
-        seq_len=training.seq_len,
-        local_batch_size=training.local_batch_size,
-        data_streams=training.data_streams,
-        seed=training.seed,
-        dp_rank=0,
-        dp_degree=1,
-    )
+    loader = BatchLoader(open_training_data(work.config), work.config.training, dp_rank=0, dp_degree=1)
     for batch in itertools.islice(loader, _BATCHES):
         yield batch["tokens"].to(work.device), batch["labels"].to(work.device)
 

@@ -20,6 +20,7 @@ from tests.distributed.test_parity import LAYOUTS, degrees, reference
 from tests.slow import slow
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
+from trainer.config.parallelism import Parallelism
 from trainer.config.schema import Comm
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.data.token_files.format import open_pair
@@ -262,7 +263,8 @@ def test_bad_data_of_one_rank_stop_all(pool: WorkerPool, tmp_path: Path, data: P
 def host_group() -> tuple[list[int], str]:
     """The group that a mesh on GPUs would get, which has no other one for tensors in host memory."""
     with process_group(Process.from_environment(), Comm()):
-        dims = ParallelDims(resolve_degrees(dp_replicate=1, dp_shard=2, tp=2, world_size=4), "cpu")
+        parallelism = Parallelism(data_parallel_shard_degree=2, tensor_parallel_degree=2)
+        dims = ParallelDims(resolve_degrees(parallelism, 4), "cpu")
         group = dims._gloo_group(dims["dp"], timedelta(seconds=60))
         dist.barrier()  # else a rank that ends closes the connections that another one is still making
         return dist.get_process_group_ranks(group), dist.get_backend(group)

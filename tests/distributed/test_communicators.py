@@ -24,7 +24,8 @@ from longshard.sharding.exchange import (
 )
 from tests.distributed.pool import WorkerPool
 from trainer.config import parse_command_line
-from trainer.job.degrees import Degrees, resolve_degrees
+from trainer.config.parallelism import Parallelism
+from trainer.job.degrees import KEYS, Degrees, resolve_degrees
 from trainer.parallel.parallel_dims import ParallelDims, new_group
 from trainer.runtime.process_group import Process, process_group, set_timeout
 
@@ -32,7 +33,8 @@ ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
 
 
 def degrees_of(world_size: int, **given: int) -> Degrees:
-    return resolve_degrees(**ONE | given, world_size=world_size, domain=())
+    parallelism = {KEYS[name].partition(".")[2]: degree for name, degree in (ONE | given).items() if name != "ep"}
+    return resolve_degrees(Parallelism(**parallelism), world_size, given.get("ep"))
 
 
 def made_groups(degrees: Degrees, rank: int) -> list[int]:

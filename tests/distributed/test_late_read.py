@@ -6,6 +6,7 @@ A checkpoint, the first and the last step, and a stop know their outcome. No upd
 import json
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,7 +207,7 @@ def test_each_logged_step_has_a_time_of_its_own(pool: WorkerPool, tmp_path: Path
 
 
 def test_a_step_that_is_left_out_counts_for_no_source() -> None:
-    losses = SourceLosses(["a", "b"], 4, {"world": SimpleNamespace(device_type="cpu")})
+    losses = SourceLosses(["a", "b"], 4, SimpleNamespace(zeros=partial(torch.zeros, dtype=torch.float64)))
     labels = torch.tensor([[5, 6, 7, IGNORE_INDEX]])
     for loss, left_out in ((1.0, 0.0), (torch.inf, 1.0), (2.0, 0.0)):
         batch = {"sources": torch.tensor([1]), "labels": labels}

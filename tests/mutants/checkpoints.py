@@ -8,14 +8,14 @@ CHECKPOINTS = (
     Mutant(
         "a resumed run starts its learning rate again",
         "trainer/checkpoint/checkpointer.py",
-        "restart_lr_scheduler(self._lr_scheduler, step)",
-        "restart_lr_scheduler(self._lr_scheduler, 0)",
+        "restart_lr_scheduler(self.lr_scheduler, step)",
+        "restart_lr_scheduler(self.lr_scheduler, 0)",
         _CHECKPOINT,
     ),
     Mutant(
         "a resumed run starts its data again",
         "trainer/checkpoint/checkpointer.py",
-        "raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)",
+        "raise_on_all_ranks(lambda: self.loader.load_state_dict(state.streams), world)",
         "raise_on_all_ranks(lambda: None, world)",
         _CHECKPOINT,
     ),
@@ -122,8 +122,8 @@ CHECKPOINTS = (
     Mutant(
         "adapters are read where the weights are that they adapt",
         "trainer/checkpoint/weights.py",
-        "here = here if reader is not readers[-1] else dict(tensors)",
-        "here = {} if reader is not readers[-1] else dict(tensors)",
+        "if is_last or name in held",
+        "if is_last",
         "tests/distributed/test_lora.py",
     ),
     Mutant(

@@ -44,8 +44,8 @@ EXPERTS = (
     Mutant(
         "a balance loss of the same step has the loads before its forward",
         "trainer/models/moe.py",
-        "ctx.load = load",
-        "ctx.load = load.clone()",
+        "load = self.mean_load",
+        "load = self.mean_load.clone()",
         "tests/unit/test_expert_hugging_face.py::test_the_auxiliary_loss_is_that_of_transformers",
     ),
     Mutant(
@@ -135,8 +135,8 @@ EXPERTS = (
     Mutant(
         "a balance loss is of each layer alone",
         "trainer/models/moe.py",
-        "_TimesLoad.apply(shares.sum(0), self.mean_load)",
-        "_TimesLoad.apply(shares.sum(0), self.load)",
+        "load = self.mean_load",
+        "load = self.load",
         "tests/unit/test_expert_hugging_face.py::test_the_auxiliary_loss_is_that_of_transformers",
     ),
     Mutant(

@@ -890,8 +890,8 @@ PROCESSES = (
     Mutant(
         "a mixture draws its sources from the next sample",
         "trainer/data/mixture.py",
-        "source_of_sample(self.samples * self._n + self._stream, self._ends)",
-        "source_of_sample((self.samples + 1) * self._n + self._stream, self._ends)",
+        "sample = self.samples * self.data_streams + self.stream",
+        "sample = (self.samples + 1) * self.data_streams + self.stream",
         "tests/unit/test_mixture.py::test_sample_i_of_the_run_is_of_source_i_of_the_sequence",
     ),
     Mutant(
@@ -932,7 +932,7 @@ PROCESSES = (
     Mutant(
         "a launcher's ranks are counted once for each node",
         "trainer/commands/start.py",
-        "self.of_job\n            or self.ranks_here(config, machine) * Nodes.from_environment(os.environ).count",
+        "self.of_job\n            or self.ranks_here(config, machine) * Nodes.from_environment().count",
         "self.ranks_here(config, machine)",
         "tests/unit/test_start.py::test_a_rank_of_several_nodes_checks_the_job_of_its_launcher",
     ),

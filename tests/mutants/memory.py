@@ -14,8 +14,8 @@ OFFLOADED_INPUTS = (
     Mutant(
         "an input on the device is let go before its copy is done",
         "trainer/transforms/offload.py",
-        "            self._inputs.copies.wait(self._copied)\n            self._tensor = None",
-        "            self._tensor = None",
+        "            self.inputs.copies.wait(self.copied)\n            self.tensor = None",
+        "            self.tensor = None",
         _ORDER,
     ),
     Mutant(
@@ -35,8 +35,8 @@ OFFLOADED_INPUTS = (
     Mutant(
         "the first block fetches an input of another micro-batch",
         "trainer/transforms/offload.py",
-        "None if is_first or self._last is None",
-        "None if self._last is None",
+        "before = None if is_first else self._last",
+        "before = self._last",
         f"{_OFFLOAD}::test_the_input_of_the_block_before_is_fetched_ahead_and_no_other",
     ),
     Mutant(
@@ -49,7 +49,7 @@ OFFLOADED_INPUTS = (
     Mutant(
         "a buffer is never used again",
         "trainer/transforms/offload.py",
-        "self._inputs.free[self._kind].append(self._buffer)",
+        "self.inputs.free[self.kind].append(self.buffer)",
         "pass",
         f"{_OFFLOAD}::test_buffers_are_used_again",
     ),
@@ -223,15 +223,15 @@ GROUPS = (
     Mutant(
         "the first input of a group comes back when its block needs it, not before",
         "trainer/transforms/offload.py",
-        "        self._tensor = None\n        self._before.fetch()\n",
-        "        self._tensor = None\n",
+        "        self.tensor = None\n        self.before.fetch()\n",
+        "        self.tensor = None\n",
         f"{_GROUPS}::test_the_input_of_the_group_before_is_fetched_ahead",
     ),
     Mutant(
         "each input of a group is computed from the first one",
         "trainer/transforms/offload.py",
-        "            self._tensor = self._run(self._before.on_device())\n        return self._tensor",
-        "            return self._run(self._before.on_device())\n        return self._tensor",
+        "            self.tensor = self.run(self.before.on_device())\n        return self.tensor",
+        "            return self.run(self.before.on_device())\n        return self.tensor",
         f"{_GROUPS}::test_memory_and_work_are_those_of_the_formula",
     ),
     Mutant(

@@ -203,8 +203,8 @@ FURTHER = (
     Mutant(
         "further tokens count as much as the next ones",
         "trainer/tasks/further_tokens.py",
-        "if set(ctx.factors) != {1.0}:",
-        "if False:",
+        "if set(factors) == {1.0}:",
+        "if True:",
         _SUMS,
     ),
     Mutant(

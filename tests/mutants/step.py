@@ -261,7 +261,7 @@ GRADIENTS = (
     Mutant(
         "gradients are reduced over the communicator of the gathers",
         "trainer/parallel/data_parallel.py",
-        "group=self._group, **settings)",
+        "group=self.group, **settings)",
         "group=group, **settings)",
         "tests/distributed/test_collectives.py::test_gradients_are_reduced_over_a_communicator_of_their_own",
     ),

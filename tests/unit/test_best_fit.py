@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tests.numbered
+from tests.loading import batch_loader
 from trainer.config.errors import ConfigError
-from trainer.data.loader import BatchLoader
 from trainer.data.order.streams import Shuffled
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.data.text_data import TextData
@@ -37,7 +37,7 @@ def log_normal(n: int, seed: int = 0, *, longest: int = 64) -> list[int]:
 
 def loader(lengths, *, n=4, r=0, d=1, seq_len=64, b=1, seed=0):
     settings = {"data_streams": n, "seed": seed, "dp_rank": r, "dp_degree": d}
-    return BatchLoader(
+    return batch_loader(
         TextData(Numbers(lengths), "best_fit", conversations=TooLong()), seq_len=seq_len, local_batch_size=b, **settings
     )
 
@@ -181,7 +181,7 @@ def test_a_resume_in_the_middle_of_a_buffer():
 def test_states_of_the_other_packing_are_refused():
     lengths = log_normal(20)
     shape = {"seq_len": 8, "local_batch_size": 1, "data_streams": 4, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-    other = BatchLoader(TextData(tests.numbered.Numbers([4] * 20)), **shape)
+    other = batch_loader(TextData(tests.numbered.Numbers([4] * 20)), **shape)
     for one, states in ((loader(lengths), other.state_dict()), (other, loader(lengths).state_dict())):
         with pytest.raises(ConfigError, match="another kind of data"):
             one.load_state_dict(states)

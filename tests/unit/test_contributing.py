@@ -9,6 +9,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from longshard.context.planning.methods import METHODS
+from tests.loading import batch_loader
 from tests.unit.test_data_loader import read
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -90,7 +91,7 @@ def test_a_source_from_outside_is_checked_and_read_by_any_number_of_ranks(book: 
 
     def loader(r: int, d: int) -> BatchLoader:
         shape = {"seq_len": 8, "local_batch_size": 1, "data_streams": 4, "seed": 0, "dp_rank": r, "dp_degree": d}
-        return BatchLoader(data, **shape)
+        return batch_loader(data, **shape)
 
     whole = read([loader(0, 1)], 12)
     assert read([loader(rank, 2) for rank in range(2)], 6) == whole

@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from tests.loading import batch_loader
 from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -140,7 +141,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def loader(name: str, packing: str | None = None, *, r: int = 0, d: int = 1, n: int | None = None, **settings: object):
     data = open_text(DataSettings(name, **settings), packing)
     shape = {"seq_len": SEQ_LEN, "local_batch_size": 1, "data_streams": n, "seed": 0}
-    return BatchLoader(data, **shape, dp_rank=r, dp_degree=d)
+    return batch_loader(data, **shape, dp_rank=r, dp_degree=d)
 
 
 def read(loaders: list[BatchLoader], steps: int, first: int = 0) -> list[tuple]:
@@ -298,7 +299,7 @@ def test_another_number_of_streams_and_other_data_are_refused() -> None:
     read([one], 3)
     with pytest.raises(ConfigError, match=r"training\.data_streams = 2 is not the 3"):
         loader("plain", n=2).load_state_dict(merged([one]))
-    files = BatchLoader(
+    files = batch_loader(
         open_text(DataSettings("python_stdlib")), seq_len=SEQ_LEN, local_batch_size=1, data_streams=None, seed=0,
         dp_rank=0, dp_degree=1,
     )  # fmt: skip

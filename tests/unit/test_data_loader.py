@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from longshard.context.planning.balance import balanced
 from longshard.context.planning.mask import causal, documents_of
 from longshard.context.planning.options import BatchPlan, ContextParallelOptions
+from tests.loading import batch_loader
 from tests.numbered import Ids
 from tests.packing import pack
 from trainer.config.errors import ConfigError
 from trainer.data import DataSettings, TextData, open_text
-from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.loader import batch_hash
 from trainer.data.order.shuffled import shuffled
 from trainer.data.packing import IGNORE_INDEX
 
@@ -37,9 +38,9 @@ def documents(n: int = 30) -> list[str]:
 
 
 def loader(source=None, *, b=1, n=4, r=0, d=1, seed=0, seq_len=SEQ_LEN, plan=None, kind=Ids):
-    source = documents() if source is None else source
+    texts = documents() if source is None else source
     shape = {"seq_len": seq_len, "local_batch_size": b, "data_streams": n, "seed": seed, "dp_rank": r, "dp_degree": d}
-    return BatchLoader(TextData(kind([encoded(text) for text in source])), **shape, plan=plan)
+    return batch_loader(TextData(kind([*map(encoded, texts)])), **shape, plan=plan)
 
 
 def rows(batches) -> list[tuple]:
@@ -268,14 +269,13 @@ def test_hashes_are_63_bits_and_tell_batches_apart():
 
 @pytest.mark.slow
 def test_real_batches_and_hashes_are_the_same_in_every_process():
-    code = (
-        "from itertools import islice; from trainer.data import DataSettings, open_text;"
-        "from trainer.data.loader import BatchLoader, batch_hash;"
-        "one = BatchLoader(open_text(DataSettings('python_stdlib')), seq_len=256, local_batch_size=2,"
-        " data_streams=8, seed=3, dp_rank=1, dp_degree=2); print([batch_hash(b) for b in islice(iter(one), 5)])"
-    )
     shape = {"seq_len": 256, "local_batch_size": 2, "data_streams": 8, "seed": 3, "dp_rank": 1, "dp_degree": 2}
-    one = BatchLoader(open_text(DataSettings("python_stdlib")), **shape)
+    one = batch_loader(open_text(DataSettings("python_stdlib")), **shape)
+    code = (
+        "from itertools import islice; from tests.loading import batch_loader; from trainer.data import DataSettings,"
+        "open_text; from trainer.data.loader import batch_hash; data = open_text(DataSettings('python_stdlib'));"
+        f"print([batch_hash(b) for b in islice(batch_loader(data, **{shape}), 5)])"
+    )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stderr == ""  # no warnings either
     assert other.stdout.strip() == str([batch_hash(batch) for batch in islice(iter(one), 5)])

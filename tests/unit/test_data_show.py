@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tests.chat_files import CHATML, chat_folder, conversations, write_lines
+from tests.loading import batch_loader
 from trainer.commands.data import main, shortened
 from trainer.commands.main import main as lct
 from trainer.data import DataSettings, open_text, open_tokenizer
 from trainer.data.contents import LENGTHS, Contents, summary
-from trainer.data.loader import BatchLoader
 from trainer.data.packing import IGNORE_INDEX
 from trainer.data.text_data import TextData
 from trainer.data.whole_stream import TooLong
@@ -48,7 +48,7 @@ def test_the_sequence_that_is_shown_is_the_one_that_is_trained_on(sample, job, c
     assert main(["show", *job, "--sample", str(sample), "--characters", "0", "--html", str(page)]) == 0
     out, tokenizer = capsys.readouterr().out, open_tokenizer(settings_of(job).tokenizer)
     how = {"local_batch_size": 1, "data_streams": None, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-    batches = iter(BatchLoader(open_text(settings_of(job)), seq_len=SEQ_LEN, **how))
+    batches = iter(batch_loader(open_text(settings_of(job)), seq_len=SEQ_LEN, **how))
     batch = [next(batches) for _ in range(sample + 1)][sample]
     tokens, labels, ids = (batch[name][0].numpy() for name in ("tokens", "labels", "document_ids"))
     bodies = re.split(r"^-- .*\n", out.partition(" tokens\n\n-- ")[2], flags=re.MULTILINE)

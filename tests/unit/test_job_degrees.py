@@ -7,8 +7,9 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.config.parallelism import Parallelism
 from trainer.job import resolve
-from trainer.job.degrees import Degrees, resolve_degrees
+from trainer.job.degrees import KEYS, Degrees, resolve_degrees
 
 NAMES = {
     "parallelism.pipeline_parallel_degree": "pp",
@@ -19,14 +20,20 @@ NAMES = {
 }
 
 
+def resolved(*, world_size: int, **degrees: int) -> Degrees:
+    """Return the degrees of a job whose keys have these values, by their short names."""
+    given = {KEYS[name].partition(".")[2]: degree for name, degree in degrees.items()}
+    return resolve_degrees(Parallelism(**given), world_size)
+
+
 def test_shard_degree_minus_one_takes_what_is_left():
-    degrees = resolve_degrees(dp_replicate=2, dp_shard=-1, tp=2, world_size=16)
+    degrees = resolved(dp_replicate=2, dp_shard=-1, tp=2, world_size=16)
     assert degrees == Degrees(dp_replicate=2, dp_shard=4, cp=1, tp=2, pp=1, world_size=16)
     assert degrees.dp == 8
 
 
 def test_all_five_degrees_count():
-    assert resolve_degrees(dp_replicate=2, dp_shard=-1, cp=2, tp=2, pp=2, world_size=32).dp_shard == 2
+    assert resolved(dp_replicate=2, dp_shard=-1, cp=2, tp=2, pp=2, world_size=32).dp_shard == 2
 
 
 @pytest.mark.parametrize("world_size", [1, 6, 8, 12])
@@ -35,11 +42,11 @@ def test_degrees_resolve_exactly_when_the_product_fits(world_size: int):
         fits = world_size % (replicate * tp) == 0 if shard == -1 else replicate * shard * tp == world_size
         given = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
         if fits:
-            resolved = resolve_degrees(**given, world_size=world_size)
-            assert resolved.dp_replicate * resolved.dp_shard * resolved.tp == world_size
+            found = resolved(**given, world_size=world_size)
+            assert found.dp_replicate * found.dp_shard * found.tp == world_size
             continue
         with pytest.raises(ConfigError) as error:
-            resolve_degrees(**given, world_size=world_size)
+            resolved(**given, world_size=world_size)
         check_suggestions(str(error.value), given, world_size)
 
 
@@ -55,19 +62,19 @@ def check_suggestions(message: str, given: dict[str, int], world_size: int) -> N
     for choice in choices:
         changes = {NAMES[key]: int(value) for key, value in re.findall(r"(parallelism\.\w+) = (-?\d+)", choice)}
         assert changes
-        resolve_degrees(**given | changes, world_size=world_size)
-    resolve_degrees(**given, world_size=int(re.fullmatch(r"or (\d+) ranks", ranks)[1]))
+        resolved(**given | changes, world_size=world_size)
+    resolved(**given, world_size=int(re.fullmatch(r"or (\d+) ranks", ranks)[1]))
 
 
 def test_a_single_change_is_preferred():
     with pytest.raises(ConfigError, match=r"what fits: parallelism\.data_parallel_shard_degree = 2; or 12 ranks"):
-        resolve_degrees(dp_replicate=2, dp_shard=3, tp=2, world_size=8)
+        resolved(dp_replicate=2, dp_shard=3, tp=2, world_size=8)
 
 
 def test_context_and_pipeline_degrees_are_named_when_they_count():
     given = {"dp_replicate": 1, "dp_shard": 3, "cp": 3, "tp": 1, "pp": 2}
     with pytest.raises(ConfigError) as error:
-        resolve_degrees(**given, world_size=16)
+        resolved(**given, world_size=16)
     check_suggestions(str(error.value), given, 16)
 
 
@@ -82,4 +89,4 @@ def test_degrees_below_one_are_refused_by_key(name: str, degree: int):
 
 def test_no_ranks_are_refused():
     with pytest.raises(ConfigError, match="world size = 0 must be"):
-        resolve_degrees(dp_replicate=1, dp_shard=-1, tp=1, world_size=0)
+        resolved(dp_replicate=1, dp_shard=-1, tp=1, world_size=0)

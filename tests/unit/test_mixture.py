@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.loading import batch_loader
 from tests.numbered import mixed
 from tests.packing import assert_exact_in_legs
 from trainer.config.errors import ConfigError
@@ -33,7 +34,7 @@ WEIGHTS = (0.6, 0.1, 0.3)
 def loader(weights=WEIGHTS, *, names: str = "abc", r: int = 0, d: int = 1, n: int | None = 4):
     """A mixture of sources whose tokens begin with 1, 2, 3 millions."""
     shape = {"seq_len": 20, "local_batch_size": 1, "data_streams": n, "seed": 0, "dp_rank": r, "dp_degree": d}
-    return BatchLoader(mixed(names, weights), **shape)
+    return batch_loader(mixed(names, weights), **shape)
 
 
 def rows(batches) -> list[tuple]:
@@ -112,7 +113,7 @@ def test_positions_count_samples_and_passes_of_each_source() -> None:
     seen = Counter(source for source, *_ in rows(islice(iter(one), 100)))
     positions = positions_of(one.state_dict(), "abc")
     assert [samples for samples, _ in positions] == [seen[0], seen[1], seen[2]]
-    parts = [stream._parts.values() for stream in one._streams.values()]
+    parts = [stream.parts.values() for stream in one._streams.values()]
     wanted = [sum(part.passes for part in of_source) for of_source in zip(*parts, strict=True)]
     assert [passes for _, passes in positions] == pytest.approx(wanted, abs=0.3)
 
@@ -146,7 +147,7 @@ def test_what_makes_tokens_of_the_data_is_recognised(tmp_path):
         data = open_text(how, training.get("packing"))
         data = Mixture({"web": data, "code": data}, (1, 1)) if mixture else data
         settings = {"local_batch_size": 1, "data_streams": 4, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-        return BatchLoader(data, seq_len=seq_len, **settings)
+        return batch_loader(data, seq_len=seq_len, **settings)
 
     def told_by(call, states) -> str:
         with pytest.raises(ConfigError) as error:

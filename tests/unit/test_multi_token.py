@@ -29,7 +29,7 @@ from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.parallel.parallel_dims import ParallelDims
-from trainer.tasks.further_tokens import FirstLosses, FurtherTokens, further_targets
+from trainer.tasks.further_tokens import FurtherTokens, first_losses, further_targets
 
 ARGS = TransformerArgs(
     dim=32, n_layers=2, mtp_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=40, max_seq_len=12
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 def further_tokens(layers: int = 2, weight: float = 0.5) -> FurtherTokens:
     dims = mock.MagicMock(spec=ParallelDims)
-    dims.__getitem__.return_value.device_type = "cpu"
+    dims.zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64)
     return FurtherTokens(layers, weight, dims)
 
 
@@ -138,7 +138,7 @@ def test_gradients_are_those_of_the_sum_and_the_loss_is_the_models(chunked: bool
             every = token_losses(made.output(hidden), torch.cat(labels))
         every = every.unflatten(0, (3, 2))
         add.count(every, torch.stack(labels))
-        losses = FirstLosses.apply(every, (1.0,) * 3 if chunked else add.factors)
+        losses = first_losses(every, (1.0,) * 3 if chunked else add.factors)
         before = products.call_count
         found = gradients(losses.sum() / 7)
         assert products.call_count == before or (chunked and not in_forward)  # no logits are computed again

@@ -326,13 +326,13 @@ def test_a_mistake_in_the_order_of_copies_is_seen(mistake: type[CopyStream]) -> 
 
 
 def freed_early(self: KeptInput) -> None:
-    if self._buffer is not None:
-        self._tensor = None
+    if self.buffer is not None:
+        self.tensor = None
 
 
 def taken_early(self: KeptInput) -> Any:
     self.fetch()
-    return self._tensor
+    return self.tensor
 
 
 @pytest.mark.parametrize(("method", "mistake"), [("release", freed_early), ("take", taken_early)])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.loading import batch_loader
 from tests.numbered import Numbers
 from tests.packing import InOrder, assert_exact_in_legs
 from trainer.config.errors import ConfigError
@@ -105,7 +106,7 @@ def test_best_fit_pads_less_than_one_document_a_sequence_and_cuts_less_than_conc
 
 def loader(lengths: list[int], *, alone: bool, r: int = 0, d: int = 1, b: int = 1, n: int = 4) -> BatchLoader:
     shape = {"seq_len": 20, "local_batch_size": b, "data_streams": n, "seed": 0, "dp_rank": r, "dp_degree": d}
-    return BatchLoader(TextData(Numbers(lengths), "pad" if alone else "best_fit"), **shape)
+    return batch_loader(TextData(Numbers(lengths), "pad" if alone else "best_fit"), **shape)
 
 
 def rows(batches) -> list[tuple]:
@@ -165,7 +166,7 @@ def test_the_packing_of_whole_documents_may_change_at_a_resume_and_loses_nothing
 def test_states_of_a_packing_that_cuts_are_refused() -> None:
     lengths = [30] * 8
     shape = {"seq_len": 20, "local_batch_size": 1, "data_streams": 4, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-    cuts = BatchLoader(TextData(Numbers(lengths)), **shape)
+    cuts = batch_loader(TextData(Numbers(lengths)), **shape)
     whole = loader(lengths, alone=False)
     for one, states in ((whole, cuts.state_dict()), (cuts, whole.state_dict())):
         with pytest.raises(ConfigError, match=r"of a training\.packing that cuts documents where this one does not"):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.loading import batch_loader
 from tests.numbered import Numbers
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader
@@ -90,7 +91,7 @@ def test_streams_divide_many_items(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loader(lengths: list[int]) -> BatchLoader:
     shape = {"seq_len": 20, "local_batch_size": 1, "data_streams": 2, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-    return BatchLoader(TextData(Numbers(lengths)), **shape)
+    return batch_loader(TextData(Numbers(lengths)), **shape)
 
 
 def test_older_checkpoints_of_many_documents_are_refused_and_of_few_are_resumed() -> None:

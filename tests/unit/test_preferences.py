@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.chat_files import CHATML, chat_folder, write_lines
+from tests.loading import batch_loader
 from trainer.config.data import DPO
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.job_data import open_text
-from trainer.data.loader import BatchLoader
 from trainer.data.packing import IGNORE_INDEX, sample_of
 from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import catalog_of, open_documents
@@ -81,7 +81,7 @@ def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path, folder: Path, p
     assert data.items == 30
     how = {"seq_len": 96, "local_batch_size": 1, "data_streams": 2, "seed": 0, "dp_rank": 0, "dp_degree": 1}
     tokenizer, found = open_tokenizer(str(folder)), []
-    loader = BatchLoader(data, **how)
+    loader = batch_loader(data, **how)
     for batch in loader:
         if loader.epoch >= 2:
             break
@@ -216,4 +216,4 @@ def test_a_side_without_a_token_is_no_pair() -> None:
 def test_batches_of_pairs_come_without_an_end(tmp_path: Path, folder: Path) -> None:
     data = open_text(settings_of(write_lines(tmp_path / "a.jsonl", BOTH), folder))
     how = {"seq_len": 128, "local_batch_size": 2, "data_streams": 1, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-    assert all(pairs_of(batch).min() >= 1 for batch in islice(iter(BatchLoader(data, **how)), 5))
+    assert all(pairs_of(batch).min() >= 1 for batch in islice(iter(batch_loader(data, **how)), 5))

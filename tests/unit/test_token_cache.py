@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from tests.chat_files import CHATML, chat_folder, conversations, write_lines
+from tests.loading import batch_loader
 from tests.numbered import Numbers, write_pair
 from trainer.config.errors import ConfigError
 from trainer.data.job_data import open_text
-from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.loader import batch_hash
 from trainer.data.sources.records import HubData
 from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.text_data import TextData
@@ -87,7 +88,7 @@ def test_conversations_become_the_same_sequences_and_labels_bit_for_bit(tmp_path
     settings = DataSettings("chat", str(file), str(folder))
     shape = {"seq_len": 64, "local_batch_size": 2, "data_streams": 3, "seed": 5, "dp_rank": 0, "dp_degree": 1}
     data = open_text(settings, packing), TextData(Direct(settings), packing, conversations=TooLong())
-    found, wanted = (list(islice(iter(BatchLoader(one, **shape)), 40)) for one in data)
+    found, wanted = (list(islice(iter(batch_loader(one, **shape)), 40)) for one in data)
     assert [batch_hash(batch) for batch in found] == [batch_hash(batch) for batch in wanted]
     assert any((batch["labels"] != -100).any() and (batch["labels"] == -100).any() for batch in found)
 

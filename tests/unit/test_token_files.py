@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.loading import batch_loader
 from tests.numbered import Ids
 from tests.unit.token_file_cases import TEXTS, lct_tokenize, made, opened, small_shards
 from trainer.data import DataSettings, TextData
-from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.loader import batch_hash
 from trainer.data.sources.registry import all_documents
 from trainer.data.token_files.catalog import check_data
 from trainer.data.tokenizers.tokenizer import open_tokenizer
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 def batches_of(data: TextData, number: int = 40) -> list[int]:
     shape = {"seq_len": 16, "local_batch_size": 2, "data_streams": 3, "seed": 5, "dp_rank": 0, "dp_degree": 1}
-    return [batch_hash(batch) for batch in islice(iter(BatchLoader(data, **shape)), number)]
+    return [batch_hash(batch) for batch in islice(iter(batch_loader(data, **shape)), number)]
 
 
 def hashes(path: object, dataset: str = "tokens") -> list[int]:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -71,6 +72,7 @@ def tensors_of(
     return tensors
 
 
+@dataclass
 class Checkpointer:
     """Saves and loads the state of one run. Every rank calls the same methods at the same steps.
 
@@ -78,32 +80,23 @@ class Checkpointer:
     progress.
     """
 
-    def __init__(
-        self,
-        job: ResolvedJob,
-        dims: ParallelDims,
-        *,
-        model_parts: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: LambdaLR,
-        loader: BatchLoader,
-    ) -> None:
-        config = job.config
-        self._job = job
+    job: ResolvedJob
+    dims: ParallelDims
+    model_parts: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: LambdaLR
+    loader: BatchLoader
+
+    def __post_init__(self) -> None:
+        config = self.job.config
         self._config = config
-        self._dims = dims
-        self._model = job.model
+        self._model = self.job.model
         self.settings = config.checkpoint
         self.folder = checkpoint_folder(config)
-        self._model_parts, self._optimizer = model_parts, optimizer
-        self._lr_scheduler, self._loader = lr_scheduler, loader
         self._last_step = 0
         self._pending: Future | None = None
-        self._copies = (
-            HostCopies(optimizer)
-            if self.settings.async_mode == "async_with_pinned_mem"
-            else None
-        )
+        pinned = self.settings.async_mode == "async_with_pinned_mem"
+        self._copies = HostCopies(self.optimizer) if pinned else None
         self._saved_at = time.monotonic()
         """When the last save began, or the run."""
         self.best = math.inf
@@ -129,13 +122,13 @@ class Checkpointer:
         Raises:
             SharedConfigError: on every rank, if it is not there, unreadable, or of another model or other data.
         """
-        world = self._dims["world"]
+        world = self.dims["world"]
         step = 0
         initial = self.settings.initial_load_path
         if self.settings.enable:
             step = agreed_step(self._config, self.folder, world)
             if not self.settings.load_only:
-                makes = self._dims.rank("world") == 0
+                makes = self.dims.is_first
                 raise_on_all_ranks(
                     lambda: prepare(self._config, self.folder) if makes else None, world
                 )
@@ -145,7 +138,7 @@ class Checkpointer:
             return step, self._resume(folder, step, without=True)
         adapts = self._config.lora.rank > 0
         if initial is not None and (step == 0 or adapts):
-            self.load_initial(self._model_parts)
+            self.load_initial(self.model_parts)
             logger.info(
                 f"the weights are those of {initial}"
                 + "; all else starts from step 0" * (step == 0)
@@ -169,7 +162,7 @@ class Checkpointer:
         Raises:
             SharedConfigError: on every rank, if they are damaged, or of another model.
         """
-        world = self._dims["world"]
+        world = self.dims["world"]
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
         base = raise_on_all_ranks(
             lambda: open_initial(self._config, self._model, self._once), world
@@ -188,17 +181,17 @@ class Checkpointer:
 
     def _once(self, read: Callable[[], bytes]) -> bytes:
         """Return on every rank what rank 0 reads: files are not opened by a thousand ranks at once."""
-        return read_once(read, self._dims["world"])
+        return read_once(read, self.dims["world"])
 
     def _resume(self, folder: Store, step: int, *, without: bool) -> int:
         """Load a saved step, if asked `without` what is excluded from loading, and return the tokens seen up to it."""
-        world = self._dims["world"]
+        world = self.dims["world"]
         started = time.monotonic()
         state, reader = raise_on_all_ranks(
             lambda: open_step(self._config, self._model, step, folder, self._once), world
         )
         excluded = {*self.settings.exclude_from_loading} if without else set()
-        tensors = tensors_of(self._model_parts, self._optimizer)
+        tensors = tensors_of(self.model_parts, self.optimizer)
         excluded |= {"optimizer"} if state.model_only else set()
         tensors = {
             name: x for name, x in tensors.items() if name.partition(".")[0] not in excluded
@@ -213,10 +206,10 @@ class Checkpointer:
         except CheckpointException as error:
             raise SharedConfigError(str(unreadable(folder, step, cause_of(error)))) from None
         if "optimizer" in excluded:
-            self._optimizer.state.clear()
+            self.optimizer.state.clear()
         if "dataloader" not in excluded:
-            raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
-        restart_lr_scheduler(self._lr_scheduler, step)
+            raise_on_all_ranks(lambda: self.loader.load_state_dict(state.streams), world)
+        restart_lr_scheduler(self.lr_scheduler, step)
         new = f"; new: {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(
             f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s){new}"
@@ -278,7 +271,7 @@ class Checkpointer:
         writer = self._writer(step, tokens_seen, best)
         say_waiting(f"saving the checkpoint of step {step}")
         self._last_step = step
-        tensors = tensors_of(self._model_parts, self._optimizer)
+        tensors = tensors_of(self.model_parts, self.optimizer)
         if self._weights_alone(step):
             tensors = {name: x for name, x in tensors.items() if name.startswith("model.")}
         saving = {"storage_writer": writer, "process_group": self.group}
@@ -291,10 +284,10 @@ class Checkpointer:
         try:
             dcp.save(tensors, **saving)
         except CheckpointException as error:
-            raise not_written(self._job, self.folder, step, error) from None
+            raise not_written(self.job, self.folder, step, error) from None
         logger.info(f"checkpoint of step {step} saved ({time.monotonic() - started:.1f} s)")
-        if last and self.settings.last_save_in_hf and self._job.model.task == "tokens":
-            export_last(self._job, self._dims, step, self.group)
+        if last and self.settings.last_save_in_hf and self.job.model.task == "tokens":
+            export_last(self.job, self.dims, step, self.group)
         return True
 
     def _weights_alone(self, step: int) -> bool:
@@ -302,7 +295,7 @@ class Checkpointer:
 
     def _writer(self, step: int, tokens_seen: int, best: float | None) -> Writer:
         """Return what writes a step, with the position of every data stream. A collective."""
-        of_ranks = of_all_ranks(self._loader.state_dict(), self._dims["dp"])
+        of_ranks = of_all_ranks(self.loader.state_dict(), self.dims["dp"])
         state = RunState(
             step,
             tokens_seen,
@@ -320,7 +313,7 @@ class Checkpointer:
             self.folder,
             state,
             best=best,
-            configuration=configuration_text(self._job.given),
+            configuration=configuration_text(self.job.given),
             keep_latest_k=self.settings.keep_latest_k,
             keep_every=self.settings.keep_every,
         )
@@ -334,7 +327,7 @@ class Checkpointer:
             return dcp.async_save(tensors, **saving)
         buffers = {
             f"model.{name}"
-            for x, name in names_of(self._model_parts).items()
+            for x, name in names_of(self.model_parts).items()
             if not x.requires_grad
         }
         copies.start(tensors, updated=tensors.keys() - buffers)
@@ -358,7 +351,7 @@ class Checkpointer:
         try:
             pending.result()
         except CheckpointException as error:
-            raise not_written(self._job, self.folder, self._last_step, error) from None
+            raise not_written(self.job, self.folder, self._last_step, error) from None
 
     def __enter__(self) -> "Checkpointer":
         return self

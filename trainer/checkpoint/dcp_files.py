@@ -112,7 +112,7 @@ class WholeState(TensorsOnly):
     without: first parts of names, such as "optimizer", that are left out on purpose.
     """
 
-    def __init__(self, without: Collection[str] = ()) -> None:
+    def __init__(self, without: Collection[str]) -> None:
         super().__init__()
         self._without = without
 

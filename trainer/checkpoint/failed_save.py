@@ -5,6 +5,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.dcp_files import cause_of
+from trainer.config.errors import first_line
 from trainer.config.writable import full_disk, nearest_existing
 from trainer.job.lora import adapter_sizes, whole_sizes
 from trainer.job.record import ITEMSIZE, ResolvedJob
@@ -22,9 +23,7 @@ def not_written(
     cause = cause_of(error)
     rank = min(error.failures)
     full = full_disk(cause, nearest_existing(Path(str(folder))), needed=_size(job))
-    reason = (
-        reason_of(cause) if isinstance(cause, OSError) else str(cause).strip().split("\n")[0]
-    )
+    reason = reason_of(cause) if isinstance(cause, OSError) else first_line(cause)
     try:
         kept = [earlier for earlier in folder.steps() if earlier < step]
     except OSError:  # a store that does not answer

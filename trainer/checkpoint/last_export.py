@@ -36,7 +36,7 @@ def export_last(
 
     def write() -> None:
         try:
-            if dims.rank("world") == 0:
+            if dims.is_first:
                 write_hf(output, config, job.model, dtype)
         except OSError as error:
             reason = full_disk(error, output.parent) or reason_of(error)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainer.checkpoint.weights import load_tensors, names_of, reader_of
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, first_line
 from trainer.config.optimizer import OPTIMIZERS_HERE
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
@@ -45,7 +45,8 @@ def verify_step(
     except ConfigError:
         raise
     except Exception as error:  # metadata that are damaged may name any type, length and place
-        raise unreadable(folder, step, f"{type(error).__name__}: {error}") from None
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise unreadable(folder, step, reason) from None
 
 
 def _verified(

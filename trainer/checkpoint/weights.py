@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.dcp_files import Reader, TensorsOnly, cause_of
 from trainer.checkpoint.metadata import METADATA, unpickled
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, first_line
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
 from trainer.families.registry import ModelFolder, opened_at
@@ -60,15 +60,14 @@ def open_step(
     config: JobConfig,
     model: ModelArgs,
     step: int,
-    folder: Store | None = None,
-    once: Once = on_this_rank,
+    folder: Store,
+    once: Once,
 ) -> tuple[RunState, Reader]:
     """Return the state of a saved step to resume from, and a reader of its tensors. folder: of another run.
 
     Raises:
         ConfigError: the checkpoint is damaged, or of another model or other data.
     """
-    folder = folder or checkpoint_folder(config)
     state = parse_state(once(lambda: state_text(read_state(folder, step))), step)
     check_fits(state, config, model)
     return state, reader_of(folder, state, once)
@@ -181,12 +180,9 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -
         ConfigError: something is missing, damaged or of another shape.
     """
     for reader in readers:
-        here = {
-            name: x
-            for name, x in tensors.items()
-            if name in reader.read_metadata().state_dict_metadata
-        }
-        here = here if reader is not readers[-1] else dict(tensors)
+        held = reader.read_metadata().state_dict_metadata
+        is_last = reader is readers[-1]
+        here = {name: x for name, x in tensors.items() if is_last or name in held}
         tensors = {name: x for name, x in tensors.items() if name not in here}
         try:
             with warnings.catch_warnings():
@@ -194,7 +190,7 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(here, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
         except CheckpointException as error:
-            reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
+            reason = first_line(cause_of(error)).removesuffix(".")
             raise ConfigError(
                 f"the weights in {reader.path} cannot be read ({reason}); take another copy"
             ) from None

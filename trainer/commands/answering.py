@@ -8,6 +8,7 @@ rank 1   forward  draw        agree(on)       agree(end)     both end the answer
 
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from trainer.commands.openai_format import AnswerError, Ended, Piece, Score
 from trainer.commands.openai_request import Request
 from trainer.commands.talk import Pieces
 from trainer.components.generation import Sampling, Writing, generate
+from trainer.config.errors import first_line
 from trainer.data.tokenizers.tokenizer import Tokenizer
 from trainer.job import ResolvedJob
 from trainer.parallel.parallel_dims import ParallelDims
@@ -31,22 +33,16 @@ class _OtherRankError(Exception):
     """Another rank has failed in this request."""
 
 
+@dataclass
 class Writer:
     """Writes answers. ends: tokens that end a text; control: see `control_group`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        job: ResolvedJob,
-        dims: ParallelDims,
-        tokenizer: Tokenizer,
-        ends: Collection[int],
-        control: dist.ProcessGroup,
-    ) -> None:
-        self._model, self._job, self._dims = model, job, dims
-        self._tokenizer = tokenizer
-        self._ends = ends
-        self._control = control
+    model: nn.Module
+    job: ResolvedJob
+    dims: ParallelDims
+    tokenizer: Tokenizer
+    ends: Collection[int]
+    control: dist.ProcessGroup
 
     def answer(self, asked: Request, waiting: Waiting | None) -> None:
         """Write the answer of a request. A collective over all ranks; `waiting`, of rank 0, takes it.
@@ -60,10 +56,10 @@ class Writer:
             if is_peer_failure(error):
                 raise
             if not isinstance(error, _OtherRankError):
-                highest(_FAILED, self._control)
+                highest(_FAILED, self.control)
             if waiting is not None:
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                message = f"the answer could not be written ({type(error).__name__}: {lines[0][:300]})"
+                reason = f"{type(error).__name__}: {first_line(error)[:300]}"
+                message = f"the answer could not be written ({reason})"
                 print(f"error: {message}", file=sys.stderr, flush=True)
                 waiting.send(AnswerError(message))
             return
@@ -71,12 +67,12 @@ class Writer:
             waiting.send(ended)
 
     def _written(self, asked: Request, waiting: Waiting | None) -> Ended:
-        text = Pieces(self._tokenizer.decode, asked.stops)
+        text = Pieces(self.tokenizer.decode, asked.stops)
         if waiting is not None and asked.echo and asked.scores is None:
-            waiting.send(Piece(self._tokenizer.decode(asked.prompt)))
+            waiting.send(Piece(self.tokenizer.decode(asked.prompt)))
 
         def put(_: int, token: int, logits: torch.Tensor) -> bool:
-            piece = "" if token in self._ends else text.put(token)
+            piece = "" if token in self.ends else text.put(token)
             if waiting is not None:
                 scores = (
                     ()
@@ -95,18 +91,18 @@ class Writer:
             following = tokens[1:]
             scores = first + scores_of(logits[0, : len(following)], following, asked.scores)
             waiting.send(
-                Piece(self._tokenizer.decode(asked.prompt) if not start else "", scores)
+                Piece(self.tokenizer.decode(asked.prompt) if not start else "", scores)
             )
 
         how = Writing(
             tokens=asked.tokens,
             sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
             seed=asked.seed,
-            ends=self._ends,
+            ends=self.ends,
             on_token=put,
             on_prompt=put_prompt if asked.echo and asked.scores is not None else None,
         )
-        (written,) = generate(self._model, self._job, self._dims, [asked.prompt], how)
+        (written,) = generate(self.model, self.job, self.dims, [asked.prompt], how)
         if waiting is not None:
             waiting.send(Piece(text.finish()))
         is_full = len(written) == asked.tokens and not text.stopped
@@ -114,7 +110,7 @@ class Writer:
 
     def _agree(self, status: int) -> int:
         """Return the gravest status of all ranks; _OtherRankError if one has failed."""
-        agreed = highest(status, self._control)
+        agreed = highest(status, self.control)
         if agreed == _FAILED:
             raise _OtherRankError("another rank has failed in this request")
         return agreed

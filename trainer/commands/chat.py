@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -54,27 +55,24 @@ def next_line() -> bytes:
     return sys.stdin.buffer.readline()
 
 
+@dataclass
 class Conversation:
     """The messages so far, and what the user's lines do with them. window: tokens of prompt and answer of the model."""
 
-    def __init__(
-        self,
-        talk: Talk,
-        system: str | None,
-        tokens: int,
-        window: int,
-        say: Callable[[str], object],
-    ) -> None:
-        """tokens: the most of an answer; say: takes a line for the user beside the answers."""
-        self._talk = talk
-        self._tokens = tokens
-        self._window = window
-        self._say = say
-        self._first: list[Message] = (
-            [] if system is None else [{"role": "system", "content": system}]
-        )
+    talk: Talk
+    system: str | None
+    tokens: int
+    """The most tokens of an answer."""
+    window: int
+    say: Callable[[str], object]
+    """Takes a line for the user beside the answers."""
+
+    has_ended = False
+
+    def __post_init__(self) -> None:
+        system = {"role": "system", "content": self.system}
+        self._first: list[Message] = [] if self.system is None else [system]
         self._messages = list(self._first)
-        self.has_ended = False
 
     def prompt(self, line: str) -> list[int] | None:
         """Do what a line says; return the tokens that ask for an answer, or None if none is asked for."""
@@ -82,7 +80,7 @@ class Conversation:
         if command == "/reset":
             self._messages = list(self._first)
         elif command == "/help":
-            self._say(HELP)
+            self.say(HELP)
         self.has_ended = command == "/exit"
         if not line or command in ("/reset", "/help", "/exit"):
             return None
@@ -91,26 +89,26 @@ class Conversation:
             if command == "/tool"
             else {"role": "user", "content": line}
         )
-        room = min(self._tokens, self._window // 4)
+        room = min(self.tokens, self.window // 4)
         try:
-            messages, prompt, left_out = self._talk.fitting(
-                [*self._messages, message], self._window, room
+            messages, prompt, left_out = self.talk.fitting(
+                [*self._messages, message], self.window, room
             )
         except ConfigError as error:
-            self._say(f"error: {error}")
+            self.say(f"error: {error}")
             return None
         if left_out:
-            self._say(
-                f"note: the first {left_out} turns are left out, as the model takes {self._window:,} tokens"
+            self.say(
+                f"note: the first {left_out} turns are left out, as the model takes {self.window:,} tokens"
             )
         self._messages = messages
         return prompt
 
     def answered(self, prompt: list[int], written: list[int]) -> None:
         """Keep an answer."""
-        if len(written) < self._tokens and len(prompt) + len(written) >= self._window:
-            self._say(f"note: the answer ends here, as the model takes {self._window:,} tokens")
-        self._messages.append(self._talk.answer(prompt, written))
+        if len(written) < self.tokens and len(prompt) + len(written) >= self.window:
+            self.say(f"note: the answer ends here, as the model takes {self.window:,} tokens")
+        self._messages.append(self.talk.answer(prompt, written))
 
 
 @contextmanager
@@ -136,7 +134,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     model, dims = loaded_model(job, device)
     control = control_group()
     set_timeout(PATIENCE_SECONDS, but_for=control)  # the other ranks wait while the user thinks
-    is_first = dims.rank("world") == 0
+    is_first = dims.is_first
 
     def say(line: str) -> None:
         if is_first:

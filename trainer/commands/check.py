@@ -46,7 +46,7 @@ def check(command: CommandLine, start: Start) -> ResolvedJob:
     missing: list[str] = []
     node = start.ranks if elsewhere else start.ranks_here(config, machine)
     job = resolve(config, ranks, device_type, node=node, missing=missing if elsewhere else None)
-    here = [] if elsewhere else job_notes(job, machine, start.ranks_here(config, machine))
+    here = [] if elsewhere else job_notes(job, machine, node)
     check_memory(job, None)
     if not elsewhere:
         check_here(config)

@@ -11,9 +11,11 @@ made if they are not there.
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -38,20 +40,17 @@ Document = tuple[str, list[tuple[str, bool]]]
 def parser() -> Parser:
     """Return the parser of the options."""
     described = Parser("data show", __doc__)
-    described.add_argument(
+    add = described.add_argument
+    add(
         "--sample",
         type=number(int, 0),
         default=0,
         metavar="N",
         help="sequence of the run, from 0",
     )
-    described.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the sequence as a page, too"
-    )
+    add("--html", type=Path, metavar="FILE", help="write the sequence as a page, too")
     text = "most characters of a document, from its start and its end (default: 2000; 0: all)"
-    described.add_argument(
-        "--characters", type=number(int, 0), default=2000, metavar="N", help=text
-    )
+    add("--characters", type=number(int, 0), default=2000, metavar="N", help=text)
     return described
 
 
@@ -76,23 +75,8 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
         # The label of a place is the token behind it. The last one may stand behind the sequence.
         shown = np.append(tokens[start:stop], targets[-1:][learned[-1:]])
         marks = np.concatenate([[False], learned[: len(shown) - 1]])
-        parts = (
-            (tokenizer.decode(shown[a:b].tolist()), is_learned)
-            for a, b, is_learned in runs_of(marks)
-        )
-        yield head, list(parts)
-
-
-def runs_of(marks: np.ndarray) -> list[tuple[int, int, bool]]:
-    """Return [start, stop) and value of each run of equal marks. marks: (n,) bool."""
-    edges: Sequence[int] = [
-        0,
-        *(np.flatnonzero(marks[1:] != marks[:-1]) + 1).tolist(),
-        len(marks),
-    ]
-    return [
-        (start, stop, bool(marks[start])) for start, stop in pairwise(edges) if stop > start
-    ]
+        runs = groupby(zip(shown.tolist(), marks.tolist(), strict=True), itemgetter(1))
+        yield head, [(tokenizer.decode([id for id, _ in run]), mark) for mark, run in runs]
 
 
 def shortened(parts: list[tuple[str, bool]], most: int) -> list[tuple[str, bool]]:
@@ -153,15 +137,8 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
         )
     data = open_training_data(config)
     training = config.training
-    loader = BatchLoader(
-        data,
-        seq_len=training.seq_len,
-        local_batch_size=1,
-        data_streams=training.data_streams,
-        seed=training.seed,
-        dp_rank=0,
-        dp_degree=1,
-    )
+    one_row = replace(training, local_batch_size=1)
+    loader = BatchLoader(data, one_row, dp_rank=0, dp_degree=1)
     batch = next(islice(iter(loader), args.sample, None))
     title = f"sequence {args.sample}, {training.seq_len:,} tokens"
     if "sources" in batch:

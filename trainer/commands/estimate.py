@@ -37,7 +37,6 @@ from trainer.runtime.nodes import whole_number
 from trainer.runtime.time_limits import limits_raised
 
 _AS_ON_GPUS = ("--training.mixed_precision_param=bfloat16", "--optimizer.implementation=fused")
-_HELP = argparse.RawDescriptionHelpFormatter
 _HOST_OF_A_GPU = 200e9
 """Bytes of host memory for each GPU of a node, of which offloaded inputs may take all."""
 
@@ -112,7 +111,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
         usage=argparse.SUPPRESS,
         description=__doc__,
         allow_abbrev=False,
-        formatter_class=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add(
@@ -179,7 +178,7 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
     """
     given = of(arguments)
     print(_row(given, "as given" if given.fits else "as given, which does not fit"))
-    found = suggestions(of, arguments, ranks, _HOST_OF_A_GPU, _Progress())
+    found = suggestions(of, arguments, ranks, _HOST_OF_A_GPU, _show_progress)
     if not found:
         raise ConfigError(
             f"nothing that was tried fits on {ranks} GPUs; use more of them, or a shorter training.seq_len"
@@ -204,15 +203,13 @@ def _row(found: Estimate, settings: str) -> str:
     return f"{speed}  {memory}  {settings}\n{'':17}{found.time.bottleneck}"
 
 
-class _Progress:
-    """Tells on stderr how many jobs were traced: each of them on a terminal, else every tenth."""
-
-    def __call__(self, count: int, best: float) -> None:
-        text = f"{count} settings traced; the best has {best:,.0f} tokens a second and rank"
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        elif count % 10 == 0:
-            print(text, file=sys.stderr, flush=True)
+def _show_progress(count: int, best: float) -> None:
+    """Say on stderr how many jobs were traced: each of them on a terminal, else every tenth."""
+    text = f"{count} settings traced; the best has {best:,.0f} tokens a second and rank"
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    elif count % 10 == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def draw(profile: Profile, path: Path) -> None:

@@ -42,7 +42,9 @@ TASKS = ("positions", "needle")
 _TABLES = ("model", "parallelism", "comm")
 _KEYS = (
     "job.device",
-    *(f"training.{key}" for key in ("dtype", "mixed_precision_param", "loss_chunk_tokens")),
+    "training.dtype",
+    "training.mixed_precision_param",
+    "training.loss_chunk_tokens",
 )
 _LONGEST, _SHORTEST_NEEDLE, _FIRST_BUCKET = 8192, 256, 1024
 _DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
@@ -319,17 +321,15 @@ def evaluate(
     settings |= {
         "weights": job.config.checkpoint.initial_load_path,
         "compute_dtype": job.compute_dtype,
+        "ranks": job.degrees.world_size,
     }
-    settings |= {"ranks": job.degrees.world_size}
     if job.config.lora.rank:
         settings["adapters"] = str(checkpoint_folder(job.config).step(step_to_load(job.config)))
-    measured = {"positions": positions, "needle": needle}
-    rows = {
-        name: measure(wanted, evaluation, job)
-        for name, measure in measured.items()
-        if name in wanted.tasks
-    }
-    return {"settings": settings, **rows}
+    found = {"settings": settings}
+    for name, measure in (("positions", positions), ("needle", needle)):
+        if name in wanted.tasks:
+            found[name] = measure(wanted, evaluation, job)
+    return found
 
 
 def tables(found: Mapping[str, Any]) -> str:

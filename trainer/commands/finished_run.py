@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.commands.options import Parser
 from trainer.config.data import CONVERSATIONS
@@ -31,8 +31,16 @@ if TYPE_CHECKING:
 
 # Settings of [training] with which commands read text and compute.
 _KEPT = (
-    *("seq_len", "steps", "seed", "data_streams", "dataset_text_field", "on_bad_record"),
-    *("loss_chunk_tokens", "dtype", "mixed_precision_param", "enable_cpu_offload"),
+    "seq_len",
+    "steps",
+    "seed",
+    "data_streams",
+    "dataset_text_field",
+    "on_bad_record",
+    "loss_chunk_tokens",
+    "dtype",
+    "mixed_precision_param",
+    "enable_cpu_offload",
 )
 # tables that whole weights need not
 _RESET = ("parallelism", "validation", "activation_checkpoint", "compile")
@@ -90,8 +98,8 @@ def text_configuration(
     step: int,
     *,
     command: str,
-    tokenizer: str | None = None,
-    settings: Sequence[str] = (),
+    tokenizer: str | None,
+    settings: Sequence[str],
 ) -> tuple[JobConfig, tuple[str, str | None]]:
     """Return a configuration with the language model of a run, or of a Hugging Face folder, and its weights.
 
@@ -104,7 +112,6 @@ def text_configuration(
         ConfigError: the folder holds neither, or no weights, or no tokenizer; or there is no such step.
     """
     named = [] if tokenizer is None else ["--model.tokenizer_path", tokenizer]
-    adapted = {}
     there = ModelFolder(folder)
     if there.has_config and not (folder / RUN_FILE).is_file():
         given = _of_hugging_face(there, step, [*named, *settings])
@@ -114,13 +121,15 @@ def text_configuration(
             folder, step, command=command, task="tokens", settings=[*named, *settings]
         )
         weights = _saved_weights(given)
-        if given.lora.rank:
-            adapted = _adapted(given)
+    loads: dict[str, Any] = {"checkpoint": Checkpoint(initial_load_path=weights)}
+    if given.lora.rank:
+        saved = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
+        loads = {"checkpoint": replace(given.checkpoint, folder=saved), "lora": given.lora}
     training = given.training
     data = training.dataset, training.dataset_path
     if given.validation.enable:
         data = given.validation.source(training)
-    config = JobConfig(
+    return JobConfig(
         # not beside the weights
         job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),
         model=given.model,
@@ -129,17 +138,10 @@ def text_configuration(
             local_batch_size=1, **{name: getattr(training, name) for name in _KEPT}
         ),
         parallelism=given.parallelism,
-        checkpoint=Checkpoint(initial_load_path=weights),
         float8=given.float8,
         comm=given.comm,
-    )
-    return replace(config, **adapted), data
-
-
-def _adapted(given: JobConfig) -> dict[str, object]:
-    """Return the tables by which adapters are read, beside the weights that they adapt."""
-    there = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
-    return {"checkpoint": replace(given.checkpoint, folder=there), "lora": given.lora}
+        **loads,
+    ), data
 
 
 def _of_hugging_face(there: ModelFolder, step: int, settings: Sequence[str]) -> JobConfig:
@@ -154,7 +156,7 @@ def _of_hugging_face(there: ModelFolder, step: int, settings: Sequence[str]) -> 
 
 
 def _saved(
-    folder: Path, step: int, *, command: str, task: str, settings: Sequence[str] = ()
+    folder: Path, step: int, *, command: str, task: str, settings: Sequence[str]
 ) -> JobConfig:
     """Return the configuration that a run has saved, with settings of the command line over it, to load a step."""
     file = folder / RUN_FILE
@@ -302,6 +304,6 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     raise_on_all_ranks(
         lambda: load_weights(open_weights(job.config, job.model, once), [model]), dims["world"]
     )
-    if dims.rank("world") == 0:
+    if dims.is_first:
         print(f"weights: {weights_of(job.config)}", file=sys.stderr, flush=True)
     return model, dims

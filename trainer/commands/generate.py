@@ -171,7 +171,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     )
     model, dims = loaded_model(job, device)
     longest = max(map(len, prompts)) + args.tokens
-    if longest > job.config.training.seq_len and dims.rank("world") == 0:
+    if longest > job.config.training.seq_len and dims.is_first:
         window = f"the {job.config.training.seq_len:,} tokens that the model sees"
         print(
             f"note: a text of {longest:,} tokens is longer than {window}; its older half is dropped",

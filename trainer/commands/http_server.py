@@ -62,22 +62,20 @@ class _Refused(Exception):
         self.status = status
 
 
+@dataclass
 class Server:
     """The server of rank 0: it queues requests, and sends the parts of their answers."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        longest: int,
-        tokenizer: Tokenizer,
-        talk: Talk | ConfigError,
-    ) -> None:
-        """longest: most tokens of prompt and answer; talk: the chat template, or the error if the model has none."""
-        self._args = args
-        self._longest = longest
-        self._tokenizer = tokenizer
-        self._talk = talk
-        self._most_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * longest
+    args: argparse.Namespace
+    longest: int
+    """Most tokens of prompt and answer."""
+    tokenizer: Tokenizer
+    talk: Talk | ConfigError
+    """The chat template, or the error if the model has none."""
+
+    def __post_init__(self) -> None:
+        args = self.args
+        self._most_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * self.longest
         self._name = args.folder.resolve().name
         self._requests: queue.Queue[Waiting] = queue.Queue()
         self._usual = Request(
@@ -91,8 +89,8 @@ class Server:
         """Listen, and print where; ConfigError if the address is not available."""
         import uvicorn
 
-        host = self._args.host
-        port = self._args.port
+        host = self.args.host
+        port = self.args.port
         try:
             listening = socket.create_server((host, port))
         except OSError as error:
@@ -168,7 +166,7 @@ class Server:
         from starlette.responses import JSONResponse
 
         try:
-            check_origin(request.headers, self._args.host)
+            check_origin(request.headers, self.args.host)
         except _Refused as error:
             content = error_object(str(error))
             status = error.status
@@ -180,7 +178,7 @@ class Server:
         from starlette.responses import JSONResponse, Response
 
         try:
-            check_origin(request.headers, self._args.host)
+            check_origin(request.headers, self.args.host)
             body = read_body(await self._content(request))
             asked = await run_in_threadpool(self._asked, body, chat=chat)
         except ClientDisconnect:
@@ -234,11 +232,11 @@ class Server:
         self._requests.put(waiting)
         leaves = asyncio.create_task(_leaves(request, waiting.gone, parts))
         opening = (
-            self._talk.opening(asked.prompt) if chat and isinstance(self._talk, Talk) else ""
+            self.talk.opening(asked.prompt) if chat and isinstance(self.talk, Talk) else ""
         )
         scored = asked.scores is not None
         reply = Reply(
-            self._name, chat, len(asked.prompt), opening, self._tokenizer.decode, scored
+            self._name, chat, len(asked.prompt), opening, self.tokenizer.decode, scored
         )
         answer = _all(parts, leaves)
         if body.get("stream"):
@@ -256,23 +254,23 @@ class Server:
             self._number += 1
             usual = replace(self._usual, seed=self._usual.seed + self._number)
             prompt = self._conversation(body) if chat else self._text(body)
-        return request_of(body, prompt, usual, self._longest, chat=chat)
+        return request_of(body, prompt, usual, self.longest, chat=chat)
 
     def _conversation(self, body: Mapping[str, Any]) -> list[int]:
-        if isinstance(self._talk, ConfigError):
-            raise self._talk
+        if isinstance(self.talk, ConfigError):
+            raise self.talk
         try:
-            return self._talk.prompt(body.get("messages"), body)
+            return self.talk.prompt(body.get("messages"), body)
         except ConfigError as error:  # without paths of this machine
-            raise ConfigError(str(error).replace(f" {self._talk.template.name}", "")) from None
+            raise ConfigError(str(error).replace(f" {self.talk.template.name}", "")) from None
 
     def _text(self, body: Mapping[str, Any]) -> list[int]:
         given = body.get("prompt")
         if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
             (given,) = given
         if isinstance(given, str):
-            return text_tokens(self._tokenizer, given)
-        size = self._tokenizer.vocab_size
+            return text_tokens(self.tokenizer, given)
+        size = self.tokenizer.vocab_size
         if not isinstance(given, list) or not all(type(token) is int for token in given):
             raise ConfigError("prompt must be one text, or the numbers of its tokens")
         for token in given:

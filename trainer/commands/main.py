@@ -8,65 +8,53 @@ from trainer.config.errors import ConfigError, did_you_mean
 from trainer.runtime.console import report
 from trainer.runtime.output import outlasting_readers
 
-# command -> (module, what it does, an example)
+# command -> (what it does, an example)
 COMMANDS = {
     "train": (
-        "train",
         "train on the GPUs of this machine, or on two CPU ranks",
         "lct train my.toml --ngpu 8",
     ),
     "check": (
-        "check",
         "check a configuration and print every decision",
         "lct check my.toml --world-size 8",
     ),
     "estimate": (
-        "estimate",
         "predict memory, traffic and time of a step on GPUs, the longest sequence, the fastest settings",
         "lct estimate my.toml --world-size 8 --gpu h100",
     ),
     "generate": (
-        "generate",
         "continue a text with the weights of a run",
         "lct generate outputs/debug_model",
     ),
     "chat": (
-        "chat",
         "talk with the model of a run, through its chat template",
         "lct chat outputs/chat",
     ),
     "serve": (
-        "serve",
         "answer requests in the format of OpenAI's API",
         "lct serve outputs/chat --port 8000",
     ),
     "evaluate": (
-        "evaluate",
         "measure a run on long sequences: loss by position, needles in a haystack",
         "lct evaluate outputs/debug_model --seq-len 2048",
     ),
     "convert": (
-        "convert",
         "convert the weights of a run to Hugging Face's files",
         "lct convert to-hf outputs exported",
     ),
     "verify": (
-        "verify",
         "read checkpoints whole, and say which are damaged",
         "lct verify outputs/debug_model",
     ),
     "plan": (
-        "plan",
         "show who computes and sends what in context parallelism",
         "lct plan --seq-len 65536 --degree 4",
     ),
     "data": (
-        "data",
         "show what a job trains on: counts, and a packed sequence with its labels",
         "lct data show my.toml --sample 3",
     ),
     "tokenize": (
-        "tokenize_text",
         "turn text into files of token ids, which train faster",
         "lct tokenize --path 'data/*.jsonl' --output tokens",
     ),
@@ -83,7 +71,7 @@ def usage() -> str:
         "  lct COMMAND --help",
         "",
     ]
-    for name, (_, what, example) in COMMANDS.items():
+    for name, (what, example) in COMMANDS.items():
         lines.append(f"  {name:20}{what}")
         lines.append(f"  {'':20}{example}")
     return "\n".join(
@@ -119,7 +107,8 @@ def _run(arguments: list[str]) -> int:
             f"error: {arguments[0]!r} is not a command of lct{did_you_mean(arguments[0], known)}"
         )
         return 2
-    command = import_module(f"trainer.commands.{COMMANDS[arguments[0]][0]}")
+    name = arguments[0].replace("tokenize", "tokenize_text")  # Python has a module tokenize
+    command = import_module(f"trainer.commands.{name}")
     try:
         return command.main(arguments[1:])
     except ConfigError as error:

@@ -113,7 +113,7 @@ class Reply:
         self,
         content: dict[str, Any],
         reason: str | None,
-        scores: dict[str, Any] | None = None,
+        scores: dict[str, Any] | None,
         kind: str = "chat.completion",
     ) -> dict[str, Any]:
         choice = {"index": 0, **content, "logprobs": scores, "finish_reason": reason}

@@ -11,18 +11,17 @@ from trainer.commands.talk import check_length
 from trainer.config.errors import ConfigError
 
 _USED = {
-    *(
-        "model",
-        "stream",
-        "stream_options",
-        "stop",
-        "seed",
-        "temperature",
-        "top_k",
-        "top_p",
-        "logprobs",
-    ),
-    *("max_tokens", "max_completion_tokens"),
+    "model",
+    "stream",
+    "stream_options",
+    "stop",
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "logprobs",
+    "max_tokens",
+    "max_completion_tokens",
 }
 _USED_BY_CHAT = {
     "messages",
@@ -34,15 +33,13 @@ _USED_BY_CHAT = {
 }
 _USED_BY_TEXTS = {"prompt", "echo"}
 _UNUSED = {
-    *(
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    ),
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
 }
 """Fields for the provider's books, which change no answer."""
 _ONE_VALUE: Mapping[str, tuple[Any, ...]] = {

@@ -6,6 +6,7 @@ It reads the same plans that training runs. It computes no attention, and needs 
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -261,15 +262,13 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _table(case: Case, directions: Sequence[str]) -> list[str]:
+    in_bytes = partial(in_unit, units=_BYTES)
     rows: dict[str, tuple[Callable[[Cost], float], Callable[[float], str]]] = {
-        "computes": (lambda cost: cost.flops, lambda value: in_unit(value, _FLOPS)),
-        "sends": (lambda cost: cost.bytes_sent.total(), lambda value: in_unit(value, _BYTES)),
-        "receives": (
-            lambda cost: cost.bytes_received.total(),
-            lambda value: in_unit(value, _BYTES),
-        ),
-        "exchanges": (lambda cost: cost.calls.total(), lambda value: f"{value:,.4g}"),
-        "buffers": (lambda cost: cost.workspace, lambda value: in_unit(value, _BYTES)),
+        "computes": (lambda cost: cost.flops, partial(in_unit, units=_FLOPS)),
+        "sends": (lambda cost: cost.bytes_sent.total(), in_bytes),
+        "receives": (lambda cost: cost.bytes_received.total(), in_bytes),
+        "exchanges": (lambda cost: cost.calls.total(), "{:,.4g}".format),
+        "buffers": (lambda cost: cost.workspace, in_bytes),
     }
     lines = [
         f"  {'':<11}" + "".join(f"{direction:>28}" for direction in directions),

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,7 +20,6 @@ from trainer.commands.check import acted
 from trainer.commands.start import CUDA_CONNECTIONS, Start, job_notes, opening
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import JobConfig
 from trainer.job import ResolvedJob, resolve
 from trainer.job.attention import options_as_keys
 from trainer.job.resolution import on_device
@@ -44,7 +43,6 @@ from trainer.runtime.rank_processes import LOST_PEERS
 if TYPE_CHECKING:
     import torch
 
-    from trainer.runtime.process_group import Process
     from trainer.runtime.reports import Reports
 
 _GRACE_SECONDS = 5
@@ -115,7 +113,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         from trainer.checkpoint.failed_save import CheckpointError
         from trainer.components.out_of_memory import out_of_memory_explained
         from trainer.components.step_outcome import TrainingError
-        from trainer.runtime.process_group import Process, is_peer_failure
+        from trainer.runtime.process_group import Process, is_peer_failure, process_group
         from trainer.runtime.reports import Reports
 
     config = job.config
@@ -130,7 +128,9 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
     reports = Reports(process, config.comm)
     printed_once = _shared_errors_printed_once(process.rank)
     try:
-        group = _group(process, reports, config)
+        records = Path(config.job.dump_folder) / FLIGHT_RECORDS
+        host = config.training.enable_cpu_offload
+        group = process_group(process, config.comm, records, reports.store, cpu_tensors=host)
         with group, printed_once, out_of_memory_explained(job), options_as_keys():
             work(job, process.device)
     except SharedConfigError:
@@ -154,17 +154,6 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
     finally:
         end_live_line()
     return 0
-
-
-def _group(
-    process: "Process", reports: "Reports", config: JobConfig
-) -> AbstractContextManager[object]:
-    """Return the context of the process group of all ranks."""
-    from trainer.runtime.process_group import process_group
-
-    records = Path(config.job.dump_folder) / FLIGHT_RECORDS
-    host = config.training.enable_cpu_offload
-    return process_group(process, config.comm, records, reports.store, cpu_tensors=host)
 
 
 def _with_device_of_torch(job: ResolvedJob, device_type: str) -> ResolvedJob:

@@ -63,7 +63,7 @@ def launch(arguments: list[str]) -> int:
 
 def all_ranks(here: int) -> int:
     """Return the ranks of a command that has `here` ranks on each node."""
-    return here * Nodes.from_environment(os.environ).count
+    return here * Nodes.from_environment().count
 
 
 def run(module: str, argv: list[str]) -> int:

@@ -81,9 +81,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     control = control_group()
     writer = Writer(model, job, dims, tokenizer, ends, control)
     server = (
-        Server(args, job.config.training.seq_len, tokenizer, talk)
-        if dims.rank("world") == 0
-        else None
+        Server(args, job.config.training.seq_len, tokenizer, talk) if dims.is_first else None
     )
     raise_on_all_ranks(server.start if server else lambda: None, device)
     set_timeout(PATIENCE_SECONDS, but_for=control)  # the other ranks wait for a request

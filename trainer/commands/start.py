@@ -45,15 +45,12 @@ class Start:
 
     def world_size(self, config: JobConfig, machine: Machine) -> int:
         """Return the number of ranks of the job: as many on each node as here."""
-        return (
-            self.of_job
-            or self.ranks_here(config, machine) * Nodes.from_environment(os.environ).count
-        )
+        return self.of_job or self.ranks_here(config, machine) * Nodes.from_environment().count
 
 
 def check_here(config: JobConfig) -> None:
     """Check that this machine finds the first node, and can write the folders of the job."""
-    nodes = Nodes.from_environment(os.environ)
+    nodes = Nodes.from_environment()
     if nodes.count > 1:
         nodes.check_address()
     for key, folder in folders_of(config).items():

@@ -88,21 +88,18 @@ class Talk:
                 "instruction-tuned model into the model's folder"
             )
         tokenizer = open_tokenizer(config.model.tokenizer_file)
-        given = None
+        given = []
         if tools is not None:
             try:
                 given = json.loads(tools.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{tools} cannot be read as JSON ({error})") from None
-        if tools is not None and not (
-            isinstance(given, list) and all(isinstance(tool, dict) for tool in given)
-        ):
+        if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
             raise ConfigError(
                 f"--tools {tools} must be a list of objects; write what the template's model expects"
             )
-        return cls(
-            tokenizer, template, given or (), frozenset(ends_of(config, tokenizer, template))
-        )
+        ends = frozenset(ends_of(config, tokenizer, template))
+        return cls(tokenizer, template, given, ends)
 
     def prompt(self, messages: object, more: Mapping[str, Any] = _NOTHING) -> list[int]:
         """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages.

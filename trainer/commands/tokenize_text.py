@@ -96,37 +96,28 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser("tokenize", __doc__)
+    add = parser.add_argument
     kinds = [
         name for name, source in DATASETS.items() if not source.token_files and name != "hub"
     ]
-    parser.add_argument("--dataset", default="jsonl", choices=kinds)
-    parser.add_argument("--path", default=None, help="file, folder or glob")
-    parser.add_argument(
-        "--hub", default=None, help="data set of the Hugging Face hub, in the place of --path"
-    )
-    parser.add_argument(
-        "--hub-config", default=None, help="its configuration, such as en; default: its default"
-    )
-    parser.add_argument(
-        "--hub-revision", default=None, help="its revision; default: the newest one"
-    )
-    parser.add_argument("--split", default="train", help="its split")
-    parser.add_argument("--output", required=True, help="folder of the token ids")
-    parser.add_argument("--tokenizer-path", default=None, help="as model.tokenizer_path")
-    parser.add_argument("--chat-template", default=None, help="as model.chat_template")
-    parser.add_argument(
-        "--text-field", default="text", help="field or column with the text of a document"
-    )
-    parser.add_argument(
+    add("--dataset", default="jsonl", choices=kinds)
+    add("--path", help="file, folder or glob")
+    add("--hub", help="data set of the Hugging Face hub, in the place of --path")
+    add("--hub-config", help="its configuration, such as en; default: its default")
+    add("--hub-revision", help="its revision; default: the newest one")
+    add("--split", default="train", help="its split")
+    add("--output", required=True, help="folder of the token ids")
+    add("--tokenizer-path", help="as model.tokenizer_path")
+    add("--chat-template", help="as model.chat_template")
+    add("--text-field", default="text", help="field or column with the text of a document")
+    add(
         "--on-bad-record",
         default="stop",
         choices=("stop", "skip"),
         help="skip: an empty document",
     )
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count(), help="that tokenize, each a shard"
-    )
-    parser.add_argument("--shard-mb", type=int, default=256, help="MiB of input for a shard")
+    add("--processes", type=int, default=os.cpu_count(), help="that tokenize, each a shard")
+    add("--shard-mb", type=int, default=256, help="MiB of input for a shard")
     return parser
 
 

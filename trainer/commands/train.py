@@ -82,10 +82,7 @@ def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] 
     machine = this_machine()
     folder = Path(config.job.dump_folder)
     remove_estimate(config)
-    if (
-        machine.device_type(config.job.device) != "cuda"
-        or Nodes.from_environment(os.environ).count > 1
-    ):
+    if machine.device_type(config.job.device) != "cuda" or Nodes.from_environment().count > 1:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     ranks = str(start.world_size(config, machine))
@@ -111,7 +108,7 @@ def _to_resume(config: JobConfig) -> str:
 def _prepare(start: Start, command: CommandLine) -> list[str]:
     config = command.config
     machine = this_machine()
-    nodes = Nodes.from_environment(os.environ)
+    nodes = Nodes.from_environment()
     here = start.ranks_here(config, machine)
     ranks = start.world_size(config, machine)
     device_type = machine.device_type(config.job.device)
@@ -119,15 +116,11 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     set_up_logging(0)
     logger.info(opening(config, ranks, device_type))
     job = resolve(config, ranks, device_type, node=here)
-    lines = [
-        summary(job, line_width()),
-        *(
-            f"note: {note}"
-            for note in (*command.notes, *job.notes, *job_notes(job, machine, here))
-        ),
-    ]
-    for text in lines if nodes.count == 1 else ():  # of several nodes rank 0 prints them, once
-        logger.info(text)
+    notes = (*command.notes, *job.notes, *job_notes(job, machine, here))
+    if nodes.count == 1:  # of several nodes rank 0 prints them, once
+        logger.info(summary(job, line_width()))
+        for note in notes:
+            logger.info(f"note: {note}")
     check_here(config)
     if taken := holder_of(folders_of(config)):
         raise taken

@@ -95,7 +95,11 @@ def generate(
     written: list[list[int]] = [[] for _ in prompts]
     for _ in range(how.tokens):
         logits = next(reading)
-        _check_numbers(logits)
+        if logits.isnan().any():
+            raise SharedConfigError(
+                "the model's logits are not numbers, so its weights are damaged or diverged in training; `lct verify` "
+                "checks a run's steps, and --step chooses an earlier one"
+            )
         for i in tuple(open_texts):
             token = how.sampling.draw(logits[i], generators[i])
             stops = how.on_token is not None and how.on_token(i, token, logits[i])
@@ -109,14 +113,6 @@ def generate(
         for i, text in enumerate(texts):
             text.append(written[i][-1] if i in open_texts else text[-1])
     return written
-
-
-def _check_numbers(logits: torch.Tensor) -> None:
-    if logits.isnan().any():
-        raise SharedConfigError(
-            "the model's logits are not numbers, so its weights are damaged or diverged in training; `lct verify` "
-            "checks a run's steps, and --step chooses an earlier one"
-        )
 
 
 def _one_by_one(

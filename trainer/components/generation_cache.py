@@ -28,6 +28,9 @@ from trainer.models.cached import cached
 from trainer.models.linear_attention import InnerLinearAttention
 from trainer.models.short_convolution import InnerConvolution
 
+_LINEAR_INPUTS = Tokens._fields.index("positions")
+"""The first fields of `Tokens`, which hold a row for each token: q, k, v, log_decay and beta."""
+
 
 class GenerationCache:
     """Keys and values, or latents, of attention, states of linear attention, and last inputs of short convolutions.
@@ -159,42 +162,35 @@ class GenerationCache:
         return module(x, weight, **settings)
 
     def _keep_state(
-        self,
-        module: nn.Module,
-        *inputs: torch.Tensor | None,
-        scale: float,
-        **settings: torch.Tensor | None,
+        self, module: nn.Module, tokens: Tokens, plan: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the module over the prompts; what fills them up changes no state."""
+        """Run the module over the prompts; padding changes no state."""
         real = self._rows < self.lengths[:, None]
-        q, *others = (
+        inputs = (
             None if x is None else x * real.view(*real.shape, *[1] * (x.ndim - 2))
-            for x in inputs
+            for x in tokens[:_LINEAR_INPUTS]
         )
-        out, _, last = linear_attention(Tokens(q, *others, None, scale), settings["plan"])
+        out, _, last = linear_attention(Tokens(*inputs, None, tokens.scale), plan)
         is_last = self._rows[-1] + 1 == len(self._rows) * self._cp.size()
         self._states[module] = all_reduce(last * is_last, self._cp)
         return out
 
     def _change_state(
-        self,
-        module: nn.Module,
-        *inputs: torch.Tensor | None,
-        scale: float,
-        **settings: torch.Tensor | None,
+        self, module: nn.Module, tokens: Tokens, plan: torch.Tensor | None
     ) -> torch.Tensor:
-        q, _, v, *_ = inputs
+        """Continue the recurrence from the state, token by token; padded tokens have the output 0."""
+        v = tokens.v
         dtype = torch.promote_types(v.dtype, torch.float32)
         state = self._states.get(module)
         if state is None:
-            state = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+            key_size = tokens.q.shape[3]
+            state = v.new_zeros(v.shape[0], v.shape[2], key_size, v.shape[3], dtype=dtype)
         out = torch.zeros_like(v)
         for t in range(self._new):
-            state, out[:, t] = one_token(
-                state, *(None if x is None else x[:, t] for x in inputs)
-            )
+            inputs = (None if x is None else x[:, t] for x in tokens[:_LINEAR_INPUTS])
+            state, out[:, t] = one_token(state, *inputs)
         self._states[module] = state
-        return out * scale
+        return out * tokens.scale
 
     def _attend(
         self,

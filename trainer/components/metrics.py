@@ -64,7 +64,7 @@ class MetricsLogger:
         self._estimate = Path(job.config.job.dump_folder, ESTIMATE)
         self._predicted = None
         raise_on_all_ranks(
-            lambda: self._open_sinks(job.config) if dims.rank("world") == 0 else None,
+            lambda: self._open_sinks(job.config) if dims.is_first else None,
             dims["world"],
         )
         # In the group of all ranks, values of a step would queue behind what the next step gathers.

@@ -6,7 +6,7 @@ Norms of weights and of their updates, by kind of parameter, show a run that dri
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.tensors import local_part, to_device
-from trainer.observer import Observer
+from trainer.observer import Observer, Positions
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.agreement import of_all_ranks
 
@@ -63,8 +63,7 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torc
     for parameter in parameters:
         if parameter.grad is not None:
             held[replicas_of(parameter.grad, dims)].append(local_part(parameter.grad))
-    device = dims["world"].device_type
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = dims.zeros()
     for replicas, grads in held.items():
         # float64: a float32 sum over a million squares is off by 2e-4 on a CPU, differently for each way of sharding.
         norms = torch.stack(
@@ -117,7 +116,6 @@ class UpdateNorms(Observer):
         dims: ParallelDims,
     ) -> None:
         self._dims = dims
-        self._device = dims["world"].device_type
         trained = [
             (name, p)
             for part in model_parts
@@ -130,7 +128,7 @@ class UpdateNorms(Observer):
         self._parameters = [
             (self._kinds.index(kind), p) for kind, (_, p) in zip(kinds, trained, strict=True)
         ]
-        self._sums = torch.zeros(3, len(self._kinds), dtype=torch.float64, device=self._device)
+        self._sums = dims.zeros(3, len(self._kinds))
         """Of this rank: squares of weights, squares of updates, elements."""
         optimizer.register_step_pre_hook(lambda *_: self._before())
         optimizer.register_step_post_hook(lambda *_: self._after())
@@ -150,7 +148,7 @@ class UpdateNorms(Observer):
             self._sums[2, kind] += new.numel() / replicas_of(parameter, self._dims)
         del self._old
 
-    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+    def record(self, positions: Positions) -> dict[str, float]:
         """Return `weight_rms.KIND` and `update_rms.KIND`; one collective."""
         weights, updates, elements = all_reduce(
             self._sums.clone(), self._dims["world"]

@@ -46,41 +46,40 @@ def _savers_on_these_ranks(job: ResolvedJob) -> list[str]:
     degrees = job.degrees
     training = config.training
     parallelism = config.parallelism
-    savers = []
     is_float32 = training.mixed_precision_param == training.dtype == "float32"
-    if is_float32 and job.device_type == "cuda":
-        savers.append('training.mixed_precision_param = "auto": activations in bfloat16')
-    if degrees.pp == 1 and training.local_batch_size > 1:
-        savers.append(_smaller_batch(job))
-    if degrees.pp > 1 and parallelism.pipeline_parallel_microbatch_size > 1:
-        savers.append(
-            "parallelism.pipeline_parallel_microbatch_size = 1: fewer sequences at a time, the same step"
-        )
-    if parallelism.fsdp_reshard_after_forward == "never":
-        savers.append(
-            'parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time'
-        )
-    if degrees.tp > 1 and parallelism.disable_loss_parallel:
-        savers.append(
-            "parallelism.disable_loss_parallel = false: logits stay cut over the vocabulary"
-        )
     chunks = (
         job.task.name == "tokens"
         and not job.loss_chunk_tokens
         and not why_no_chunks(config, degrees)
+        and saves_memory(job.model, job.tokens_of_a_pass)
     )
-    if chunks and saves_memory(job.model, job.tokens_of_a_pass):
-        savers.append(
-            "training.loss_chunk_tokens = 2048: the logits of so many tokens at a time"
-        )
-    if degrees.dp_replicate > 1:
-        replicas = degrees.dp_replicate
-        shards = degrees.dp_shard
-        savers.append(
-            f"parallelism.data_parallel_shard_degree = {shards * replicas} with "
-            f"parallelism.data_parallel_replicate_degree = 1: one copy of the parameters instead of {replicas}"
-        )
-    return savers
+    replicas = degrees.dp_replicate
+    savers = (
+        (
+            is_float32 and job.device_type == "cuda",
+            'training.mixed_precision_param = "auto": activations in bfloat16',
+        ),
+        (degrees.pp == 1 and training.local_batch_size > 1, _smaller_batch(job)),
+        (
+            degrees.pp > 1 and parallelism.pipeline_parallel_microbatch_size > 1,
+            "parallelism.pipeline_parallel_microbatch_size = 1: fewer sequences at a time, the same step",
+        ),
+        (
+            parallelism.fsdp_reshard_after_forward == "never",
+            'parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time',
+        ),
+        (
+            degrees.tp > 1 and parallelism.disable_loss_parallel,
+            "parallelism.disable_loss_parallel = false: logits stay cut over the vocabulary",
+        ),
+        (chunks, "training.loss_chunk_tokens = 2048: the logits of so many tokens at a time"),
+        (
+            replicas > 1,
+            f"parallelism.data_parallel_shard_degree = {degrees.dp_shard * replicas} with "
+            f"parallelism.data_parallel_replicate_degree = 1: one copy of the parameters instead of {replicas}",
+        ),
+    )
+    return [saver for saves, saver in savers if saves]
 
 
 def _smaller_batch(job: ResolvedJob) -> str:
@@ -88,7 +87,7 @@ def _smaller_batch(job: ResolvedJob) -> str:
     training = job.config.training
     size = training.local_batch_size
     # a divisor keeps the sequences of a step
-    fewer = next(n for n in range(size // 2, 0, -1) if size % n == 0)
+    fewer = next((n for n in range(size // 2, 0, -1) if size % n == 0), 1)
     total = ""
     if training.global_batch_size == -1:
         total = f" with training.global_batch_size = {size * job.degrees.dp}"

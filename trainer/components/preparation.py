@@ -33,5 +33,5 @@ def prepare_machine(job: ResolvedJob, dims: ParallelDims, device: torch.device) 
         job.config.float8, device, norms_have_parameters=job.model.norms_have_parameters
     )
     check_memory_snapshot(job.config.profiling, device)
-    if dims.rank("world") == 0:
+    if dims.is_first:
         save_configuration(job.given)

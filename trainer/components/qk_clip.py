@@ -8,7 +8,7 @@ is the largest logit or more, by the logarithm of the number of keys at most.
     latent attention    keys and queries that are not rotated x sqrt(f), rotated queries x f: a head's own parts
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from longshard.sharding.exchange import all_reduce
 from longshard.sharding.tensors import local_part
 from trainer.models.attention import Attention
 from trainer.models.latent_attention import LatentAttention
-from trainer.observer import Observer
+from trainer.observer import Observer, Positions
 from trainer.parallel.ownership import rows_here
 from trainer.parallel.parallel_dims import ParallelDims
 
@@ -44,9 +44,7 @@ class QKClip(Observer):
         self._places = {layer: place for place, layer in enumerate(self._layers)}
         heads = max((layer.args.n_heads for layer in self._layers.values()), default=0)
         heads //= dims.size("tp")
-        shape = (len(self._layers), heads)
-        device = dims["world"].device_type
-        self._seen = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)
+        self._seen = dims.zeros(len(self._layers), heads).fill_(-torch.inf)
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         """Of each parameter the rows that this rank has, counted within its tensor-parallel rank; found once."""
         # what was seen in the last step, and its factors
@@ -90,9 +88,9 @@ class QKClip(Observer):
         own = factors[self._rows[parameter]].view(-1, *[1] * (local.ndim - 1))
         local.mul_(own.to(local.device, torch.promote_types(local.dtype, torch.float32)))
 
-    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+    def record(self, positions: Positions) -> dict[str, float]:
         """Return the largest S of the last step, and the number of heads that were clipped. A collective."""
-        (seen, factors) = self._of_step
+        seen, factors = self._of_step
         dims = self._dims
         largest = all_reduce(
             torch.cat([seen.flatten(), seen.new_tensor([-torch.inf])]).amax(),

@@ -176,7 +176,7 @@ class WeightsAndBiases:
     continues the run of its dump folder.
     """
 
-    def __init__(self, config: JobConfig, start_step: int = 0) -> None:
+    def __init__(self, config: JobConfig, start_step: int) -> None:
         import wandb  # optional; the import takes a second
 
         folder = Path(config.job.dump_folder)

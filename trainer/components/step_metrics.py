@@ -1,12 +1,12 @@
 """What is known of a step: its metrics, what they are computed from, and the loss on validation data."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from trainer.components.device_clock import Mark
+from trainer.observer import Positions
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepRecord:
     sequence_losses: torch.Tensor
     lr: float
     epoch: float
-    positions: Mapping[int, Mapping[str, int]]
+    positions: Positions
     waited: float
     end: Mark | None
 

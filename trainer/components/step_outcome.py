@@ -15,14 +15,14 @@ once: then the outcome is known before a checkpoint, a validation, or the end.
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.tensors import to_device
 from trainer.config.schema import Training
-from trainer.observer import Observer
+from trainer.observer import Observer, Positions
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.console import logger
 
@@ -121,7 +121,7 @@ class StepGuard(Observer):
         )
         return True
 
-    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
+    def record(self, positions: Positions) -> dict[str, int]:
         """Return the number of skipped steps, where steps may be skipped."""
         return {"skipped_steps": self.skipped} if self._skips else {}
 

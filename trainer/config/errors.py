@@ -1,12 +1,8 @@
 """The exception for wrong settings and inputs, and the name that a misspelled word stands for."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class ConfigError(ValueError):
@@ -53,12 +49,6 @@ class Problems:
         elif str(error) not in map(str, self._found):
             self._found.append(error)
 
-    def check(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Return what the function returns, or None if it raises an error, which is kept for `raise_all`."""
-        with self.collected():
-            return function(*args, **kwargs)
-        return None
-
     def raise_all(self) -> None:
         """Raise the errors that were collected, if any: the only ConfigError, or one with all of them."""
         if len(self._found) == 1:
@@ -68,6 +58,11 @@ class Problems:
             several = ConfigError("\n  ".join(lines))
             several.parts = tuple(self._found)
             raise several
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ are merged. All wrong settings of all sources are reported at once.
 import importlib
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,19 +90,18 @@ def parse_command_line(
             )
         if world_size is not None and not check_config:
             raise ConfigError(f"--world-size {world_size} needs --check-config; add it")
-    line = problems.check(rewrite, options.values, COMMAND_LINE)
+    with problems.collected():
+        line = rewrite(options.values, COMMAND_LINE)
     file = Settings()
     name = options.values.get("job.config_file")
     if name is not None:
-        file = problems.check(read_file, found_or_preset(Path(name), name), schema, problems)
+        with problems.collected():
+            file = read_file(found_or_preset(Path(name), name), schema, problems)
     problems.raise_all()
     settings = Settings(notes=tuple(options.notes)).over(line).over(file)
     config = _build(settings.values, schema)
-    notes = (
-        *settings.notes,
-        *check_absent(settings.absent, config),
-        *_longer_step(line.values, file.values, config),
-    )
+    longer = _longer_step(line.values, file.values, config)
+    notes = (*settings.notes, *check_absent(settings.absent, config), *longer)
     return CommandLine(config, check_config, print_config, world_size, notes)
 
 
@@ -235,15 +234,13 @@ def _flat(
 
 def to_toml(config: JobConfig) -> str:
     """Return the configuration as TOML that loads to an equal one, without None and the name of the file."""
-    tables = asdict(config, dict_factory=_without_none)
+    tables = asdict(
+        config, dict_factory=lambda pairs: {key: x for key, x in pairs if x is not None}
+    )
     tables["job"].pop("config_file", None)
     import tomli_w  # here: a machine without it can train
 
     return tomli_w.dumps(tables)
-
-
-def _without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in pairs if value is not None}
 
 
 def _build(values: dict[str, object], schema: type[JobConfig]) -> JobConfig:

@@ -1,13 +1,13 @@
 """What a loader of text asks of a data set: token files (`TextData`), an iterable (`IterableData`) or a `Mixture`."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from trainer.data.contents import Contents
 from trainer.data.order.streams import StreamState
 from trainer.data.packing import PackedSequence
 
-Items: TypeAlias = int | tuple[int, ...]
+Items = int | tuple[int, ...]
 """Number of documents, of each source of a mixture; 0 if nobody knows it."""
 
 

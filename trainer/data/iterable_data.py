@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pkgutil import resolve_name
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,15 +36,6 @@ from trainer.data.tokenizers.tokenizer import (
     vocab_size_of,
 )
 from trainer.data.whole_stream import WholeStream
-
-
-@runtime_checkable
-class _ByNumber(Protocol):
-    """A sequence, or a data set of PyTorch with documents by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Any: ...
 
 
 class _Iterable(IterableDataset):
@@ -98,7 +89,8 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
     """Return the loader of a pass over an iterable, or over a sequence. epoch: number of the pass, for `set_epoch`."""
     if hasattr(iterable, "set_epoch"):
         iterable.set_epoch(epoch)
-    if not isinstance(iterable, _ByNumber):
+    is_sequence = hasattr(iterable, "__len__") and hasattr(iterable, "__getitem__")
+    if not is_sequence:  # neither that, nor a data set of PyTorch with documents by number
         iterable = _Iterable(iterable)
     with warnings.catch_warnings():
         # by PyTorch, in torchdata

@@ -15,6 +15,7 @@ from trainer.config.schema import Training
 from trainer.data.data_set import DataSet, Items, SampleStream
 from trainer.data.order.streams import StreamLoader
 from trainer.data.packing import PackedSequence
+from trainer.observer import Positions
 
 
 class TextBatch(TypedDict, total=False):
@@ -60,7 +61,12 @@ class BatchLoader(StreamLoader):
     A batch is a `TextBatch` of (local_batch_size, seq_len). The ranks of one `dp_rank` get the same batches. All
     iterators share the position: a new one continues where the last one stopped.
 
-    plan: computes from the arrays of a batch what stands under "plan" in it; exchange: makes other batches of these.
+    Args:
+        data: the data set.
+        training: its sequence length, local batch size, data streams and seed.
+        dp_rank, dp_degree: which rank reads, of how many.
+        plan: computes the entry "plan" of a batch from its arrays.
+        exchange: makes other batches of these.
 
     Raises:
         ConfigError: there is no document with text, or too few for each stream.
@@ -69,40 +75,31 @@ class BatchLoader(StreamLoader):
     def __init__(
         self,
         data: DataSet,
+        training: Training,
         *,
-        seq_len: int,
-        local_batch_size: int,
-        data_streams: int | None,
-        seed: int,
         dp_rank: int,
         dp_degree: int,
         plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
         exchange: Callable[[Iterator[TextBatch]], Iterator[dict[str, Any]]] = iter,
     ) -> None:
-        data.check(data_streams, seed)
-        self._exchange = exchange
+        split = {"data_streams": training.data_streams, "seed": training.seed}
+        data.check(**split)
         self._data = data
-        self._batch_size = local_batch_size
+        self._training = training
         self._plan = plan
-        self._seq_len = seq_len
-        split = {
-            "data_streams": data_streams,
-            "seed": seed,
-            "dp_rank": dp_rank,
-            "dp_degree": dp_degree,
-        }
-        super().__init__(data.items, **split)
+        self._exchange = exchange
+        super().__init__(data.items, **split, dp_rank=dp_rank, dp_degree=dp_degree)
 
     def fitting(self, data_streams: int) -> int:
         return self._data.streams_with_text(data_streams, self._seed)
 
     def streams_of(self, items: Items, data_streams: int) -> Mapping[int, SampleStream]:
         return self._data.streams(
-            items, self._seq_len, data_streams, self._seed, self._rank, self._degree
+            items, self._training.seq_len, data_streams, self._seed, self._rank, self._degree
         )
 
     def describe(self, items: Items) -> dict[str, int]:
-        return self._data.describe(items, self._seq_len)
+        return self._data.describe(items, self._training.seq_len)
 
     def items_of(self, saved: Mapping[str, Any]) -> Items:
         return self._data.items_of(saved)
@@ -112,7 +109,9 @@ class BatchLoader(StreamLoader):
 
     def _read(self) -> Iterator[TextBatch]:
         while True:
-            numbers, sequences = zip(*self._next_samples(self._batch_size), strict=True)
+            numbers, sequences = zip(
+                *self._next_samples(self._training.local_batch_size), strict=True
+            )
             arrays = arrays_of(sequences)
             batch = tensors_of(arrays)
             if sequences[0].source is not None:
@@ -122,9 +121,7 @@ class BatchLoader(StreamLoader):
             yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
 
 
-def data_identity(
-    states: Mapping[int, Mapping[str, Any]], training: Training
-) -> dict[str, int | str]:
+def data_identity(states: Positions, training: Training) -> dict[str, int | str]:
     """Return what all ranks of a job must have in common before they read data, by name.
 
     states: of this rank's streams, before the first batch.
@@ -153,7 +150,7 @@ class Loader(Protocol):
 
     def state_dict(self) -> dict[int, dict[str, int]]: ...
 
-    def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None: ...
+    def load_state_dict(self, states: Positions) -> None: ...
 
 
 class _Step(NamedTuple):
@@ -218,6 +215,6 @@ class BatchesAhead:
     def state_dict(self) -> dict[int, dict[str, int]]:
         return self._made[0].state if self._made else self._loader.state_dict()
 
-    def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+    def load_state_dict(self, states: Positions) -> None:
         self._made.clear()
         self._loader.load_state_dict(states)

@@ -24,6 +24,7 @@ from trainer.data.contents import Contents
 from trainer.data.data_set import DataSet, SampleStream
 from trainer.data.order.streams import AGAIN, StreamState
 from trainer.data.packing import PackedSequence
+from trainer.observer import Positions
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 
@@ -48,27 +49,20 @@ def _part(state: Mapping[str, Any], name: str) -> StreamState:
     }
 
 
+@dataclass
 class MixtureStream:
     """One numbered, endless stream of packed sequences of several sources. parts: a stream of each source, by name."""
 
-    def __init__(
-        self,
-        parts: Mapping[str, SampleStream],
-        ends: Sequence[int],
-        *,
-        stream: int,
-        data_streams: int,
-    ) -> None:
-        self._parts = parts
-        self._ends = ends
-        self._stream = stream
-        self._n = data_streams
-        self.samples = 0
+    parts: Mapping[str, SampleStream]
+    ends: Sequence[int]
+    stream: int
+    data_streams: int
+    samples: int = 0
 
     @property
     def state(self) -> StreamState:
         """The number of samples given so far, and the state of each source's stream under "name/key"."""
-        parts = ((name, part.state) for name, part in self._parts.items())
+        parts = ((name, part.state) for name, part in self.parts.items())
         return {"samples": self.samples} | {
             f"{name}/{key}": x for name, state in parts for key, x in state.items()
         }
@@ -76,7 +70,7 @@ class MixtureStream:
     @property
     def passes(self) -> float:
         """Passes over the documents of all sources together."""
-        parts = self._parts.values()
+        parts = self.parts.values()
         return sum(len(part.order) * part.passes for part in parts) / sum(
             len(part.order) for part in parts
         )
@@ -84,13 +78,14 @@ class MixtureStream:
     def restart(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
         self.samples = int(state.get("samples", 0))
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             part.restart(_part(state, name))
 
     def next_sample(self) -> PackedSequence:
         """Return the next packed sequence, with the number of its source; it raises as the streams of the sources."""
-        source = source_of_sample(self.samples * self._n + self._stream, self._ends)
-        sequence = list(self._parts.values())[source].next_sample()
+        sample = self.samples * self.data_streams + self.stream
+        source = source_of_sample(sample, self.ends)
+        sequence = list(self.parts.values())[source].next_sample()
         self.samples += 1
         return replace(sequence, source=source)
 
@@ -135,10 +130,7 @@ class Mixture:
         numbers = next(iter(found.values()))
         return {
             s: MixtureStream(
-                {name: own[s] for name, own in found.items()},
-                ends,
-                stream=s,
-                data_streams=data_streams,
+                {name: own[s] for name, own in found.items()}, ends, s, data_streams
             )
             for s in numbers
         }
@@ -173,9 +165,7 @@ class Mixture:
         }
 
 
-def positions_of(
-    states: Mapping[int, Mapping[str, Any]], names: Sequence[str]
-) -> list[tuple[float, float]]:
+def positions_of(states: Positions, names: Sequence[str]) -> list[tuple[float, float]]:
     """Return (samples, passes) of each source, summed over the given states of streams.
 
     Of whole documents, those that wait count as read.

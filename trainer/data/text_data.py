@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents, content_of
@@ -14,7 +14,7 @@ from trainer.data.token_files.format import TokenFiles
 from trainer.data.whole_stream import TooLong, WholeStream
 from trainer.runtime.console import logger
 
-TextStream: TypeAlias = DocumentStream | WholeStream
+TextStream = DocumentStream | WholeStream
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """The arguments of a model, as the job, its checks and its checkpoints use them. Torch-free."""
 
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from trainer.config.schema import Model
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.mixers import LatentArgs
-
-Self = TypeVar("Self", bound="ModelArgs")
 
 
 class ModelArgs(Protocol):
@@ -53,7 +51,9 @@ class DecoderArgs(ModelArgs, Protocol):
     tie_embeddings: bool
     """Whether one matrix is both embedding and output."""
 
-    def configured(self: Self, settings: Model, *, vocab_size: int, max_seq_len: int) -> Self:
+    def configured(
+        self, settings: Model, *, vocab_size: int, max_seq_len: int
+    ) -> "DecoderArgs":
         """Return the arguments with table `[model]`, the vocabulary and the sequence length applied.
 
         Raises:
@@ -116,6 +116,11 @@ def rotary_tables(args: DecoderArgs) -> int:
     return len({args.layer(layer).mixer.rope_theta for layer in all_layers(args)} - {0.0})
 
 
+def windows_of(args: DecoderArgs) -> list[int | None]:
+    """Return the sliding window of each layer."""
+    return [args.window_of_layer(layer) for layer in range(args.n_layers)]
+
+
 def has_windows(args: DecoderArgs) -> bool:
     """Return whether some layer sees a sliding window only."""
-    return any(args.window_of_layer(layer) is not None for layer in range(args.n_layers))
+    return any(window is not None for window in windows_of(args))

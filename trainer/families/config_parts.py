@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.families.args import windows_of
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.rotary_entries import FULL, SLIDING, rope_entries, rotary
@@ -115,8 +116,7 @@ def write_windows(args: TransformerArgs, otherwise: int | None = None) -> Fields
 
     otherwise: the window that is written where no layer has it: some models of transformers make its mask all the same.
     """
-    windows = [args.window_of_layer(layer) for layer in range(args.n_layers)]
-    kinds = [FULL if window is None else SLIDING for window in windows]
+    kinds = [FULL if window is None else SLIDING for window in windows_of(args)]
     return {"sliding_window": args.sliding_window or otherwise, "layer_types": kinds}
 
 
@@ -157,9 +157,7 @@ def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
         }
 
     def write(args: TransformerArgs) -> Fields:
-        own = {args.kind(i).rope_theta for i in range(args.n_layers) if args.kind(i).window} - {
-            None
-        }
+        own = {kind.rope_theta for kind in args.kinds if kind.window} - {None}
         local = {"rope_type": "default", "rope_theta": own.pop() if own else args.rope_theta}
         whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
         return part.write(args) | {"rope_parameters": {FULL: whole, SLIDING: local}}
@@ -228,7 +226,7 @@ def _read_sparse(config: Entries) -> Fields:
 
 
 def _write_sparse(args: TransformerArgs) -> Fields:
-    dense = [layer for layer in range(args.n_layers) if not args.kind(layer).experts]
+    dense = [layer for layer, kind in enumerate(args.kinds) if not kind.experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 

@@ -50,17 +50,17 @@ class TransformerArgs:
     task: ClassVar[str] = "tokens"
     # The same weights serve other lengths and other positions.
     free_to_change: ClassVar[frozenset[str]] = frozenset(
-        [
-            *(
-                "max_seq_len",
-                "norm_eps",
-                "rope_theta",
-                "rope_scaling",
-                "sliding_window",
-                "layers",
-            ),
-            *("router_aux_loss_coef", "router_aux_loss_load", "router_bias_update_rate"),
-        ]
+        {
+            "max_seq_len",
+            "norm_eps",
+            "rope_theta",
+            "rope_scaling",
+            "sliding_window",
+            "layers",
+            "router_aux_loss_coef",
+            "router_aux_loss_load",
+            "router_bias_update_rate",
+        }
     )
 
     dim: int = 4096
@@ -242,6 +242,11 @@ class TransformerArgs:
             number = next((i for i in range(last, -1, -1) if not self.kind(i).linear), last)
         return self.layers[number % len(self.layers)]
 
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kinds of the layers, without the layers for further tokens."""
+        return [self.kind(number) for number in range(self.n_layers)]
+
     def layer(self, number: int) -> Layer:
         """Return the record of a layer."""
         return _layer(self, self.kind(number), number >= self.n_layers)
@@ -285,10 +290,6 @@ class TransformerArgs:
     def window_of_layer(self, layer: int) -> int | None:
         return self.layer(layer).mixer.window
 
-    def recurrent_layers(self) -> list[int]:
-        """Return the layers that have linear attention."""
-        return [layer for layer in all_layers(self) if self.kind(layer).linear]
-
     def linear_shapes(self, tp: int = 1) -> Shapes:
         shapes = {
             f"layers.{number}.{name}": shape
@@ -331,7 +332,8 @@ class TransformerArgs:
         if self.linear is not None:
             number, keys, values = self.linear.states
             states = f"{number} states of {keys} x {values}"
-            words = f"{words}, in {len(self.recurrent_layers())} layers linear attention with {states}"
+            recurrent = sum(self.kind(layer).linear for layer in all_layers(self))
+            words = f"{words}, in {recurrent} layers linear attention with {states}"
         if self.mtp_layers:
             words = f"{words}, {self.mtp_layers} for further tokens"
         if (experts := self.experts) is None:

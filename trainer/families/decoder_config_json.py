@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import is_further
+from trainer.families.args import is_further, windows_of
 from trainer.families.config_parts import Part
 from trainer.families.decoder_args import TABLES, TransformerArgs
 from trainer.families.decoder_tensors import hf_tensor
@@ -108,7 +108,7 @@ class HFDecoder:
         config.only("attention_dropout", 0.0)
         dim = config.whole("hidden_size")
         n_heads, n_kv_heads, head_dim = _heads(config, dim)
-        (theta, scaling) = rotary(config)
+        theta, scaling = rotary(config)
         share = rotary_share(config) if self.rotates_a_share else 1.0
         if not self.rotates_a_share:
             for table in config, rotary_table(config):
@@ -203,7 +203,7 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
         for i in layers
     ]
     fields = asdict(args) | {
-        "sliding_window": [args.window_of_layer(i) for i in layers],
+        "sliding_window": windows_of(args),
         "layers": kinds,
     }
     fields["attention_scale"] = args.score_scale

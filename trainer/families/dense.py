@@ -55,7 +55,7 @@ def _read_smollm3(config: Entries) -> Fields:
 
 def _write_smollm3(args: TransformerArgs) -> Fields:
     return {
-        "no_rope_layers": [int(args.kind(layer).rope) for layer in range(args.n_layers)],
+        "no_rope_layers": [int(kind.rope) for kind in args.kinds],
         "use_sliding_window": args.sliding_window is not None,
         **write_windows(args),
     }

@@ -39,15 +39,20 @@ _NEEDS = "linear", "linear attention"
 _INFINITE = float("inf"), "Infinity", {"__float__": "Infinity"}  # as JSON has it, or does not
 
 
-def _linear(args: TransformerArgs) -> list[bool]:
-    return [args.kind(layer).linear for layer in range(args.n_layers)]
-
-
 def _types(args: TransformerArgs) -> list[str]:
-    return [_LINEAR if is_linear else FULL for is_linear in _linear(args)]
+    return [_LINEAR if kind.linear else FULL for kind in args.kinds]
 
 
 # ---- Qwen3-Next
+
+
+_QWEN = {
+    "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "value_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "kernel",
+}
 
 
 def _read_qwen(config: Entries) -> Fields:
@@ -56,14 +61,7 @@ def _read_qwen(config: Entries) -> Fields:
         (FULL, _LINEAR),
         full_every(config, _LINEAR, config.whole("full_attention_interval", 4)),
     )
-    names = (
-        "num_key_heads",
-        "num_value_heads",
-        "key_head_dim",
-        "value_head_dim",
-        "conv_kernel_dim",
-    )
-    linear = GatedDeltaArgs(*(config.whole(f"linear_{name}") for name in names))
+    linear = GatedDeltaArgs(**{field: config.whole(key) for key, field in _QWEN.items()})
     if linear.value_heads % linear.key_heads:
         raise ConfigError(
             f"{config.file}: linear_num_value_heads = {linear.value_heads} must be a multiple of "
@@ -73,14 +71,8 @@ def _read_qwen(config: Entries) -> Fields:
 
 
 def _write_qwen(args: TransformerArgs) -> Fields:
-    return {
-        "layer_types": _types(args),
-        "linear_num_key_heads": args.linear.key_heads,
-        "linear_num_value_heads": args.linear.value_heads,
-        "linear_key_head_dim": args.linear.key_dim,
-        "linear_value_head_dim": args.linear.value_dim,
-        "linear_conv_kernel_dim": args.linear.kernel,
-    }
+    sizes = {key: getattr(args.linear, field) for key, field in _QWEN.items()}
+    return {"layer_types": _types(args), **sizes}
 
 
 # ---- Kimi Linear: Kimi Delta Attention in three of four layers, latent attention without rotation in the others
@@ -135,11 +127,11 @@ def _read_kimi_layers(config: Entries) -> Fields:
 
 
 def _write_kimi_layers(args: TransformerArgs) -> Fields:
-    numbered = list(enumerate(_linear(args), 1))
+    numbered = list(enumerate(args.kinds, 1))
     return {
         "linear_attn_config": {
-            "full_attn_layers": [number for number, is_linear in numbered if not is_linear],
-            "kda_layers": [number for number, is_linear in numbered if is_linear],
+            "full_attn_layers": [number for number, kind in numbered if not kind.linear],
+            "kda_layers": [number for number, kind in numbered if kind.linear],
             "num_heads": args.linear.heads,
             "head_dim": args.linear.head_dim,
             "short_conv_kernel_size": args.linear.kernel,
@@ -170,9 +162,7 @@ def _write_kimi_experts(args: TransformerArgs) -> Fields:
     return {
         **{known.get(key, key): value for key, value in SIGMOID_EXPERTS.write(args).items()},
         "model_max_length": args.max_seq_len,
-        "mlp_layer_types": [
-            "sparse" if args.kind(layer).experts else "dense" for layer in range(args.n_layers)
-        ],
+        "mlp_layer_types": ["sparse" if kind.experts else "dense" for kind in args.kinds],
     }
 
 
@@ -218,9 +208,7 @@ def _read_mamba(config: Entries) -> Fields:
 
 def _write_mamba(args: TransformerArgs) -> Fields:
     linear = args.linear or MambaArgs(args.n_heads, 2 * args.dim // args.n_heads, 128)
-    rotates = {
-        args.kind(layer).rope for layer, is_linear in enumerate(_linear(args)) if not is_linear
-    }
+    rotates = {kind.rope for kind in args.kinds if not kind.linear}
     return {
         "layer_types": _types(args),
         "position_embedding_type": "rope" if True in rotates else None,

@@ -22,14 +22,17 @@ def rotary_table(config: Entries) -> Entries:
     return table.table(FULL) if FULL in table.content else table
 
 
+def _head_dim(config: Entries) -> int:
+    heads = config.whole("num_attention_heads")
+    return config.whole("head_dim", config.whole("hidden_size") // heads)
+
+
 def rotary_share(config: Entries) -> float:
     """Return the share of a head's channels that is rotated."""
     key = "partial_rotary_factor"
     table = rotary_table(config)
     share = float((table if key in table.content else config).number(key, 1.0))
-    head_dim = config.whole(
-        "head_dim", config.whole("hidden_size") // config.whole("num_attention_heads")
-    )
+    head_dim = _head_dim(config)
     if (
         key not in {**table.content, **config.content}
         and config.content.get("rotary_dim") is not None
@@ -84,10 +87,7 @@ def _longrope(config: Entries, table: Entries) -> RopeScaling:
     """Return the scaling of LongRoPE. Phi's files have the original length outside the table, and no factor."""
     key = "original_max_position_embeddings"
     original = (config if key in config.content else table).whole(key)
-    head_dim = config.whole(
-        "head_dim", config.whole("hidden_size") // config.whole("num_attention_heads")
-    )
-    pairs = int(head_dim * rotary_share(config)) // 2
+    pairs = int(_head_dim(config) * rotary_share(config)) // 2
     factors = []
     for name in ("short_factor", "long_factor"):
         values = table.content.get(name)

@@ -59,9 +59,7 @@ def _write_sigmoid(args: TransformerArgs) -> Fields:
         "n_group": args.experts.groups,
         "topk_group": args.experts.groups_per_token,
         "routed_scaling_factor": args.experts.scale,
-        "first_k_dense_replace": sum(
-            not args.kind(layer).experts for layer in range(args.n_layers)
-        ),
+        "first_k_dense_replace": sum(not kind.experts for kind in args.kinds),
     }
 
 
@@ -75,17 +73,25 @@ SIGMOID_NAMES = {
 }
 
 
+_LATENT = {
+    "kv_lora_rank": "rank",
+    "q_lora_rank": "query_rank",
+    "qk_nope_head_dim": "nope_dim",
+    "qk_rope_head_dim": "rope_dim",
+    "v_head_dim": "value_dim",
+}
+
+
 def _read_latent(config: Entries) -> Fields:
     if config.whole("num_attention_heads") != config.whole("num_key_value_heads"):
         raise ConfigError(
             f"{config.file}: num_key_value_heads = {config.content['num_key_value_heads']!r} must be "
             f"num_attention_heads = {config.whole('num_attention_heads')}: a latent is for all heads"
         )
-    names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-    query_rank = (
-        config.whole("q_lora_rank") if config.content.get("q_lora_rank") is not None else None
-    )
-    latent = LatentArgs(*(config.whole(name) for name in names), query_rank)
+    keys = [
+        key for key in _LATENT if key != "q_lora_rank" or config.content.get(key) is not None
+    ]
+    latent = LatentArgs(**{_LATENT[key]: config.whole(key) for key in keys})
     if latent.rope_dim % 2 or latent.value_dim > latent.head_dim:
         raise ConfigError(
             f"{config.file}: qk_rope_head_dim = {latent.rope_dim} must be even, and v_head_dim = {latent.value_dim} at "
@@ -95,14 +101,8 @@ def _read_latent(config: Entries) -> Fields:
 
 
 def _write_latent(args: TransformerArgs) -> Fields:
-    return {
-        "head_dim": args.latent.rope_dim,
-        "kv_lora_rank": args.latent.rank,
-        "q_lora_rank": args.latent.query_rank,
-        "qk_nope_head_dim": args.latent.nope_dim,
-        "qk_rope_head_dim": args.latent.rope_dim,
-        "v_head_dim": args.latent.value_dim,
-    }
+    sizes = {key: getattr(args.latent, field) for key, field in _LATENT.items()}
+    return {"head_dim": args.latent.rope_dim, **sizes}
 
 
 NO_BIASES = only("attention_bias", False, written=True)
@@ -111,18 +111,13 @@ _FURTHER = Part(lambda config: {}, lambda args: {"num_nextn_predict_layers": arg
 
 
 def _read_switched_window(config: Entries) -> Fields:
-    return {
-        "sliding_window": config.whole("sliding_window")
-        if config.switch("use_sliding_window")
-        else None
-    }
+    on = config.switch("use_sliding_window")
+    return {"sliding_window": config.whole("sliding_window") if on else None}
 
 
 def _write_switched_window(args: TransformerArgs) -> Fields:
-    return {
-        "use_sliding_window": args.sliding_window is not None,
-        "sliding_window": args.sliding_window,
-    }
+    window = args.sliding_window
+    return {"use_sliding_window": window is not None, "sliding_window": window}
 
 
 def _read_minimax(config: Entries) -> Fields:

@@ -4,5 +4,5 @@ from longshard.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
-    {"record": "ResolvedJob", "resolution": "resolve", "degrees": "Degrees resolve_degrees"},
+    {"record": "ResolvedJob", "resolution": "resolve"},
 )

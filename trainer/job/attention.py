@@ -22,7 +22,7 @@ from longshard.context.planning.options import ContextParallelOptions
 from longshard.sharding.errors import OptionError
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
-from trainer.families.args import ModelArgs, has_windows, latent_of
+from trainer.families.args import ModelArgs, has_windows, latent_of, windows_of
 
 # The most tiles of a stage of `make_plan`, for the choice of a kernel before documents are known. 131,072 tokens in
 # documents of 500 on average, exponentially distributed, have 252 on one rank, 128 on two and 41 on eight; in
@@ -90,8 +90,18 @@ def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallel
     hybrid = parallelism.context_parallel_hybrid_degrees
     named = ContextParallelOptions().method if method == "auto" else method
     two_level = METHODS[named].two_level
-    if two_level:
-        _check_hybrid(hybrid, parallelism.context_parallel_degree)
+    degree = parallelism.context_parallel_degree
+    if two_level and (len(hybrid) != 2 or min(hybrid) < 2 or hybrid[0] * hybrid[1] != degree):
+        fitting = [[d, degree // d] for d in range(2, degree) if degree % d == 0]
+        raise ConfigError(
+            f"parallelism.context_parallel_hybrid_degrees = {list(hybrid)} must be degrees [all_to_all, ring], "
+            f"each at least 2, whose product is parallelism.context_parallel_degree = {degree}; "
+            + (
+                f"that is one of {', '.join(map(str, fitting))}"
+                if fitting
+                else "use another method or degree"
+            )
+        )
     return ContextParallelOptions(
         method=named,
         load_balancer=parallelism.context_parallel_load_balancer,
@@ -249,10 +259,9 @@ def _sharing(node: int | None, tp: int) -> int | None:
 
 
 def _layer_masks(model: ModelArgs, seq_len: int) -> tuple[Mask, ...]:
-    windows = {model.window_of_layer(layer) for layer in range(model.n_layers)}
     return tuple(
         causal(seq_len) if w is None else sliding_window(seq_len, w)
-        for w in sorted(windows, key=str)
+        for w in sorted(set(windows_of(model)), key=str)
     )
 
 
@@ -283,20 +292,6 @@ def _checked_gradients(config: JobConfig, device_type: str) -> str:
             f"computes in {computed}; leave it out, or use training.mixed_precision_param = 'bfloat16'"
         )
     return wanted
-
-
-def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:
-    if len(degrees) != 2 or min(degrees) < 2 or degrees[0] * degrees[1] != degree:
-        fitting = [[d, degree // d] for d in range(2, degree) if degree % d == 0]
-        raise ConfigError(
-            f"parallelism.context_parallel_hybrid_degrees = {list(degrees)} must be degrees [all_to_all, ring], "
-            f"each at least 2, whose product is parallelism.context_parallel_degree = {degree}; "
-            + (
-                f"that is one of {', '.join(map(str, fitting))}"
-                if fitting
-                else "use another method or degree"
-            )
-        )
 
 
 def _checked_heads(

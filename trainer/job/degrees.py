@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.config.errors import ConfigError
+from trainer.config.parallelism import Parallelism
 
 KEYS = {
     "pp": "parallelism.pipeline_parallel_degree",
@@ -75,38 +76,39 @@ class Degrees:
 
 
 def resolve_degrees(
-    *,
-    dp_replicate: int,
-    dp_shard: int,
-    cp: int = 1,
-    tp: int,
-    pp: int = 1,
-    world_size: int,
-    domain: tuple[int, ...] = (),
-    ep: int | None = None,
+    parallelism: Parallelism, world_size: int, ep: int | None = None
 ) -> Degrees:
-    """Check that the product of the degrees is `world_size`; dp_shard = -1 takes the ranks that the others leave.
+    """Check that the product of the degrees is the number of ranks; a shard degree of -1 takes what the others leave.
 
-    domain: degrees of a field's axes, in the place of `cp`; ep: see `Degrees`. A ConfigError of the product names the
-    nearest choices that fit.
+    Args:
+        parallelism: the degrees as they are set; those of a field's axes are in the place of the degree of CP.
+        world_size: the number of ranks.
+        ep: see `Degrees`.
+
+    Raises:
+        ConfigError: of a wrong product; it names the nearest choices that fit.
     """
     if world_size < 1:
         raise ConfigError(f"world size = {world_size} must be the number of ranks, at least 1")
+    degrees = {name: getattr(parallelism, key.partition(".")[2]) for name, key in KEYS.items()}
+    domain = degrees["domain"]
+    cp = degrees["cp"]
     if domain and (min(domain) < 1 or cp > 1):
         raise ConfigError(
             f"{KEYS['domain']} = {list(domain)} must be degrees of at least 1, in the place of {KEYS['cp']} = {cp}; "
             "use [2] for two ranks along the height, or [2, 2] for height and width"
         )
-    shared = {"domain": math.prod(domain)} if domain else {"cp": cp}
-    degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, **shared, "tp": tp}
+    shared = "domain" if domain else "cp"
+    del degrees["cp" if domain else "domain"]
+    degrees[shared] = math.prod(domain) if domain else cp
     others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
-    resolved = (
-        degrees | {"dp_shard": max(1, world_size // others)} if dp_shard == -1 else degrees
-    )
+    resolved = dict(degrees)
+    if degrees["dp_shard"] == -1:
+        resolved["dp_shard"] = max(1, world_size // others)
     if math.prod(resolved.values()) != world_size:
         raise _wrong_product(degrees, world_size)
-    shared = {"cp": math.prod(domain) if domain else cp, "domain": domain, "ep": ep}
-    return Degrees(**resolved | shared, world_size=world_size)
+    resolved |= {"cp": resolved[shared], "domain": domain, "ep": ep}
+    return Degrees(**resolved, world_size=world_size)
 
 
 def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:

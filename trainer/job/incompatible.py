@@ -22,63 +22,46 @@ class Pair(NamedTuple):
     sentence: str
 
 
-def refuse_incompatible(draft: Draft, first: str) -> None:
+def refuse_incompatible(first: str, draft: Draft) -> None:
     """Raise a ConfigError for the first row of a key that holds."""
-    for pair in INCOMPATIBLE:
+    for pair in INCOMPATIBLE if _IN_USE[first](draft) else ():
         if pair.first == first and pair.holds(draft):
             raise ConfigError(pair.sentence.format(**vars(draft)))
-
-
-def _early(of_config: Callable[[Draft], bool]) -> Callable[[Draft], bool]:
-    return lambda draft: draft.config.training.early_update and of_config(draft)
-
-
-def _chunked(of_config: Callable[[Draft], bool]) -> Callable[[Draft], bool]:
-    return lambda draft: draft.config.training.sequence_chunks > 1 and of_config(draft)
-
-
-def _by_micro_batch(of_config: Callable[[Draft], bool]) -> Callable[[Draft], bool]:
-    def holds(draft: Draft) -> bool:
-        load = draft.config.model.router_aux_loss_load
-        return _has_experts(draft) and load == "micro_batch" and of_config(draft)
-
-    return holds
 
 
 def _has_experts(draft: Draft) -> bool:
     return experts_of(draft.model) is not None
 
 
-def _is_linear(draft: Draft) -> bool:
-    return getattr(draft.model, "linear", None) is not None
-
-
-def _has_short_convolutions(draft: Draft) -> bool:
-    return getattr(draft.model, "short_conv_kernel", 0) > 0
-
-
 def _compiles_varying_lengths(draft: Draft) -> bool:
     """Of PyTorch 2.13, whose compiler then ends in a RecursionError in a layer for a further token."""
     settings = draft.config.compile
     traced = settings.enable and "model" in settings.components and settings.backend != "eager"
-    balances = draft.config.training.balance == "step"
-    return traced and balances and draft.degrees.tp > 1 and mtp_layers_of(draft.model) > 0
+    return traced and draft.degrees.tp > 1 and mtp_layers_of(draft.model) > 0
 
 
 _CHUNKS = "training.sequence_chunks"
 _EARLY = "training.early_update"
 _LOAD = "model.router_aux_loss_load"
 _EXPERTS = "experts"
+_IN_USE: dict[str, Callable[[Draft], bool]] = {
+    "training.enable_cpu_offload": lambda d: d.config.training.enable_cpu_offload,
+    _EARLY: lambda d: d.config.training.early_update,
+    _CHUNKS: lambda d: d.config.training.sequence_chunks > 1,
+    "training.balance": lambda d: d.config.training.balance == "step",
+    _LOAD: lambda d: _has_experts(d) and d.config.model.router_aux_loss_load == "micro_batch",
+    _EXPERTS: _has_experts,
+    "float8.enable": lambda d: d.config.float8.enable,
+    "lora.rank": lambda d: d.config.lora.rank > 0,
+    "lora.dropout": lambda d: d.config.lora.rank > 0 and d.config.lora.dropout > 0,
+}
+"""The first keys of the rows, and whether a job uses them: else no row of a key holds."""
 INCOMPATIBLE = (
     Pair(
         "training.enable_cpu_offload",
         "parallelism.data_parallel_replicate_degree",
         # FSDP2 may copy a gradient before its all-reduce is done
-        lambda d: (
-            d.config.training.enable_cpu_offload
-            and d.degrees.dp_replicate > 1
-            and d.device_type == "cuda"
-        ),
+        lambda d: d.degrees.dp_replicate > 1 and d.device_type == "cuda",
         "training.enable_cpu_offload = true with parallelism.data_parallel_replicate_degree = {degrees.dp_replicate} "
         "may copy gradients to the host before replicas are summed (pytorch issue 180665); use degree 1, which shards "
         "over all ranks, or leave the offload out",
@@ -86,21 +69,21 @@ INCOMPATIBLE = (
     Pair(
         _EARLY,
         "training.on_nonfinite",
-        _early(lambda d: d.config.training.on_nonfinite == "skip"),
+        lambda d: d.config.training.on_nonfinite == "skip",
         "training.early_update = true updates parameters on the host during the backward, which is not possible with "
         "training.on_nonfinite = 'skip', which keeps all old weights; change that, or leave early_update out",
     ),
     Pair(
         _EARLY,
         "training.enable_cpu_offload",
-        _early(lambda d: not d.config.training.enable_cpu_offload),
+        lambda d: not d.config.training.enable_cpu_offload,
         "training.early_update = true updates parameters on the host during the backward, which is not possible with "
         "training.enable_cpu_offload = false: the update is on the GPU; change that, or leave early_update out",
     ),
     Pair(
         _EARLY,
         "training.max_norm",
-        _early(lambda d: d.config.training.max_norm < math.inf),
+        lambda d: d.config.training.max_norm < math.inf,
         "training.early_update = true updates parameters on the host during the backward, which is not possible with "
         "training.max_norm = {config.training.max_norm:g}, for which all gradients are needed; change that, or leave "
         "early_update out",
@@ -108,7 +91,7 @@ INCOMPATIBLE = (
     Pair(
         _EARLY,
         "optimizer.name",
-        _early(lambda d: d.config.optimizer.name not in ("AdamW", "Adam")),
+        lambda d: d.config.optimizer.name not in ("AdamW", "Adam"),
         "training.early_update = true updates parameters on the host during the backward, which is not possible with "
         "optimizer.name = {config.optimizer.name!r}; AdamW and Adam update each parameter by itself; change that, or "
         "leave early_update out",
@@ -116,42 +99,42 @@ INCOMPATIBLE = (
     Pair(
         _EARLY,
         "metrics.log_update_norms",
-        _early(lambda d: d.config.metrics.log_update_norms),
+        lambda d: d.config.metrics.log_update_norms,
         "training.early_update = true updates parameters on the host during the backward, which is not possible with "
         "metrics.log_update_norms = true, which needs all old weights; change that, or leave early_update out",
     ),
     Pair(
         _EARLY,
         "parallelism.pipeline_parallel_degree",
-        _early(lambda d: d.degrees.pp > 1),
+        lambda d: d.degrees.pp > 1,
         "training.early_update = true updates parameters on the host during the backward, which is not possible with "
         "parallelism.pipeline_parallel_degree = {degrees.pp}; change that, or leave early_update out",
     ),
     Pair(
         _CHUNKS,
         "parallelism.context_parallel_degree",
-        _chunked(lambda d: d.degrees.cp > 1),
+        lambda d: d.degrees.cp > 1,
         "training.sequence_chunks = {config.training.sequence_chunks} with parallelism.context_parallel_degree = "
         "{degrees.cp} is not handled; use degree 1, and FSDP, HSDP or TP over the ranks, or leave the chunks out",
     ),
     Pair(
         _CHUNKS,
         "parallelism.pipeline_parallel_degree",
-        _chunked(lambda d: d.degrees.pp > 1),
+        lambda d: d.degrees.pp > 1,
         "training.sequence_chunks = {config.training.sequence_chunks} with parallelism.pipeline_parallel_degree = "
         "{degrees.pp} is not handled; use degree 1, and FSDP, HSDP or TP over the ranks, or leave the chunks out",
     ),
     Pair(
         _CHUNKS,
         "model.flavor",
-        _chunked(_is_linear),
+        lambda d: getattr(d.model, "linear", None) is not None,
         "training.sequence_chunks = {config.training.sequence_chunks} does not work with layers of linear attention: "
         "the state after a chunk is not kept for the next one; use sequence_chunks = 1, or context parallelism",
     ),
     Pair(
         _CHUNKS,
         "model.short_conv_kernel",
-        _chunked(_has_short_convolutions),
+        lambda d: getattr(d.model, "short_conv_kernel", 0) > 0,
         "training.sequence_chunks = {config.training.sequence_chunks} does not work with model.short_conv_kernel = "
         "{model.short_conv_kernel}: the last tokens of a chunk are not kept for the next one; use sequence_chunks = 1, "
         "or context parallelism",
@@ -168,21 +151,21 @@ INCOMPATIBLE = (
     Pair(
         _LOAD,
         "model.router_aux_loss_coef",
-        _by_micro_batch(lambda d: not getattr(d.model, "router_aux_loss_coef", 0)),
+        lambda d: not getattr(d.model, "router_aux_loss_coef", 0),
         "model.router_aux_loss_load = 'micro_batch' has no effect with model.router_aux_loss_coef = 0; set the "
         "coefficient, or leave it out",
     ),
     Pair(
         _LOAD,
         "parallelism.pipeline_parallel_degree",
-        _by_micro_batch(lambda d: d.degrees.pp > 1),
+        lambda d: d.degrees.pp > 1,
         "model.router_aux_loss_load = 'micro_batch' needs all layers' choices of a micro-batch before its first "
         "backward, which parallelism.pipeline_parallel_degree = {degrees.pp} does not have; use 1, or 'step_before'",
     ),
     Pair(
         _LOAD,
         "training.sequence_chunks",
-        _by_micro_batch(lambda d: d.config.training.sequence_chunks > 1),
+        lambda d: d.config.training.sequence_chunks > 1,
         "model.router_aux_loss_load = 'micro_batch' needs all layers' choices of a micro-batch before its first "
         "backward, which training.sequence_chunks = {config.training.sequence_chunks} does not have; use 1, or "
         "'step_before'",
@@ -190,57 +173,53 @@ INCOMPATIBLE = (
     Pair(
         _EXPERTS,
         "activation_checkpoint.mode",
-        lambda d: _has_experts(d) and d.config.activation_checkpoint.mode == "memory_budget",
+        lambda d: d.config.activation_checkpoint.mode == "memory_budget",
         "activation_checkpoint.mode = 'memory_budget' does not work with the experts of model.name = "
         "{config.model.name!r}, which the compiler does not see; use the mode 'selective' or 'full'",
     ),
     Pair(
         _EXPERTS,
         "float8.enable",
-        lambda d: _has_experts(d) and d.config.float8.enable,
+        lambda d: d.config.float8.enable,
         "float8.enable = true does not work with the experts of model.name = {config.model.name!r}, for which torchao "
         "has no product that float8.emulate could show; leave it out",
     ),
     Pair(
         _EXPERTS,
         "parallelism.enable_async_tensor_parallel",
-        lambda d: _has_experts(d) and d.config.parallelism.overlaps_tensor_parallel,
+        lambda d: d.config.parallelism.overlaps_tensor_parallel,
         "parallelism.enable_async_tensor_parallel = true does not work with the experts of model.name = "
         "{config.model.name!r}, which tensor parallelism does not cut and the compiler does not see; leave it out",
     ),
     Pair(
         "float8.enable",
         "training.dtype",
-        lambda d: d.config.float8.enable and d.config.training.dtype == "float64",
+        lambda d: d.config.training.dtype == "float64",
         "float8.enable = true computes in float32 or less, and training.dtype = 'float64' asks for more; use 'float32' "
         "or 'bfloat16', or leave float8.enable out",
     ),
     Pair(
         "float8.enable",
         "parallelism.enable_async_tensor_parallel",
-        lambda d: d.config.float8.enable and d.config.parallelism.overlaps_tensor_parallel,
+        lambda d: d.config.parallelism.overlaps_tensor_parallel,
         "float8.enable = true and parallelism.enable_async_tensor_parallel = true do not work together: only products "
         "in high precision overlap; leave one of them out",
     ),
     Pair(
         "lora.rank",
         "float8.enable",
-        lambda d: d.config.lora.rank > 0 and d.config.float8.enable,
+        lambda d: d.config.float8.enable,
         "float8.enable = true multiplies weights that are trained, and with lora.rank they are frozen; leave one of "
         "them out",
     ),
     Pair(
         "lora.dropout",
         "training.balance",
-        lambda d: (
-            d.config.lora.rank > 0
-            and d.config.lora.dropout > 0
-            and d.config.training.balance == "step"
-        ),
+        lambda d: d.config.training.balance == "step",
         "lora.dropout = {config.lora.dropout} numbers the tokens of sequences, which training.balance = 'step' takes "
         "apart, so that the masks would depend on the ranks; use balance = 'off', or no dropout",
     ),
 )
 """In the order in which they are looked at."""
 
-FIRST_KEYS = tuple(dict.fromkeys(pair.first for pair in INCOMPATIBLE))
+FIRST_KEYS = tuple(_IN_USE)

@@ -11,7 +11,13 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.template_files import find_template
 from trainer.data.tokenizers.tokenizer import vocab_size_of
-from trainer.families.args import DecoderArgs, experts_of, has_windows, mtp_layers_of
+from trainer.families.args import (
+    DecoderArgs,
+    experts_of,
+    has_windows,
+    mtp_layers_of,
+    windows_of,
+)
 from trainer.families.feed_forward_args import has_grouped_product
 from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, resolve_attention
 from trainer.job.data import (
@@ -239,7 +245,7 @@ def _attention(job: ResolvedJob) -> str:
         where = "host" if config.training.sequence_chunks_offload else "device"
         mask += f", in {job.chunks} chunks, one after another, whose keys and values are kept on the {where}"
     if has_windows(job.model):
-        windows = [job.model.window_of_layer(layer) for layer in range(job.model.n_layers)]
+        windows = windows_of(job.model)
         widths = [window for window in windows if window is not None]
         where = (
             "" if len(widths) == len(windows) else f" in {len(widths)} of {len(windows)} layers"

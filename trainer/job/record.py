@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from longshard.context.planning.mask import Mask
 from longshard.context.planning.options import ContextParallelOptions
@@ -176,29 +176,29 @@ class ResolvedJob(TaskDecisions):
 class TaskSpec(ABC):
     """One kind of training. The class attributes are words and properties that messages and metrics need."""
 
-    name: ClassVar[str]
+    name: str
     """Also `ModelArgs.task` of the models that it trains."""
-    module: ClassVar[str]
+    module: str
     """Where its `Task` is, which reads batches and computes losses: "package.module:Class"."""
-    data: ClassVar[str]
+    data: str
     """What it is about, in a word: "text"."""
-    positions: ClassVar[str]
+    positions: str
     """What a sample consists of: "tokens"."""
-    position: ClassVar[str]
+    position: str
     """The same, short: "tok"."""
-    sample: ClassVar[str]
+    sample: str
     """What a batch consists of: "sequence"."""
-    command: ClassVar[str]
+    command: str
     """What to run with the weights of a run, whose folder stands for {}."""
-    validates: ClassVar[bool] = False
+    validates: bool = False
     """Whether the table [validation] is for it."""
-    copies_batches: ClassVar[bool] = False
+    copies_batches: bool = False
     """Whether its `Task` copies to the device what a rank computes of a batch; else the loop copies whole batches."""
-    sums_losses: ClassVar[bool] = True
+    sums_losses: bool = True
     """Whether the loss of a step is a sum of the positions' losses, so that each has the same cotangent."""
-    uses_model: ClassVar[bool] = False
+    uses_model: bool = False
     """Whether its `Task` has a method `use_model`, for forwards of its own."""
-    fixed_shapes: ClassVar[bool] = True
+    fixed_shapes: bool = True
     """Whether every batch has the same shapes, so that the compiler need not expect others."""
 
     @abstractmethod

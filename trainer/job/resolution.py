@@ -11,9 +11,9 @@ from trainer.config.keys import Condition, keys_of
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig
 from trainer.config.values import shown
-from trainer.families.args import ModelArgs, experts_of
+from trainer.families.args import ModelArgs, experts_of, windows_of
 from trainer.families.registry import MODELS, ModelFolder, flavor_args, from_path, model_folder
-from trainer.job.degrees import GPUS_OF_A_NODE, KEYS, resolve_degrees
+from trainer.job.degrees import GPUS_OF_A_NODE, resolve_degrees
 from trainer.job.draft import Draft
 from trainer.job.experts import check_experts, note_of_router
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
@@ -39,8 +39,8 @@ _OF_TOKENS: dict[str, TaskSpec] = {"preferences": Preferences()}
 """Data sets of tokens that are for a task of their own."""
 
 
-Step = Callable[[Draft], Draft]
-"""Takes what is known of a job and returns it with a part, or notes, added; raises ConfigError for a wrong setting."""
+Step = Callable[[Draft], Draft | None]
+"""Takes what is known of a job; returns it with what it adds, or None. Raises ConfigError for a wrong setting."""
 
 
 def resolve(
@@ -74,7 +74,7 @@ def resolve(
         problems = Problems(missing)
         for step in stage:
             with problems.collected():
-                draft = step(draft)
+                draft = step(draft) or draft
         problems.raise_all()
     return draft.resolved(_without_auto(draft))
 
@@ -125,7 +125,7 @@ def _write_out(draft: Draft) -> Draft:
     return replace(draft, config=config, folder=folder, task=task_of(config)).noted(*notes)
 
 
-def _bounds(draft: Draft) -> Draft:
+def _bounds(draft: Draft) -> None:
     """Check that all values are within the bounds of their keys."""
     problems = Problems()
     for name, key in keys_of(type(draft.config)).items():
@@ -134,17 +134,11 @@ def _bounds(draft: Draft) -> Draft:
             words = f"{key.bounds.words}, such as {key.works!r}"
             problems.add(ConfigError(f"{name} = {value!r} must be {words}"))
     problems.raise_all()
-    return draft
 
 
-def _checks(check: Callable[[JobConfig], object]) -> Step:
+def _checks(check: Callable[[JobConfig], None]) -> Step:
     """Return the step that checks the configuration alone."""
-
-    def step(draft: Draft) -> Draft:
-        check(draft.config)
-        return draft
-
-    return step
+    return lambda draft: check(draft.config)
 
 
 def _model(draft: Draft) -> Draft:
@@ -154,8 +148,8 @@ def _model(draft: Draft) -> Draft:
 def _degrees(draft: Draft) -> Draft:
     has_experts = draft.model is not None and experts_of(draft.model) is not None
     ep = draft.config.parallelism.expert_parallel_degree if has_experts else None
-    given = {name: attrgetter(key)(draft.config) for name, key in KEYS.items()}
-    return replace(draft, degrees=resolve_degrees(**given, world_size=draft.world_size, ep=ep))
+    degrees = resolve_degrees(draft.config.parallelism, draft.world_size, ep)
+    return replace(draft, degrees=degrees)
 
 
 def _effects(draft: Draft) -> Draft:
@@ -186,12 +180,11 @@ def _without_effect(condition: Condition, names: list[str], config: JobConfig) -
     return f"{listed} {have} no effect {condition.otherwise.format(config)}"
 
 
-def _batch(draft: Draft) -> Draft:
+def _batch(draft: Draft) -> None:
     check_batch(draft.config, draft.degrees)
-    return draft
 
 
-def _tensor_parallel_sizes(draft: Draft) -> Draft:
+def _tensor_parallel_sizes(draft: Draft) -> None:
     tp = draft.degrees.tp
     sizes = draft.model.tensor_parallel_sizes()
     common = math.gcd(*sizes.values())
@@ -202,7 +195,6 @@ def _tensor_parallel_sizes(draft: Draft) -> Draft:
                 f"parallelism.tensor_parallel_degree = {tp} must divide the {size} {what} of model.flavor = "
                 f"{draft.config.model.flavor!r}; degrees that fit this model: {', '.join(fitting)}"
             )
-    return draft
 
 
 def _experts(draft: Draft) -> Draft:
@@ -210,34 +202,26 @@ def _experts(draft: Draft) -> Draft:
     return draft.noted(*note_of_router(draft.model))
 
 
-def _pairs_of(first: str, draft: Draft) -> Draft:
-    refuse_incompatible(draft, first)
-    return draft
-
-
 def _task(draft: Draft) -> Draft:
     return draft.noted(*draft.task.check(draft.config, draft.model, draft.degrees))
 
 
-def _data(draft: Draft) -> Draft:
+def _data(draft: Draft) -> None:
     problems = Problems(draft.missing)
     for check in () if draft.data_checked else draft.task.data_checks(draft.config):
         with problems.collected():
             check(draft.config)
     problems.raise_all()
-    return draft
 
 
-def _weights(draft: Draft) -> Draft:
+def _weights(draft: Draft) -> None:
     if not draft.weights_checked:
         check_initial_weights(draft.config, draft.model, draft.folder)
-    return draft
 
 
-def _checkpoint(draft: Draft) -> Draft:
+def _checkpoint(draft: Draft) -> None:
     if not draft.weights_checked:
         check_checkpoint(draft.config, draft.model)
-    return draft
 
 
 def _decisions(draft: Draft) -> Draft:
@@ -269,19 +253,10 @@ def _with_windows_of_flavor(config: JobConfig, folder: ModelFolder | None) -> Jo
     if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
         return config
     args = flavor_args(config.model, folder)
-    windows = (
-        [args.window_of_layer(layer) for layer in range(args.n_layers)]
-        if config.task == "tokens"
-        else []
-    )
-    shorter = [
-        window for window in windows if window is not None and window < config.training.seq_len
-    ]
-    return (
-        replace(config, model=replace(config.model, sliding_window=shorter[0]))
-        if shorter
-        else config
-    )
+    for window in windows_of(args) if config.task == "tokens" else ():
+        if window is not None and window < config.training.seq_len:
+            return replace(config, model=replace(config.model, sliding_window=window))
+    return config
 
 
 def _without_auto(draft: Draft) -> JobConfig:
@@ -333,7 +308,7 @@ STAGES: tuple[tuple[Step, ...], ...] = (
         _batch,
         _tensor_parallel_sizes,
         _experts,
-        *(partial(_pairs_of, key) for key in FIRST_KEYS),
+        *(partial(refuse_incompatible, key) for key in FIRST_KEYS),
         _task,
         _data,
         _weights,

@@ -17,7 +17,7 @@ from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
 from trainer.families.mixers import AttentionArgs
 from trainer.models.cached import Cached
-from trainer.models.initialization import fill
+from trainer.models.initialization import Branch
 from trainer.models.norms import NormOfHeads, build_rms_norm
 from trainer.models.rotary import apply_rope
 from trainer.models.short_convolution import ShortConvolution
@@ -126,7 +126,7 @@ class AttentionSinks(Weights):
         parameter.zero_()
 
 
-class Attention(nn.Module):
+class Attention(Branch):
     """Grouped-query attention with rotary positions.
 
     Args:
@@ -246,8 +246,3 @@ class Attention(nn.Module):
         if self.short_conv is not None and ranks > 1:
             styles["short_conv.inner_convolution"] = ContextParallelConvolution()
         return styles
-
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
-        fill(name, parameter, generator, branches=self.branches if name == "wo.weight" else 1)

@@ -16,7 +16,7 @@ class Cached(nn.Module):
     cache: Step | None = None
     """What does its work. None: its own forward."""
 
-    def run(self, *inputs: torch.Tensor | None, **settings: object) -> torch.Tensor:
+    def run(self, *inputs: object, **settings: object) -> torch.Tensor:
         """Return the output of the cache, if there is one, else of the module."""
         if self.cache is None:
             return self(*inputs, **settings)
@@ -38,9 +38,7 @@ def cached(model: nn.Module, steps: Mapping[type[Cached], Step]) -> Iterator[Non
     }
     used: set[nn.Module] = set()
 
-    def noted(
-        module: nn.Module, *inputs: torch.Tensor | None, **settings: object
-    ) -> torch.Tensor:
+    def noted(module: nn.Module, *inputs: object, **settings: object) -> torch.Tensor:
         used.add(module)
         return modules[module](module, *inputs, **settings)
 

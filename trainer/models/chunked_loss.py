@@ -289,9 +289,7 @@ class _Gradients:
         if self.weight is not None:
             self.weight.mul_(by)
 
-    def rounded(
-        self, weight: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (
             self.hidden,
             None if self.weight is None else self.weight.to(weight.dtype),
@@ -341,7 +339,7 @@ class _TokenLosses(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, labels, lse = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
         # Those of the forward serve one backward, of a sum: its gradient is one number in memory for all tokens.

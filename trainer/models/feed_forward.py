@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.families.feed_forward_args import DenseArgs
-from trainer.models.initialization import fill
+from trainer.models.initialization import Branch
 from trainer.parallel.tensor_parallel import Styles
 
 
@@ -59,8 +59,10 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
     return _Gated.apply(ACTIVATIONS[activation], gate, up)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Branch):
     """SwiGLU or GEGLU (arXiv 2002.05202). branches: of the model, see `initialization.draw`."""
+
+    last = "w2.weight"
 
     def __init__(self, dim: int, args: DenseArgs, *, branches: int = 1) -> None:
         super().__init__()
@@ -86,8 +88,3 @@ class FeedForward(nn.Module):
             "w2": RowwiseParallel(output_layouts=Shard(1)),
             "w3": ColwiseParallel(),
         }
-
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
-        fill(name, parameter, generator, branches=self.branches if name == "w2.weight" else 1)

@@ -44,6 +44,19 @@ def fill(
         draw(parameter, generator, branches=branches)
 
 
+class Branch(nn.Module):
+    """A residual branch of a layer, whose last matrix keeps the scale of the sum of all branches, see `draw`."""
+
+    branches = 1
+    last = "wo.weight"
+
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
+        """Draw a parameter, see `fill`."""
+        fill(name, parameter, generator, branches=self.branches if name == self.last else 1)
+
+
 def stored_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a model on meta in its data type of storage; modules with `float32_at_least` are no narrower than that."""
     model.to(dtype)

@@ -9,7 +9,7 @@ from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
 from trainer.families.mixers import LatentAttentionArgs
 from trainer.models.attention import InnerAttention
-from trainer.models.initialization import fill
+from trainer.models.initialization import Branch
 from trainer.models.rotary import apply_rope
 from trainer.models.weights import Weights
 from trainer.parallel.tensor_parallel import Gathered, LocalParameter, Styles, tokens_divided
@@ -21,7 +21,7 @@ class UpProjection(Weights):
     muon_matrices = ("weight",)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Branch):
     """Attention whose context-parallel ranks send each other latents, in the place of keys and values.
 
     Of a head's query and key, N channels are not rotated, and P behind them are; all heads share a key's rotated part.
@@ -119,8 +119,3 @@ class LatentAttention(nn.Module):
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
         """Return how context-parallel ranks share a sequence, by the names of its modules."""
         return {"inner_attention": self.inner_attention.planned(options)}
-
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
-        fill(name, parameter, generator, branches=self.branches if name == "wo.weight" else 1)

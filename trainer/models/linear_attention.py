@@ -15,7 +15,7 @@ from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, LinearArgs, MambaArgs
 from trainer.models.cached import Cached
-from trainer.models.initialization import fill
+from trainer.models.initialization import Branch
 from trainer.models.norms import NormOfHeads
 from trainer.models.short_convolution import InnerConvolution, Taps
 from trainer.models.weights import Weights
@@ -31,20 +31,13 @@ from trainer.parallel.tensor_parallel import (
 class InnerLinearAttention(Cached):
     """The recurrence over whole sequences, or with a plan over those of all ranks. It has no parameters."""
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        log_decay: torch.Tensor,
-        beta: torch.Tensor | None,
-        *,
-        scale: float,
-        positions: torch.Tensor | None = None,
-        plan: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Shapes as of `linear_attention` -> (B, S, G, V)."""
-        tokens = Tokens(q, k, v, log_decay, beta, positions, scale)
+    def forward(self, tokens: Tokens, plan: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the outputs of the recurrence, (B, S, G, V).
+
+        Args:
+            tokens: the inputs, as for `linear_attention`.
+            plan: the handle of the open plan; None without context parallelism.
+        """
         return linear_attention(tokens, plan)[0]
 
 
@@ -84,7 +77,7 @@ class Decay(nn.Module):
             parameter.fill_(1.0)
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Branch):
     """What the layers share: matrices, short convolutions, decays, the recurrence, and the parts of ranks.
 
     divided: modules whose rows belong to heads, of which tensor-parallel ranks have a part; whole: modules that each
@@ -98,7 +91,9 @@ class LinearAttention(nn.Module):
     norm_style: ParallelStyle = SequenceParallel(sequence_dim=2, use_local_output=True)
     """Of the norm of (B, S, H, D)."""
 
-    def __init__(self, dim: int, args: LinearArgs, *, branches: int) -> None:
+    def __init__(
+        self, dim: int, args: LinearArgs, norms: NormArgs, *, branches: int = 1
+    ) -> None:
         super().__init__()
         self.args, self.branches = args, branches
         for name, (rows, columns) in args.linear_shapes(dim).items():
@@ -109,6 +104,11 @@ class LinearAttention(nn.Module):
                 self.add_module(f"{name}_bias", Weights(channels))
         self.inner_convolution = InnerConvolution()
         self.inner_attention = InnerLinearAttention()
+        self.add_own_parts(args, norms)
+
+    def add_own_parts(self, args: LinearArgs, norms: NormArgs) -> None:
+        """Make the modules that a kind of linear attention has beside projections and convolutions."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -159,9 +159,7 @@ class LinearAttention(nn.Module):
         if name.endswith("_bias.weight"):
             parameter.zero_()
         else:
-            fill(
-                name, parameter, generator, branches=self.branches if name == "wo.weight" else 1
-            )
+            super().init_parameter(name, parameter, generator)
 
 
 class GatedDeltaNet(LinearAttention):
@@ -174,10 +172,7 @@ class GatedDeltaNet(LinearAttention):
 
     divided = "in_qkvz", "in_ba", "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
 
-    def __init__(
-        self, dim: int, args: GatedDeltaArgs, norms: NormArgs, *, branches: int = 1
-    ) -> None:
-        super().__init__(dim, args, branches=branches)
+    def add_own_parts(self, args: GatedDeltaArgs, norms: NormArgs) -> None:
         self.decay = Decay(args.value_heads)
         self.norm = nn.RMSNorm(args.value_dim, eps=norms.eps)
 
@@ -195,10 +190,9 @@ class GatedDeltaNet(LinearAttention):
         q, k = (_normalised(part.unflatten(-1, (-1, args.key_dim))) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, args.value_dim)) for part in (v, z))
         beta = b.flatten(2).sigmoid()
-        (log_decay, _) = self.decay(a.flatten(2))
-        out = self.inner_attention.run(
-            q, k, v, log_decay, beta, scale=args.key_dim**-0.5, **where
-        )
+        log_decay, _ = self.decay(a.flatten(2))
+        tokens = Tokens(q, k, v, log_decay, beta, where["positions"], args.key_dim**-0.5)
+        out = self.inner_attention.run(tokens, where["plan"])
         return (self.norm(out) * F.silu(z)).flatten(2)
 
     def rows_of_heads(self) -> dict[str, list[int]]:
@@ -212,15 +206,21 @@ class KimiDeltaAttention(LinearAttention):
     """Kimi Delta Attention (arXiv 2510.26692): the delta rule, with a decay for each channel of a key."""
 
     divided = (
-        *("wq", "wk", "wv", "wb", "f_b", "g_b", "q_conv", "k_conv", "v_conv"),
-        *("decay.a_log", "decay.dt_bias"),
+        "wq",
+        "wk",
+        "wv",
+        "wb",
+        "f_b",
+        "g_b",
+        "q_conv",
+        "k_conv",
+        "v_conv",
+        "decay.a_log",
+        "decay.dt_bias",
     )
     first = "f_a", "g_a"
 
-    def __init__(
-        self, dim: int, args: KimiDeltaArgs, norms: NormArgs, *, branches: int = 1
-    ) -> None:
-        super().__init__(dim, args, branches=branches)
+    def add_own_parts(self, args: KimiDeltaArgs, norms: NormArgs) -> None:
         self.decay = Decay(args.heads, args.head_dim)
         self.norm = nn.RMSNorm(args.head_dim, eps=norms.eps)
 
@@ -231,10 +231,9 @@ class KimiDeltaAttention(LinearAttention):
         q, k, v = (part.unflatten(-1, (-1, self.args.head_dim)) for part in qkv)
         log_decay, _ = self.decay(self.f_b(self.f_a(x, **of_adapters), **of_adapters))
         beta = self.wb(x, **of_adapters).sigmoid()
-        scale = self.args.head_dim**-0.5
-        out = self.inner_attention.run(
-            _normalised(q), _normalised(k), v, log_decay, beta, scale=scale, **where
-        )
+        q, k = _normalised(q), _normalised(k)
+        tokens = Tokens(q, k, v, log_decay, beta, where["positions"], self.args.head_dim**-0.5)
+        out = self.inner_attention.run(tokens, where["plan"])
         gate = self.g_b(self.g_a(x, **of_adapters), **of_adapters).unflatten(
             -1, (-1, self.args.head_dim)
         )
@@ -249,10 +248,7 @@ class Mamba2(LinearAttention):
 
     norm_style = ShardedNorm()  # over all heads
 
-    def __init__(
-        self, dim: int, args: MambaArgs, norms: NormArgs, *, branches: int = 1
-    ) -> None:
-        super().__init__(dim, args, branches=branches)
+    def add_own_parts(self, args: MambaArgs, norms: NormArgs) -> None:
         self.decay = Decay(args.heads)
         self.skip = Weights(args.heads)
         self.norm_eps = norms.eps
@@ -283,9 +279,9 @@ class Mamba2(LinearAttention):
             part.unflatten(-1, (-1, self.args.state_dim)) for part in (keys, queries)
         )
         log_decay, step = self.decay(dt)
-        out = self.inner_attention.run(
-            queries, keys, values * step.unsqueeze(-1), log_decay, None, scale=1.0, **where
-        )
+        steps = values * step.unsqueeze(-1)
+        tokens = Tokens(queries, keys, steps, log_decay, None, where["positions"], 1.0)
+        out = self.inner_attention.run(tokens, where["plan"])
         out = (out + values * self.skip().unsqueeze(-1)).flatten(2)
         return self._normed(out * F.silu(z.to(out.dtype)))
 

@@ -18,9 +18,8 @@ expert with less than the mean load rises by the update rate, and that of one wi
 (arXiv 2412.19437) adds it to them, also without an update rate: it is one of the weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +27,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from longshard.sharding.exchange import all_reduce
+from longshard.sharding.tensors import with_adjoint
 from trainer.families.args import expert_layers
 from trainer.families.feed_forward_args import DenseArgs, ExpertArgs
 from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.experts import Experts
 from trainer.models.feed_forward import FeedForward
-from trainer.observer import Observer
+from trainer.observer import Observer, Positions
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.parallel.tensor_parallel import OwnPositions, Styles, prefixed
 
@@ -99,7 +99,11 @@ class Router(nn.Module):
                 shares = logits.softmax(-1)
                 if real is not None:
                     shares = torch.where(real.unsqueeze(1), shares, 0)
-                loss = _TimesLoad.apply(shares.sum(0), self.mean_load)
+                # the backward takes its values of then, which may be set later
+                load = self.mean_load
+                loss = with_adjoint(
+                    shares.sum(0), lambda x: x @ load, lambda dloss: dloss * load
+                )
                 loss = self.aux_loss_coef * self.number * self.per_token * loss
                 weights = self.auxiliary(weights, loss)
         return chosen, weights
@@ -143,19 +147,6 @@ class Router(nn.Module):
         self.mean_load = self.load.clone()
         self.selection_bias = torch.zeros(self.number, dtype=dtype, device=device)
         self.count = torch.zeros(self.number, dtype=torch.int64, device=device)
-
-
-class _TimesLoad(torch.autograd.Function):
-    """(sums of probabilities, load) -> their product. Its backward takes the load of then, which may be set later."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
-        ctx.load = load
-        return sums @ load
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.load, None
 
 
 class MoE(nn.Module):
@@ -251,9 +242,7 @@ class ExpertBalance(Observer):
             or args.router_aux_loss_load == "micro_batch"
         ):
             return
-        total = torch.zeros(
-            args.experts.number, dtype=torch.float64, device=dims["world"].device_type
-        )
+        total = dims.zeros(args.experts.number)
         for router in self._routers.values():
             total += router.load
         mean = all_reduce(total, dims["pp"]) / len(expert_layers(args))
@@ -282,9 +271,7 @@ class ExpertBalance(Observer):
                 change = router.bias_update_rate * torch.sign(1 / router.number - router.load)
                 router.selection_bias += torch.where(left_out, 0, change)
 
-    def record(
-        self, positions: Mapping[int, Mapping[str, int]]
-    ) -> dict[str, float | list[list[float]]]:
+    def record(self, positions: Positions) -> dict[str, float | list[list[float]]]:
         """Return the load of every expert over the mean, by layer with experts, and the largest of all.
 
         This is one collective.

@@ -5,7 +5,7 @@ The decoder has `tok_embeddings`, `norm` and `output` (None if a pipeline stage 
 ranks divide them: `tensor_parallel_styles`, `context_parallel_styles` and `compiled_methods`.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -50,12 +50,29 @@ from trainer.transforms.offload import apply_offload
 
 def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
     """Apply all parallelism and all transforms of a job to a model on meta, or to a stage of it, in place."""
-    for step in STEPS:
-        step(model, dims, job)
-
-
-def _float8(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
+    # Each step finds the modules as the steps before it left them.
+    # 1. replaces linear modules, whose weights tensor parallelism then cuts
     apply_float8(model, job.config.float8, sharded=dims.size("dp_shard_cp") > 1)
+    _tensor_parallel(model, dims, job)  # 2. cuts whole weights
+    # 3. adapters are cut as the weights beside them are
+    apply_lora(model, job.config.lora, job.config.training.seed)
+    if dims.degrees.ep not in (None, 1):  # 4. replaces the forward of experts
+        for experts in _experts(model).values():
+            parallelize_module(experts, dims["ep"], ExpertParallel())
+    if job.attention is not None:  # 5. replaces the forward of attention and of convolutions
+        for block in model.layers.values():
+            styles = block.attention.context_parallel_styles(job.attention, dims.size("cp"))
+            parallelize_module(block.attention, dims["cp"], styles)
+    _chunked_loss(model, job)  # 6. replaces the forward of the output
+    _tiles(model, job)  # 7. parts of the sequence, each computed with the modules so far
+    apart = _compiled_apart(model, job)
+    # 8. recomputes whole blocks, or what is compiled of them
+    _activation_checkpoint(model, job, apart)
+    embedding = model.tok_embeddings if dims.size("tp") > 1 else None
+    # 9. compiles what is recomputed, too
+    apply_compile(model.layers, job.compilation, embedding=embedding, apart=apart)
+    _offload(model, dims, job)  # 10. inputs of the blocks as they run
+    _data_parallel(model, dims, job)  # 11. wraps the blocks as they are by now
 
 
 def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
@@ -85,10 +102,6 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
     apply_tensor_parallel(model, dims["tp"], styles)
 
 
-def _lora(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
-    apply_lora(model, job.config.lora, job.config.training.seed)
-
-
 def _experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Return the blocks that have experts, with the module of their experts."""
     return {
@@ -98,20 +111,7 @@ def _experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
     }
 
 
-def _expert_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
-    if dims.degrees.ep not in (None, 1):
-        for experts in _experts(model).values():
-            parallelize_module(experts, dims["ep"], ExpertParallel())
-
-
-def _context_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
-    if job.attention is not None:
-        for block in model.layers.values():
-            styles = block.attention.context_parallel_styles(job.attention, dims.size("cp"))
-            parallelize_module(block.attention, dims["cp"], styles)
-
-
-def _chunked_loss(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
+def _chunked_loss(model: nn.Module, job: ResolvedJob) -> None:
     if not job.loss_chunk_tokens or model.output is None:
         return
     sums = job.task.sums_losses
@@ -124,7 +124,7 @@ def _chunked_loss(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> Non
     )
 
 
-def _tiles(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
+def _tiles(model: nn.Module, job: ResolvedJob) -> None:
     if job.mlp_tiles == 1:
         return
     experts = _experts(model)
@@ -145,20 +145,15 @@ def _compiled_apart(
     return {block: block.compiled_methods() for block in blocks}
 
 
-def _activation_checkpoint(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
-    apart = _compiled_apart(model, job)
+def _activation_checkpoint(
+    model: nn.Module, job: ResolvedJob, apart: Collection[nn.Module]
+) -> None:
     others = {
         number: block
         for number, block in model.layers.items()
         if block in apart or not job.compilation.recomputes_every
     }
     apply_activation_checkpoint(others, job.config.activation_checkpoint, apart)
-
-
-def _compile(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
-    embedding = model.tok_embeddings if dims.size("tp") > 1 else None
-    apart = _compiled_apart(model, job)
-    apply_compile(model.layers, job.compilation, embedding=embedding, apart=apart)
 
 
 def _offload(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
@@ -184,22 +179,6 @@ def _data_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> No
     group = dims.own_group("dp_shard_cp", REDUCE_SCATTER)
     apply_data_parallel(model, units, dims.parameter_mesh, DataParallelOptions.of(job), group)
     keep_on_host(model, "attention_plan")
-
-
-STEPS: tuple[Callable[[nn.Module, ParallelDims, ResolvedJob], None], ...] = (
-    _float8,  # 1. replaces linear modules, whose weights tensor parallelism then cuts
-    _tensor_parallel,  # 2. cuts whole weights
-    _lora,  # 3. adapters are cut as the weights beside them are
-    _expert_parallel,  # 4. replaces the forward of experts
-    _context_parallel,  # 5. replaces the forward of attention and of convolutions
-    _chunked_loss,  # 6. replaces the forward of the output
-    _tiles,  # 7. parts of the sequence, each computed with the modules so far
-    _activation_checkpoint,  # 8. recomputes whole blocks, or what is compiled of them
-    _compile,  # 9. compiles what is recomputed, too
-    _offload,  # 10. inputs of the blocks as they run
-    _data_parallel,  # 11. wraps the blocks as they are by now
-)
-"""What is applied to a model, in this order: each step finds the modules as the steps before it left them."""
 
 
 def keep_stage(model: nn.Module, modules: Collection[str]) -> None:

@@ -117,8 +117,8 @@ def freqs_cis_at(
 def apply_rope(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     """Rotate each adjacent pair of x: (B, S, H, D) by freqs_cis: (S, D / 2, 2) or, per row, (B, S, D / 2, 2)."""
     if torch.compiler.is_compiling():  # inductor fuses products of real numbers only
-        (even, odd) = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-        (cos, sin) = _over_heads(freqs_cis)
+        even, odd = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = _over_heads(freqs_cis)
         return (
             torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
             .flatten(-2)
@@ -143,8 +143,8 @@ def _rotated_pairs(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    (first, second) = x.to(freqs_cis.dtype).chunk(2, dim=-1)
-    (cos, sin) = _over_heads(freqs_cis)
+    first, second = x.to(freqs_cis.dtype).chunk(2, dim=-1)
+    cos, sin = _over_heads(freqs_cis)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 

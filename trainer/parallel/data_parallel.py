@@ -98,7 +98,7 @@ def apply_data_parallel(
     units: Units,
     mesh: DeviceMesh,
     options: DataParallelOptions,
-    reduce_group: dist.ProcessGroup | None = None,
+    reduce_group: dist.ProcessGroup | None,
 ) -> None:
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
@@ -173,7 +173,14 @@ def _set_reductions(
                 else (mesh, reduce_group)
             )
             sum_gradients(module, over)
-            _set_communicators(module, over, group, options)
+            if group is not None:
+                module.set_custom_reduce_scatter(
+                    OverGroup(reduce_scatter, group, options.zero_copy)
+                )
+            if options.zero_copy and over.size(over.ndim - 1) > 1:
+                module.set_custom_all_gather(
+                    OverGroup(all_gather_single, over.get_group(over.ndim - 1), zero_copy=True)
+                )
 
 
 def _needs_fsdp(model: nn.Module, options: DataParallelOptions) -> bool:
@@ -191,22 +198,6 @@ def _order(reshard: Iterable[nn.Module], inner: InnerUnits | None) -> list[nn.Mo
     return [module for pair in pairs for module in pair if module is not None]
 
 
-def _set_communicators(
-    module: FSDPModule,
-    mesh: DeviceMesh,
-    reduce_group: dist.ProcessGroup | None,
-    options: DataParallelOptions,
-) -> None:
-    if reduce_group is not None:
-        module.set_custom_reduce_scatter(
-            OverGroup(reduce_scatter, reduce_group, options.zero_copy)
-        )
-    if options.zero_copy and mesh.size(mesh.ndim - 1) > 1:
-        module.set_custom_all_gather(
-            OverGroup(all_gather_single, mesh.get_group(mesh.ndim - 1), zero_copy=True)
-        )
-
-
 def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
     """Return whether units are freed after the forward.
 
@@ -218,6 +209,7 @@ def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
     )
 
 
+@dataclass(frozen=True)
 class OverGroup:
     """A collective of FSDP over a given group, with buffers in the group's memory if `zero_copy`, where it has some.
 
@@ -227,22 +219,16 @@ class OverGroup:
     that pipeline stages with and without experts would wait for each other.
     """
 
-    def __init__(
-        self,
-        collective: Callable[..., dist.Work | None],
-        group: dist.ProcessGroup,
-        zero_copy: bool,
-    ) -> None:
-        self._collective = collective
-        self._group = group
-        self._zero_copy = zero_copy
+    collective: Callable[..., dist.Work | None]
+    group: dist.ProcessGroup
+    zero_copy: bool
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return an uninitialised buffer."""
         of_group = (
-            allocate(self._group, size, dtype=dtype, device=device) if self._zero_copy else None
+            allocate(self.group, size, dtype=dtype, device=device) if self.zero_copy else None
         )
         return torch.empty(*size, dtype=dtype, device=device) if of_group is None else of_group
 
@@ -254,7 +240,7 @@ class OverGroup:
         **settings: Any,
     ) -> dist.Work | None:
         """Run the collective, with FSDP's `async_op` and `op`, over this group in place of `group`."""
-        return self._collective(output_tensor, input_tensor, group=self._group, **settings)
+        return self.collective(output_tensor, input_tensor, group=self.group, **settings)
 
 
 def _prefetch(

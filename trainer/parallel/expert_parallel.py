@@ -190,9 +190,7 @@ class _StartDispatch(torch.autograd.Function):
         )
         ctx.plan, ctx.flight = plan, flight
         parts = [x[plan.places], weights[plan.places], numbers]
-        arriving, pending = _start_exchange(
-            parts, plan.sent, plan.received, plan.group, "expert_dispatch"
-        )
+        arriving, pending = _start_exchange(parts, plan, "expert_dispatch")
         flight.append(pending)
         ctx.mark_non_differentiable(arriving[2])
         ctx.set_materialize_grads(False)  # those that come are not read
@@ -225,11 +223,8 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, drows, dweights, _dnumbers):
-        plan = ctx.plan
         kind = "expert_dispatch_backward"
-        ctx.flight.append(
-            _start_exchange([drows, dweights], plan.received, plan.sent, plan.group, kind)
-        )
+        ctx.flight.append(_start_exchange([drows, dweights], ctx.plan, kind, back=True))
         return drows, dweights, None, None, None  # for autograd; those of the tokens are sent
 
 
@@ -237,17 +232,13 @@ def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
     """Return the sums of this rank's tokens from those at the experts of all ranks."""
 
     def combine(sums: torch.Tensor) -> torch.Tensor:
-        (arrived,), pending = _start_exchange(
-            [sums], plan.received, plan.sent, plan.group, "expert_combine"
-        )
+        (arrived,), pending = _start_exchange([sums], plan, "expert_combine", back=True)
         pending.wait()
         return added_rows(arrived, plan.places, plan.tokens)
 
     def dispatch(dout: torch.Tensor) -> torch.Tensor:
         kind = "expert_combine_backward"
-        (drows,), pending = _start_exchange(
-            [dout[plan.places]], plan.sent, plan.received, plan.group, kind
-        )
+        (drows,), pending = _start_exchange([dout[plan.places]], plan, kind)
         pending.wait()
         return drows.contiguous()
 
@@ -255,15 +246,11 @@ def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
 
 
 def _start_exchange(
-    tensors: Tensors,
-    sent: Sequence[int],
-    received: Sequence[int],
-    group: dist.ProcessGroup,
-    kind: str,
+    tensors: Tensors, plan: DispatchPlan, kind: str, *, back: bool = False
 ) -> tuple[list[torch.Tensor], Pending]:
     """Start sending rows of several tensors (T, C) side by side, as bytes; return views of what arrives, and a handle.
 
-    sent, received: rows to and from each rank.
+    back: from the experts to the ranks of the tokens.
     """
     places = []
     width = 0
@@ -274,8 +261,9 @@ def _start_exchange(
     message = tensors[0].new_empty(len(tensors[0]), width, dtype=torch.uint8)
     for x, place in zip(tensors, places, strict=True):
         message[:, place].view(x.dtype).copy_(x)
-    sizes = ([rows * width for rows in counts] for counts in (sent, received))
-    arrived, pending = all_to_all(message.view(-1), *sizes, group, kind=kind)
+    counts = (plan.received, plan.sent) if back else (plan.sent, plan.received)
+    sizes = ([rows * width for rows in of_ranks] for of_ranks in counts)
+    arrived, pending = all_to_all(message.view(-1), *sizes, plan.group, kind=kind)
     rows = arrived.view(-1, width)
     return [
         rows[:, place].view(x.dtype) for x, place in zip(tensors, places, strict=True)

@@ -162,6 +162,15 @@ class ParallelDims:
         """Return this process's rank in the mesh of that name."""
         return self._meshes[name].get_local_rank()
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the job."""
+        return self.rank("world") == 0
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        """Return zeros in float64 on the device of this rank, for sums over ranks."""
+        return torch.zeros(shape, dtype=torch.float64, device=self["world"].device_type)
+
     def host_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
         """Return a group of the ranks of a mesh for tensors in host memory. A collective of all ranks.
 

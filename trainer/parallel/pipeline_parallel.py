@@ -41,6 +41,7 @@ class HiddenStates:
         return sequences, length // self.tp, self.dim
 
 
+@dataclass
 class Pipeline:
     """Runs batches through all stages, forward and backward, cut into micro-batches.
 
@@ -55,32 +56,23 @@ class Pipeline:
         ConfigError: this PyTorch cannot run the schedule.
     """
 
-    def __init__(
-        self,
-        plan: PipelinePlan,
-        model_parts: Sequence[nn.Module],
-        mesh: DeviceMesh,
-        device: torch.device,
-        hidden: HiddenStates,
-    ) -> None:
-        self.plan = plan
-        self.model_parts = model_parts
-        self._mesh = mesh
-        self._device = device
-        self._hidden = hidden
-        self._numbers = plan.stages_of(mesh.get_local_rank())
-        self.has_first, self.has_last = (
-            0 in self._numbers,
-            len(plan.stages) - 1 in self._numbers,
-        )
+    plan: PipelinePlan
+    model_parts: Sequence[nn.Module]
+    mesh: DeviceMesh
+    device: torch.device
+    hidden: HiddenStates
+
+    def __post_init__(self) -> None:
+        self._numbers = self.plan.stages_of(self.mesh.get_local_rank())
+        self.has_first = 0 in self._numbers
+        self.has_last = len(self.plan.stages) - 1 in self._numbers
         self._shape: tuple[int, int] | None = None
-        self._schedule = None
-        self._group = mesh.get_group()
+        self._group = self.mesh.get_group()
         self._loss: LossFunction | None = None
         # At an error PyTorch would print the whole schedule on every rank.
         logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
         # any shape shows whether the schedule can run
-        self._prepare((plan.micro_batches, hidden.tp))
+        self._prepare((self.plan.micro_batches, self.hidden.tp))
 
     def step(
         self,
@@ -124,12 +116,12 @@ class Pipeline:
         None on the ranks without the last stage. Gradients are off. Hidden states are sent in the order of the stages,
         whatever the schedule. A collective over the pipeline.
         """
-        rank = self._mesh.get_local_rank()
+        rank = self.mesh.get_local_rank()
         stages = len(self.plan.stages)
         owners = {
-            number: r for r in range(self._mesh.size()) for number in self.plan.stages_of(r)
+            number: r for r in range(self.mesh.size()) for number in self.plan.stages_of(r)
         }
-        shape = self._hidden.shape(*tokens.shape)
+        shape = self.hidden.shape(*tokens.shape)
         sent = []
         hidden = None
         for number, part in zip(self._numbers, self.model_parts, strict=True):
@@ -138,7 +130,7 @@ class Pipeline:
             elif owners[number - 1] == rank:
                 x = hidden
             else:
-                x = torch.empty(shape, dtype=self._hidden.dtype, device=self._device)
+                x = torch.empty(shape, dtype=self.hidden.dtype, device=self.device)
                 arriving = Transfer(x, owners[number - 1], is_send=False)
                 send_receive([arriving], self._group, kind="pipeline").wait()
             hidden = part(x, **arguments)
@@ -171,15 +163,15 @@ class Pipeline:
         sequences = shape[0] // self.plan.micro_batches
         length = shape[1]
         tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
-        hidden_shape = self._hidden.shape(sequences * self._hidden.rows, length)
-        hidden = torch.empty(hidden_shape, dtype=self._hidden.dtype, device="meta")
+        hidden_shape = self.hidden.shape(sequences * self.hidden.rows, length)
+        hidden = torch.empty(hidden_shape, dtype=self.hidden.dtype, device="meta")
         hidden.requires_grad_()
         self._stages = [
             PipelineStage(
                 part,
                 number,
                 len(self.plan.stages),
-                self._device,
+                self.device,
                 input_args=tokens if number == 0 else hidden,
                 output_args=hidden,
                 group=self._group,

@@ -89,9 +89,9 @@ class _Terminal(_Lines):
             self.put(_ERASE)
 
 
-def line_width(most: int = 100) -> int:
-    """Return the columns of the terminal that stdout is, at most `most`; `most` if it is none."""
-    return min(shutil.get_terminal_size().columns, most) if sys.stdout.isatty() else most
+def line_width() -> int:
+    """Return the columns of the terminal that stdout is, at most 100; 100 if it is none."""
+    return min(shutil.get_terminal_size().columns, 100) if sys.stdout.isatty() else 100
 
 
 def paragraphs(topics: Iterable[tuple[str, str]], width: int) -> str:

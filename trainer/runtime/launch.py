@@ -110,21 +110,20 @@ def main(argv: list[str] | None = None) -> int:
         description="Start one process per rank of this node; what is not listed here goes to train.py.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc-per-node", required=True, help="ranks on this node")
-    parser.add_argument(
-        "--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)"
-    )
-    parser.add_argument(
-        "--program", default=_PROGRAM, help="module that each rank runs (default: the training)"
-    )
+    add = parser.add_argument
+    add("--nproc-per-node", required=True, help="ranks on this node")
+    text = "seconds to wait for other nodes (default: 300)"
+    add("--start-timeout", default="300", help=text)
+    text = "module that each rank runs (default: the training)"
+    add("--program", default=_PROGRAM, help=text)
     text = "module to import before ranks are forked, where that is possible; without it each rank is a fresh process"
-    parser.add_argument("--preload", help=text)
+    add("--preload", help=text)
     text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is reported as crashed"
-    parser.add_argument("--flight-records", type=Path, help=text)
+    add("--flight-records", type=Path, help=text)
     text = "signals that are passed on to the ranks, separated by commas (default: all of job.stop_signals)"
-    parser.add_argument("--stop-signals", default=",".join(STOP_SIGNALS), help=text)
+    add("--stop-signals", default=",".join(STOP_SIGNALS), help=text)
     text = "seconds after the first rank has ended well in which all others must end (default: no limit)"
-    parser.add_argument("--end-timeout", type=float, default=math.inf, help=text)
+    add("--end-timeout", type=float, default=math.inf, help=text)
     options, arguments = parser.parse_known_args(argv)
     try:
         ranks = whole_number(
@@ -133,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         timeout = whole_number(
             "--start-timeout", options.start_timeout, such_as="--start-timeout 300"
         )
-        nodes = Nodes.from_environment(os.environ)
+        nodes = Nodes.from_environment()
     except ConfigError as error:
         report(f"error: {error}")
         return 2

@@ -1,5 +1,6 @@
 """The nodes of a job, as variables name them. Torch-free, so that a wrong value is refused at once."""
 
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ class Nodes:
     here: str = ""
 
     @classmethod
-    def from_environment(cls, variables: Mapping[str, str]) -> "Nodes":
+    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> "Nodes":
         """Read NNODES, MASTER_ADDR, MASTER_PORT, RDZV_ID, NODE_NAMES, and the rank of this node if there are several.
 
         The rank is NODE_RANK, GROUP_RANK or SLURM_NODEID. An empty variable counts as missing.

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 from trainer.runtime.output import outlast_readers
 
@@ -68,17 +68,11 @@ class RankEnd(NamedTuple):
     code: int
 
 
-class _RankProcess(Protocol):
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-
 class RankProcesses:
     """The ranks of this node, by their numbers in the job."""
 
     def __init__(self) -> None:
-        self._processes: dict[int, _RankProcess] = {}
+        self._processes: dict[int, subprocess.Popen[bytes] | _Fork] = {}
         self.ends: list[RankEnd] = []
         """The ranks that have ended, in the order in which they were seen."""
         self.overdue: list[int] = []

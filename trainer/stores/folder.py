@@ -16,7 +16,7 @@ Other names, and folders step-N without a state.json, belong to somebody else: n
 import zlib
 from pathlib import Path
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, first_line
 from trainer.config.loader import RUN_FILE
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
@@ -108,7 +108,7 @@ def saved_configuration(folder: Store, step: int) -> bytes | None:
 
 def unreadable(folder: Store, step: int, error: BaseException | str) -> ConfigError:
     """Return the error for a checkpoint that cannot be loaded."""
-    reason = str(error).strip().split("\n")[0].removesuffix(".")
+    reason = (error if isinstance(error, str) else first_line(error)).removesuffix(".")
     if isinstance(error, OSError):
         reason = f"{Path(error.filename).name}: " * isinstance(error.filename, str) + reason_of(
             error

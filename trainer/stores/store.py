@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar, Union
+from typing import IO, TYPE_CHECKING, Union
 
-from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.errors import ConfigError, MissingFile, first_line
 from trainer.config.writable import is_address, sync
 from trainer.runtime.console import logger
 from trainer.stores.file_part import FilePart
@@ -42,9 +42,9 @@ _UNFINISHED = re.compile(r"step-[1-9]\d*\.tmp")
 class Store(ABC):
     """A folder of checkpoints. Its methods raise an OSError for whatever the file system or the store refuses."""
 
-    remedy: ClassVar[str]
+    remedy: str
     """What a user can do about one that cannot be read or written."""
-    unreachable: ClassVar[type[ConfigError]]
+    unreachable: type[ConfigError]
     """The error for one that cannot be read."""
 
     def __init__(self, path: Place) -> None:
@@ -188,7 +188,7 @@ class LocalStore(Store):
 
 def reason_of(error: OSError) -> str:
     """Return why an operation failed; errors of remote stores have a message alone."""
-    return error.strerror or str(error).strip().split("\n")[0] or type(error).__name__
+    return error.strerror or first_line(error)
 
 
 def steps_of(names: Iterable[str]) -> list[int]:
@@ -213,9 +213,6 @@ def _make_way(path: Path) -> None:
         path.rename(aside)
 
 
-if TYPE_CHECKING:
-    from upath import UPath
-
 SAVING_FILE = "saving"
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _OURS = re.compile(r"__([0-9a-f]+_)?\d+_\d+\.distcp|\.metadata(\.tmp)?")
@@ -229,7 +226,7 @@ def _as_os_errors() -> Iterator[None]:
     except (OSError, ConfigError):
         raise
     except Exception as error:
-        raise OSError(errno.EIO, str(error).strip().split("\n")[0]) from error
+        raise OSError(errno.EIO, first_line(error)) from error
 
 
 class RemoteStore(Store):

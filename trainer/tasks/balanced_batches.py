@@ -173,6 +173,7 @@ class Step:
         return -(-max(tokens, self.least) // self.multiple_of) * self.multiple_of
 
 
+@dataclass
 class BalancedBatches:
     """Makes batches of those that a loader reads: the ranks of `group` exchange documents for equal work in each step.
 
@@ -184,31 +185,27 @@ class BalancedBatches:
     step is a collective.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        group: dist.ProcessGroup,
-        plan: Callable[[Mapping[str, np.ndarray]], object] | None,
-    ) -> None:
-        self._step, self._group, self._plan = step, group, plan
-        self._reported = False
+    step: Step
+    group: dist.ProcessGroup
+    plan: Callable[[Mapping[str, np.ndarray]], object] | None
+    _reported: bool = False
 
     def __call__(self, batches: Iterator[TextBatch]) -> Iterator[dict[str, Any]]:
         while True:
             read = raise_on_all_ranks(
-                lambda: [next(batches) for _ in range(self._step.micro_batches)], self._group
+                lambda: [next(batches) for _ in range(self.step.micro_batches)], self.group
             )
             for documents in self._exchanged([documents_of_batch(batch) for batch in read]):
-                arrays = row(documents, self._step)
+                arrays = row(documents, self.step)
                 batch = tensors_of(arrays)
                 batch["padding"] = arrays["tokens"].size - sum(map(len, documents))
-                yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
+                yield batch if self.plan is None else batch | {"plan": self.plan(arrays)}
 
     def _exchanged(self, read: Sequence[list[np.ndarray]]) -> Iterator[list[np.ndarray]]:
         """Yield the documents of each micro-batch of this rank. read: those that it has read, for each."""
-        rank = self._group.rank()
-        ranks = self._group.size()
-        step = self._step
+        rank = self.group.rank()
+        ranks = self.group.size()
+        step = self.step
         own = [document for documents in read for document in documents]
         places = [i * ranks + rank for i, documents in enumerate(read) for _ in documents]
         lengths, places, owners = self._of_all(own, places)
@@ -234,7 +231,7 @@ class BalancedBatches:
             np.bincount(owners[to == rank], numbers[to == rank], ranks).astype(int).tolist()
         )
         received, pending = all_to_all(
-            flat, send_sizes, receive_sizes, self._group, kind="documents"
+            flat, send_sizes, receive_sizes, self.group, kind="documents"
         )
         pending.wait()
         # the ranks' documents one after another, each rank's in its order
@@ -250,12 +247,12 @@ class BalancedBatches:
         self, own: list[np.ndarray], places: list[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (n,) lengths, places and owners of the documents of all ranks, rank by rank."""
-        number = all_reduce(torch.tensor(len(own)), self._group, "max").item()
+        number = all_reduce(torch.tensor(len(own)), self.group, "max").item()
         table = torch.zeros(number, 2, dtype=torch.int64)  # a length of 0: no document
         table[: len(own)] = torch.tensor(
             [(len(x), place) for x, place in zip(own, places, strict=True)]
         ).view(-1, 2)
-        gathered = all_gather(table, self._group).numpy()
+        gathered = all_gather(table, self.group).numpy()
         owners, _ = np.nonzero(gathered[..., 0])
         lengths, places_of_all = gathered[gathered[..., 0] > 0].T
         return lengths, places_of_all, owners

@@ -34,17 +34,15 @@ class Retrieved:
     log_probability: float
 
 
+@dataclass
 class Evaluation:
-    """Measurements with the model of a job. rows: sequences of a forward on each data-parallel rank."""
+    """Measurements with the model of a job."""
 
-    def __init__(
-        self, task: LanguageTask, dims: ParallelDims, model: nn.Module, *, rows: int
-    ) -> None:
-        self.task = task
-        self.dims = dims
-        self.model = model
-        self.rows = rows
-        self.device = torch.device(dims["world"].device_type)
+    task: LanguageTask
+    dims: ParallelDims
+    model: nn.Module
+    rows: int
+    """Sequences of a forward on each data-parallel rank."""
 
     def by_position(
         self, sequences: Iterable[PackedSequence], edges: Sequence[int]
@@ -55,7 +53,7 @@ class Evaluation:
         rank; edges: rising positions, the first one 0, the last one the length.
         """
         places = list(pairwise(edges))
-        sums = torch.zeros(len(places), 2, dtype=torch.float64, device=self.device)
+        sums = self.dims.zeros(len(places), 2)
 
         def measure(part: Decoder, hidden: torch.Tensor, share: RankInputs) -> None:
             losses = self.task.losses(part, hidden, share.targets).double()
@@ -107,7 +105,7 @@ class Evaluation:
             rows.append(answered(part, hidden, share.targets, most, self.dims))
 
         forward_only(self.task, [self.model], None, batches(), measure)
-        sums = torch.zeros(len(prompts), 2, dtype=torch.float64, device=self.device)
+        sums = self.dims.zeros(len(prompts), 2)
         for mine, found in zip(numbers, rows, strict=True):
             # rows that fill up a forward have no number
             for number, row in zip(mine, found, strict=False):

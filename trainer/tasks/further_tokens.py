@@ -9,14 +9,13 @@ They are made of whole sequences, before these are cut over ranks, so that targe
 chunks, and never those of documents.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from longshard.sharding.exchange import all_reduce
+from longshard.sharding.tensors import with_adjoint
 from trainer.data.packing import IGNORE_INDEX
+from trainer.observer import Positions
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.tasks.observers import Totals
 
@@ -35,7 +34,7 @@ class FurtherTokens(Totals):
         number = (labels[1:] != IGNORE_INDEX).flatten(1).sum(1).double()
         self._of_step += torch.stack([losses[1:].detach().flatten(1).sum(1).double(), number])
 
-    def record(self, positions: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
+    def record(self, positions: Positions) -> dict[str, float]:
         """Return the mean loss of each layer since the last call, as `mtp_loss_1`. A collective over all ranks."""
         dims = self._dims
         totals = self._totals.clone()
@@ -77,20 +76,16 @@ def _shifted(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:
     return F.pad(x[:, distance:], (0, min(distance, x.shape[1])), value=fill)
 
 
-class FirstLosses(torch.autograd.Function):
-    """((1 + K, B, S), factors) -> the first ones (B, S), whose gradient times its factor each of the others has, too.
+def first_losses(x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+    """Return the first of the losses x, (1 + K, B, S) -> (B, S); the backward gives each its factor of the gradient.
 
     A gradient that is one number in memory stays one, by which the loss in chunks knows that losses are summed.
     """
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
-        ctx.factors = factors
-        return x[0].clone()
+    def of_all(gradient: torch.Tensor) -> torch.Tensor:
+        gradients = gradient.expand(len(factors), *gradient.shape)
+        if set(factors) == {1.0}:
+            return gradients
+        return gradients * gradient.new_tensor(factors)[:, None, None]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        all_of_them = gradient.expand(len(ctx.factors), *gradient.shape)
-        if set(ctx.factors) != {1.0}:
-            all_of_them = all_of_them * gradient.new_tensor(ctx.factors)[:, None, None]
-        return all_of_them, None
+    return with_adjoint(x, lambda losses: losses[0].clone(), of_all)

@@ -31,7 +31,7 @@ from trainer.parallel.tensor_parallel import loss_context
 from trainer.runtime.agreement import once_a_node, raise_on_all_ranks
 from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step, document_costs
-from trainer.tasks.further_tokens import FirstLosses, FurtherTokens, further_targets
+from trainer.tasks.further_tokens import FurtherTokens, first_losses, further_targets
 from trainer.tasks.observers import Padding, SourceLosses
 from trainer.tasks.rank_batch import RankBatch, token_numbers
 from trainer.tasks.task import RankInputs
@@ -94,19 +94,12 @@ class LanguageTask:
             lambda: open_training_data(self.config, catalogs), dims["world"]
         )
         documents = data.items if isinstance(data.items, int) else sum(data.items)
-        if dims.rank("world") == 0 and documents <= QUICK and (found := data.contents()):
+        if dims.is_first and documents <= QUICK and (found := data.contents()):
             logger.info(summary(found, training.seq_len))
             for sentence in what_is_lacking(found):
                 logger.warning(sentence)
         return BatchLoader(
-            data,
-            seq_len=training.seq_len,
-            local_batch_size=training.local_batch_size,
-            data_streams=training.data_streams,
-            seed=training.seed,
-            dp_rank=dims.rank("dp"),
-            dp_degree=dims.size("dp"),
-            **how,
+            data, training, dp_rank=dims.rank("dp"), dp_degree=dims.size("dp"), **how
         )
 
     def _balanced_step(self) -> Step:
@@ -175,7 +168,7 @@ class LanguageTask:
             losses = self.token_losses(part.output(hidden), labels.flatten(0, 1))
         losses = losses.unflatten(0, labels.shape[:2])
         self.further.count(losses, labels)
-        return FirstLosses.apply(losses, (1.0,) * len(factors) if in_chunks else factors)
+        return first_losses(losses, (1.0,) * len(factors) if in_chunks else factors)
 
     @contextmanager
     def batch_context(

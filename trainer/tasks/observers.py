@@ -1,8 +1,7 @@
 """What training on text counts and reports: padding, and the losses of the sources of a mixture."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import gcd
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from trainer.data.loader import TextBatch
 from trainer.data.mixture import positions_of
 from trainer.data.packing import IGNORE_INDEX
 from trainer.job.record import ResolvedJob
-from trainer.observer import Observer
+from trainer.observer import Observer, Positions
 from trainer.parallel.parallel_dims import ParallelDims
 
 
@@ -20,9 +19,7 @@ class Totals(Observer):
 
     def __init__(self, columns: int, dims: ParallelDims) -> None:
         self._dims = dims
-        self._totals = torch.zeros(
-            2, columns, dtype=torch.float64, device=dims["world"].device_type
-        )
+        self._totals = dims.zeros(2, columns)
         self._of_step = torch.zeros_like(self._totals)
 
     def end_step(self, left_out: torch.Tensor) -> None:
@@ -45,11 +42,9 @@ class Padding(Observer):
         self._padding = self._of_step
         self._of_step = 0
 
-    def record(self, positions: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
+    def record(self, positions: Positions) -> dict[str, float]:
         """Return the share of the step's tokens. A collective over data-parallel ranks."""
-        padding = torch.tensor(
-            self._padding, dtype=torch.float64, device=self._dims["world"].device_type
-        )
+        padding = self._dims.zeros() + self._padding
         return {"padding_fraction": all_reduce(padding, self._dims["dp"]).item() / self._tokens}
 
 
@@ -68,7 +63,7 @@ class SourceLosses(Totals):
         sums = sums.sum(-1) if sources.ndim == 1 else sums.flatten(1)
         self._of_step.index_add_(1, sources.flatten(), sums)
 
-    def record(self, positions: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
+    def record(self, positions: Positions) -> dict[str, float]:
         """Return the metrics since the last call. A collective over all ranks.
 
         "loss/name": mean over labels, absent if there were none; "tokens/name", "epoch/name": of the whole job so far.

@@ -11,7 +11,7 @@ each: their sums are added up in float64, and the adjoint adds up the gradients.
 every pair, and counts its share, so that a loss is counted once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -28,7 +28,7 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.job.preferences import reference_of
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Decoder
-from trainer.observer import Observer
+from trainer.observer import Observer, Positions
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.console import logger
 from trainer.tasks.forward_pass import reshard
@@ -169,9 +169,7 @@ class Rewards(Observer):
 
     def __init__(self, dims: ParallelDims) -> None:
         self._dims = dims
-        self._of_step = self._sums = torch.zeros(
-            4, dtype=torch.float64, device=dims["world"].device_type
-        )
+        self._of_step = self._sums = dims.zeros(4)
 
     def add(self, rewards: torch.Tensor, exists: torch.Tensor) -> None:
         """Add the pairs of a forward, both times the share that this rank counts. rewards: (B, pairs, 2)."""
@@ -188,7 +186,7 @@ class Rewards(Observer):
     def end_step(self, left_out: torch.Tensor) -> None:
         self._sums, self._of_step = self._of_step, torch.zeros_like(self._of_step)
 
-    def record(self, positions: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
+    def record(self, positions: Positions) -> dict[str, float]:
         """Return the means of the step's pairs. A collective over all ranks; those of one `tp` have the same."""
         sums = all_reduce(self._sums / self._dims.size("tp"), self._dims["world"]).tolist()
         chosen, rejected, right = (x / max(sums[3], 1e-300) for x in sums[:3])

@@ -81,9 +81,7 @@ class Validation:
     ) -> ValidationResult:
         """Return the loss of the whole validation set. A collective over all ranks."""
         started = time.monotonic()
-        losses, counts = torch.zeros(
-            2, 1, dtype=torch.float64, device=self.dims["world"].device_type
-        )
+        losses, counts = self.dims.zeros(2, 1)
 
         def counted() -> Iterator[TextBatch]:
             for batch in self.batches():

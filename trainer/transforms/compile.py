@@ -149,15 +149,12 @@ def keep_caches_apart(dims: ParallelDims) -> None:
     settings.cache_key_tag = f"{others}{_TAG}{dims.rank('world')} {dims.group_names()}"
 
 
-def _check_async_version() -> None:
+def _check_async(device: torch.device) -> None:
     if (2, 12) <= torch.__version__ < (2, 13):  # pytorch issue 182124
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true gives other results than without it under PyTorch 2.12, "
             f"and this is {torch.__version__}; use another version, such as 2.13, or leave it out"
         )
-
-
-def _check_symmetric_memory(device: torch.device) -> None:
     key = "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory"
     if device.type != "cuda":
         raise ConfigError(
@@ -232,8 +229,7 @@ def check_compiler(options: CompileOptions, device: torch.device) -> None:
             parallelism, this PyTorch computes it wrong, or GPUs cannot share memory.
     """
     if options.overlaps_tensor_parallel:
-        _check_async_version()
-        _check_symmetric_memory(device)
+        _check_async(device)
     if options.fixed_shapes and options.model and torch.__version__ < (2, 13):
         raise ConfigError(
             "compile.enable of a model on domain tensors needs PyTorch 2.13 or newer, and this is "

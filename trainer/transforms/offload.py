@@ -22,6 +22,7 @@ rules, of which each was a bug of some program (torchtune pull request 1867, trl
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -79,30 +80,27 @@ class CopyStream:
         return torch.empty_like(buffer, device=self._device)
 
 
+@dataclass
 class KeptInput:
     """A block's input between forward and backward: on the device, on the host, on its way, or to be computed again."""
 
-    def __init__(
-        self,
-        inputs: "HostInputs",
-        kind: Hashable,
-        tensor: Any,
-        buffer: Any,
-        copied: Any,
-        before: "KeptInput | None",
-    ) -> None:
-        self._inputs, self._kind, self._buffer = inputs, kind, buffer
-        # on the device, None while it is on the host alone; the last copy
-        self._tensor = tensor
-        self._copied = copied
-        self._before = None if before is None else weakref.ref(before)
+    inputs: "HostInputs"
+    kind: Hashable
+    tensor: Any
+    """On the device; None while it is on the host alone."""
+    buffer: Any
+    """In host memory; None if it stays on the device."""
+    copied: Any
+    """The last copy."""
+    before: "weakref.ref[KeptInput | RecomputedInput] | None"
+    """The input of the block before."""
 
     def fetch(self) -> Any:
         """Begin to copy it back to the device, unless it is there; return what `take` will return."""
-        if self._tensor is None:
-            self._tensor = self._inputs.copies.device_like(self._buffer)
-            self._copied = self._inputs.copies.copy(self._tensor, self._buffer)
-        return self._tensor
+        if self.tensor is None:
+            self.tensor = self.inputs.copies.device_like(self.buffer)
+            self.copied = self.inputs.copies.copy(self.tensor, self.buffer)
+        return self.tensor
 
     def on_device(self) -> Any:
         """Return it on the device, where the caller is the last to hold it if the host has it."""
@@ -113,49 +111,48 @@ class KeptInput:
     def take(self) -> Any:
         """Return it on the device, and fetch the input of the block before. A backward in parts takes it repeatedly."""
         tensor = self.on_device()
-        before = self._before and self._before()
-        self._before = None
+        before = self.before and self.before()
+        self.before = None
         if before is not None:
             before.fetch()
         return tensor
 
     def release(self) -> None:
         """Drop the device's memory once its copy is done, if the host has it."""
-        if self._tensor is not None and self._buffer is not None:
-            self._inputs.copies.wait(self._copied)
-            self._tensor = None
+        if self.tensor is not None and self.buffer is not None:
+            self.inputs.copies.wait(self.copied)
+            self.tensor = None
 
     def __del__(self) -> None:
         self.release()  # it may have been fetched for nothing
-        if self._buffer is not None:
-            self._inputs.free[self._kind].append(self._buffer)
+        if self.buffer is not None:
+            self.inputs.free[self.kind].append(self.buffer)
 
 
+@dataclass
 class RecomputedInput:
     """A block's input that the block before it computes again, from its own input."""
 
-    def __init__(
-        self, before: "KeptInput | RecomputedInput", run: Callable[[Any], Any]
-    ) -> None:
-        self._before, self._run = before, run
-        self._tensor: Any = None
+    before: "KeptInput | RecomputedInput"
+    run: Callable[[Any], Any]
+    tensor: Any = None
 
     def fetch(self) -> None:
         """Begin to copy the input of the group's first block back to the device."""
-        if self._tensor is None:
-            self._before.fetch()
+        if self.tensor is None:
+            self.before.fetch()
 
     def on_device(self) -> Any:
         """Return it, computed unless it was for a later block of the group; it stays until `take`."""
-        if self._tensor is None:
-            self._tensor = self._run(self._before.on_device())
-        return self._tensor
+        if self.tensor is None:
+            self.tensor = self.run(self.before.on_device())
+        return self.tensor
 
     def take(self) -> Any:
         """Return it, and fetch the input of the block before if that is the group's first."""
         tensor = self.on_device()
-        self._tensor = None
-        self._before.fetch()
+        self.tensor = None
+        self.before.fetch()
         return tensor
 
 
@@ -182,7 +179,7 @@ class HostInputs:
     def keep(self, tensor: Any, *, is_first: bool, to_host: bool) -> KeptInput:
         """Keep a block's input until its backward takes it. is_first: of the blocks of a forward."""
         self._leave()
-        before = None if is_first or self._last is None else self._last()
+        before = None if is_first else self._last
         kind = (tensor.shape, tensor.stride(), tensor.dtype)
         buffer = None
         copied = None

@@ -25,6 +25,7 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.shuffled import ORDER, SORTED, shuffled
+from trainer.observer import Positions
 from trainer.runtime.console import logger
 
 StreamState = dict[str, Any]
@@ -204,14 +205,10 @@ class StreamLoader:
         self._rank = dp_rank
         self._degree = dp_degree
         fewest = min(items) if isinstance(items, tuple) else items
-        self._items, self._n = (
-            items,
-            data_streams or self.fitting(streams_that_fit(fewest, dp_degree)),
-        )
-        self._streams, self._fixed = (
-            self.streams_of(items, self._n),
-            self._fixed_by(items, self._n),
-        )
+        self._items = items
+        self._n = data_streams or self.fitting(streams_that_fit(fewest, dp_degree))
+        self._streams = self.streams_of(items, self._n)
+        self._fixed = self._fixed_by(items, self._n)
         self._given = 0
         """Samples that all ranks have read."""
 
@@ -259,7 +256,7 @@ class StreamLoader:
         """Return the position of each stream of this rank; those of all ranks, merged, are the state of the data."""
         return {s: stream.state | self._fixed for s, stream in self._streams.items()}
 
-    def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+    def load_state_dict(self, states: Positions) -> None:
         """Resume from the merged states of any number of ranks; an iterator that is in use does so as well.
 
         Raises:
@@ -268,12 +265,11 @@ class StreamLoader:
         saved = next(iter(states.values()), {})
         items = self.items_of(saved)
         n = saved.get("data_streams", self._n) if self._chooses else self._n
-        changed = (items, n) != (self._items, self._n)
-        streams, fixed = (
-            (self.streams_of(items, n), self._fixed_by(items, n))
-            if changed
-            else (self._streams, self._fixed)
-        )
+        streams = self._streams
+        fixed = self._fixed
+        if (items, n) != (self._items, self._n):
+            streams = self.streams_of(items, n)
+            fixed = self._fixed_by(items, n)
         shared = n % self._degree != 0
         for s in range(n) if shared else streams:
             if s not in states:

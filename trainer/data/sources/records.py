@@ -17,9 +17,9 @@ from functools import cache, cached_property
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
-from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.errors import ConfigError, MissingFile, first_line
 from trainer.data.sources.files import BLOCK, reading
 from trainer.data.tokenizers.tokenizer import replace_surrogates
 from trainer.runtime.console import logger
@@ -27,7 +27,7 @@ from trainer.runtime.console import logger
 COMPRESSED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 STREAMED = (*COMPRESSED, ".parquet")
 """Endings of files that can only be read from their start to their end."""
-Where: TypeAlias = Callable[[], str]
+Where = Callable[[], str]
 """Returns which record it is, such as "file, line 7". It is called for messages only, because it may take long."""
 
 
@@ -220,7 +220,7 @@ class HubData:
         except Exception as error:
             # of huggingface_hub, and of whichever package it sends requests with
             raise ConfigError(
-                f"{self.name!r} is not found at the Hugging Face hub ({_first_line(error)}); check name, revision and "
+                f"{self.name!r} is not found at the Hugging Face hub ({_reason(error)}); check name, revision and "
                 "network, log in with `hf auth login` if it is private or needs consent, or give files that are here"
             ) from None
         return replace(self, revision=found.sha)
@@ -237,7 +237,7 @@ class HubData:
             )
         except Exception as error:  # of `datasets` and of packages below it
             raise ConfigError(
-                f"{self} cannot be opened ({_first_line(error)}); correct the name"
+                f"{self} cannot be opened ({_reason(error)}); correct the name"
             ) from None
 
     @property
@@ -264,12 +264,12 @@ class HubData:
         except (ValueError, TypeError, NotImplementedError) as error:
             # of Arrow, too: a wrong type, or no UTF-8
             yield BadRecord(
-                f"{self}, shard {shard}, cannot be read from row {number + 1} on ({_first_line(error)}); correct its "
+                f"{self}, shard {shard}, cannot be read from row {number + 1} on ({_reason(error)}); correct its "
                 "file, or download the files and give those that are right with training.dataset = 'jsonl'"
             )
         except Exception as error:
             raise ConfigError(
-                f"{self}, shard {shard}, cannot be read ({_first_line(error)}); run the same command again, which "
+                f"{self}, shard {shard}, cannot be read ({_reason(error)}); run the same command again, which "
                 "makes the shards that are missing"
             ) from None
 
@@ -280,5 +280,5 @@ def _package() -> Any:
     return datasets
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+def _reason(error: Exception) -> str:
+    return first_line(error).rstrip(".")

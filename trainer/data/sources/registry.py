@@ -57,7 +57,7 @@ class DataSettings:
         cls,
         dataset: str,
         path: str | None,
-        model: Model = _MODEL,
+        model: Model,
         training: Training = _TRAINING,
         **others: Any,
     ) -> "DataSettings":

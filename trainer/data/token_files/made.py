@@ -113,8 +113,8 @@ def tokenize(
     log: Callable[[str], None],
     every: float = 0.0,
     shard_bytes: int | None = None,
-) -> dict[str, Any]:
-    """Make the shards that are not in the folder yet, then the manifest, and return it.
+) -> None:
+    """Make the shards that are not in the folder yet, then the manifest.
 
     log: takes lines of progress, at most one in `every` seconds.
 
@@ -127,7 +127,7 @@ def tokenize(
     with _held(folder, log):
         # in the cache it is of the same content, and another job made it
         if every and (folder / MANIFEST).exists():
-            return noted(folder)
+            return
         _begin(folder, plan)
         parts = inputs.parts(shard_bytes)
         stems = [folder / f"shard-{number:05d}" for number in range(len(parts))]
@@ -149,7 +149,6 @@ def tokenize(
     log(
         f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({seconds})"
     )
-    return manifest
 
 
 def noted(folder: Path) -> dict[str, Any]:

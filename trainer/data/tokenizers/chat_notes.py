@@ -5,7 +5,6 @@ refused: see `sentences`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from trainer.data.tokenizers.chat_answers import end_of
@@ -72,17 +71,10 @@ def ends_of_spans(
 
 def sum_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return for each kind of the notes {"number", "first"}: the sum, and where the first one was."""
-    entries = sorted(
-        ((kind, entry) for one in notes for kind, entry in one.items()),
-        key=lambda pair: pair[0],
-    )
-    found = {}
-    for kind, group in groupby(entries, key=lambda pair: pair[0]):
-        of_kind = [entry for _, entry in group]
-        found[kind] = {
-            "number": sum(entry["number"] for entry in of_kind),
-            "first": of_kind[0]["first"],
-        }
+    found: dict[str, dict[str, Any]] = {}
+    for one in notes:
+        for kind, entry in one.items():
+            add(found, {kind: entry["number"]}, entry["first"])
     return found
 
 

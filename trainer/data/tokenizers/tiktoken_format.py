@@ -22,21 +22,17 @@ SPLIT_PATTERN = (
 )
 NUM_SPECIAL_TOKENS = 256
 _NAMES = (
-    *(
-        "begin_of_text",
-        "end_of_text",
-        "reserved_special_token_0",
-        "reserved_special_token_1",
-        "finetune_right_pad_id",
-    ),
-    *(
-        "reserved_special_token_2",
-        "start_header_id",
-        "end_header_id",
-        "eom_id",
-        "eot_id",
-        "python_tag",
-    ),
+    "begin_of_text",
+    "end_of_text",
+    "reserved_special_token_0",
+    "reserved_special_token_1",
+    "finetune_right_pad_id",
+    "reserved_special_token_2",
+    "start_header_id",
+    "end_header_id",
+    "eom_id",
+    "eot_id",
+    "python_tag",
     *(f"reserved_special_token_{i}" for i in range(3, NUM_SPECIAL_TOKENS - 8)),
 )
 # Llama 3.1's names in the order of their ids: 128,000 ranks give <|begin_of_text|> = 128000, vocab_size = 128256.

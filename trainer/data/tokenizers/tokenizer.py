@@ -110,19 +110,19 @@ def open_tokenizer(path: str | None = None) -> Tokenizer:
     return module.FORMAT(*found)
 
 
-def vocab_size_of(path: str | None = None) -> int:
+def vocab_size_of(path: str) -> int:
     """Return `open_tokenizer(path).vocab_size`, from the file alone, without the tokenizer's library."""
     module, *found = _found(path)
     return module.facts(*found)[0]
 
 
-def special_names(path: str | None = None) -> Sequence[str]:
+def special_names(path: str) -> Sequence[str]:
     """Return the texts of the special tokens of `open_tokenizer(path)`, likewise."""
     module, *found = _found(path)
     return module.facts(*found)[1]
 
 
-def tokenizer_hash(path: str | None = None) -> str:
+def tokenizer_hash(path: str) -> str:
     """Return the SHA-256 of the tokenizer's file."""
     return hashlib.sha256(Path(_found(path)[1]).read_bytes()).hexdigest()
 
