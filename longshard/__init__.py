@@ -1,6 +1,6 @@
 """Context parallelism for any PyTorch model: one long sequence, or one large field, over many ranks.
 
-The library needs PyTorch alone and imports nothing of a trainer. docs/context_parallel_library.md is its first page.
+The library needs PyTorch alone and imports nothing of a trainer. docs/library.md is its first page.
 Domain parallelism, for tensors with any sharded axes, has names of its own in `longshard.domain`.
 """
 
