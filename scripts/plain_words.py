@@ -35,7 +35,7 @@ CONSTRUCTIONS = re.compile(
 )
 NAMES = re.compile(r"_?(of_\w+|found|given|told|mine|rest|more|what)")
 SHAPE = re.compile(r"\((?=[^)]*,)[A-Z0-9a-z_ */+.,-]+\)|scalar|\b[0-5]-D\b|any shape|same shape")
-SENTENCE_END = re.compile(r"(?<=[.!?:])[\"')]*\s+|\n\s*\n|\n\s*(?=(?:[*-]|\d+\.) )|\n\s*(?=[\w*, ]+: )")
+SENTENCE_END = re.compile(r"(?<=[.!?:;])[\"')]*\s+|\n\s*\n|\n\s*(?=(?:[*-]|\d+\.) )|\n\s*(?=[\w*, ]+: )")
 COMMENT = re.compile(r"(?m)(?:^ *|  )# .*(?:\n *# .*)*")
 CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\]\([^)]*\)")
 DRAWING = re.compile(r"(?m)^.*(?:>>>|[│─┌└├→<>=|]{2}|\S   +\S).*$|^ {4,}(?:python|lct|make|\./).*$")

@@ -219,7 +219,7 @@ def test_a_mixture_is_said(data: Path) -> None:
         ({"names": "", "weights": ""}, (), "has no effect without mixture.names; name the sources, or leave it out"),
         ({"names": "", "paths": ""}, (), "mixture.weights = [3.0, 1.0] has no effect without mixture.names"),
         ({"paths": "a.jsonl b.jsonl"}, (), "mixture.paths = 'a.jsonl' is neither a file nor a folder"),
-        ({}, ("--training.dataset_path=x",), "'x' would do nothing beside mixture.paths; leave it out"),
+        ({}, ("--training.dataset_path=x",), "'x' would do nothing with mixture.paths; leave it out"),
         ({}, ("--training.dataset=python_stdlib",), "'python_stdlib' is no kind of data that mixture.paths can name"),
     ],
 )

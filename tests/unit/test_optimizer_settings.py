@@ -66,7 +66,7 @@ def test_adapters_are_updated_by_adamw_which_is_said() -> None:
         parse_command_line([*given, "--checkpoint.initial_load_path=./base"]).config, 1, "cpu", weights_checked=True
     )
     assert job.config.optimizer.name == "AdamW"
-    assert states_of(job.config) == states_of(job.given) == "AdamW"
+    assert states_of(job.config) == states_of(job.user_config) == "AdamW"
     assert any("AdamW updates adapters (lora.rank = 4)" in note for note in job.notes)
     assert any("muon.lr = 0.02 has no effect" in note for note in job.notes)
     assert resolve(parse_command_line(given[:2]).config, 1, "cpu").config.optimizer.name == "Muon"

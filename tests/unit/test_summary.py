@@ -66,7 +66,7 @@ def test_every_decision_has_its_reason() -> None:
         " over 2 ranks (auto: ",
         "balanced: documents assigned by work and traffic, for each batch; kernel varlen (auto: by device, type and",
         "computing in bfloat16 (auto: bfloat16 on GPUs), gradients summed in float32; float8 products, tensorwise",
-        "all activations but the input of each layer (full)",
+        "all activations except the input of each layer (full)",
         "each layer and the loss, by inductor; the first step takes minutes",
         "every 500 steps and after the last one, in outputs/debug_model/checkpoint",
         "8,192 tokens: 16 sequences of 512 = 8 micro-batches x 2 sequences x 1 data-parallel rank; 100 steps are",

@@ -313,7 +313,7 @@ class Checkpointer:
             self.folder,
             state,
             best=best,
-            configuration=configuration_text(self.job.given),
+            configuration=configuration_text(self.job.user_config),
             keep_latest_k=self.settings.keep_latest_k,
             keep_every=self.settings.keep_every,
         )

@@ -100,7 +100,7 @@ def check_tensors(job: ResolvedJob) -> None:
     Raises:
         ConfigError: a tensor is missing, unknown or of another shape.
     """
-    config = job.given
+    config = job.user_config
     start = config.checkpoint.initial_load_path
     if start is None or not ModelFolder(Path(start)).has_config:
         return

@@ -184,7 +184,7 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
             f"nothing that was tried fits on {ranks} GPUs; use more of them, or a shorter training.seq_len"
         )
     for choice in found[:8]:
-        print(_row(choice.estimate, " ".join(choice.words(given.job.given)) or "as given"))
+        print(_row(choice.estimate, " ".join(choice.words(given.job.user_config)) or "as given"))
     best = found[0].estimate
     if best.job.sequences_per_step != given.job.sequences_per_step:
         print(
@@ -192,7 +192,7 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
             f"{given.job.sequences_per_step:,}: set the learning rate for it, or training.global_batch_size"
         )
     if path:
-        Path(path).write_text(to_toml(best.job.given), encoding="utf-8")
+        Path(path).write_text(to_toml(best.job.user_config), encoding="utf-8")
         print(f"\nthe first is written to {path}: lct train {path}")
     return best
 

@@ -118,7 +118,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
 
     config = job.config
     # as the user wrote it: `auto` takes what PyTorch has
-    process = Process.from_environment(job.given.job.device)
+    process = Process.from_environment(job.user_config.job.device)
     try:
         job = _with_device_of_torch(job, process.device.type)
     except ConfigError as error:

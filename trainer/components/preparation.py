@@ -34,4 +34,4 @@ def prepare_machine(job: ResolvedJob, dims: ParallelDims, device: torch.device) 
     )
     check_memory_snapshot(job.config.profiling, device)
     if dims.is_first:
-        save_configuration(job.given)
+        save_configuration(job.user_config)

@@ -1,4 +1,4 @@
-"""Resolve and check the options of planned attention. Torch-free."""
+"""Resolve and check the options of planned attention: method, kernel, heads a pass. Torch-free."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,28 +24,31 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.families.args import ModelArgs, has_windows, latent_of, windows_of
 
-# The most tiles of a stage of `make_plan`, for the choice of a kernel before documents are known. 131,072 tokens in
-# documents of 500 on average, exponentially distributed, have 252 on one rank, 128 on two and 41 on eight; in
-# documents of 2,000 they have 58, 34 and 13. The choice asks only whether they are many, more than four.
+# Assumed number of tiles in the largest stage, to choose a kernel before documents are known. With 131,072 tokens in
+# exponentially distributed documents of 500 tokens on average, a stage has 252 tiles on one rank, 128 on two ranks and
+# 41 on eight ranks. With documents of 2,000 tokens it has 58, 34 and 13. The choice only asks for more than four.
 _TILES_OF_DOCUMENTS = 100
 
 
 def resolve_attention(
     config: JobConfig, model: ModelArgs, device_type: str, *, node: int | None = None
 ) -> tuple[ContextParallelOptions | None, str]:
-    """Return the options of planned attention, and why `auto` chose its method (empty if the configuration names one).
+    """Return the options of planned attention and the reason of `auto`.
 
-    None: plain causal attention on one rank. With packed documents `auto` chooses for each batch (`batch_chooser`), and
-    these options are for the rest of the run.
+    With packed documents `auto` chooses the method of each batch (`batch_chooser`); other options hold for the run.
 
     Args:
         config: The configuration of the run.
         model: The arguments of the model.
-        device_type: `auto` weighs bytes, which depend on its data type.
-        node: ranks on one node, None for all; `auto` weighs bytes to other nodes more.
+        device_type: "cuda" or "cpu"; decides the data type, by which `auto` counts bytes.
+        node: Ranks on one node, None for all. `auto` counts a byte to another node several times.
+
+    Returns:
+        The options, None for plain causal attention on one rank; and why `auto` chose its method, empty if the
+        configuration names one.
 
     Raises:
-        ConfigError: a kernel that lacks a feature, a method that cannot divide the heads, or degrees that do not fit.
+        ConfigError: A kernel lacks a feature, a method cannot divide the heads, or degrees do not fit.
     """
     parallelism = config.parallelism
     needs = _needs(config, model)
@@ -84,7 +87,7 @@ def resolve_attention(
 
 
 def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallelOptions:
-    """Return the options that the configuration names; for the method `auto` with the default method."""
+    """Return the configured options; the method `auto` becomes the default method."""
     parallelism = config.parallelism
     method = parallelism.context_parallel_method
     hybrid = parallelism.context_parallel_hybrid_degrees
@@ -113,7 +116,7 @@ def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallel
 
 
 def _check_keeping(model: ModelArgs, passes: int, queries: int) -> None:
-    """Raise a ConfigError if what was exchanged is latents, or is exchanged by a few heads at a time."""
+    """Raise a ConfigError if ranks exchange latents, or exchange a few heads at a time."""
     if latent_of(model) is not None:
         raise ConfigError(
             "parallelism.context_parallel_keep_exchanged = true keeps keys and values, and latent attention sends "
@@ -128,7 +131,12 @@ def _check_keeping(model: ModelArgs, passes: int, queries: int) -> None:
 
 
 def is_too_large_without_plan(config: JobConfig, model: ModelArgs) -> bool:
-    """Return whether one call of attention has more elements than kernels of GPUs can address; a plan cuts it."""
+    """Return whether one call of attention has more elements than GPU kernels can address. A plan divides such a call.
+
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+    """
     training = config.training
     heads = -(-model.n_heads // config.parallelism.tensor_parallel_degree)
     elements = call_elements(training.local_batch_size, training.seq_len, 1, model.head_dim)
@@ -136,7 +144,15 @@ def is_too_large_without_plan(config: JobConfig, model: ModelArgs) -> bool:
 
 
 def check_qk_clip(config: JobConfig, model: ModelArgs) -> None:
-    """Raise a ConfigError unless scaling queries and keys changes attention's logits, and nothing bounds these."""
+    """Check that scaling queries and keys changes the logits of attention, and that nothing else bounds them.
+
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+
+    Raises:
+        ConfigError: `optimizer.qk_clip` would have no effect.
+    """
     if (largest := config.optimizer.qk_clip) is None:
         return
     why = ""
@@ -163,7 +179,7 @@ def _needs(config: JobConfig, model: ModelArgs) -> dict[str, bool]:
 
 @contextmanager
 def options_as_keys() -> Iterator[None]:
-    """Turn an OptionError that is raised inside into a ConfigError that names the key of the configuration."""
+    """Yield; turn an OptionError that is raised inside into a ConfigError that names the key of the configuration."""
     try:
         yield
     except OptionError as error:
@@ -173,9 +189,19 @@ def options_as_keys() -> Iterator[None]:
 def kernel_of(
     config: JobConfig, model: ModelArgs, device_type: str, options: ContextParallelOptions
 ) -> str:
-    """Return the kernel of planned attention; ConfigError if the configured one cannot run there.
+    """Return the kernel of planned attention.
 
-    If `auto` chooses by the GPU, which is not known yet, it is the rule in words.
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+        device_type: "cuda" or "cpu".
+        options: The options of planned attention.
+
+    Returns:
+        The name of the kernel. If `auto` will choose by the GPU, the rule in words.
+
+    Raises:
+        ConfigError: The configured kernel cannot compute this attention there.
     """
     training = config.training
     windows = has_windows(model)
@@ -199,7 +225,12 @@ def kernel_of(
 
 
 def faster_packages(kernel: str, config: JobConfig) -> str:
-    """Return what would compute a kernel of GPUs faster, in words; empty if no package would."""
+    """Return which packages would compute a GPU kernel faster, in words; empty if none would.
+
+    Args:
+        kernel: The name of the kernel, or the rule of `kernel_of`.
+        config: The configuration of the run.
+    """
     if kernel not in FLASH_KERNELS or config.training.deterministic:
         return ""
     packages = (
@@ -212,7 +243,7 @@ def faster_packages(kernel: str, config: JobConfig) -> str:
 def _tiles_of_a_stage(
     config: JobConfig, model: ModelArgs, options: ContextParallelOptions
 ) -> int:
-    """Return the most tiles of a stage of the first rank, without packed documents."""
+    """Return the largest number of tiles in a stage of the first rank, without packed documents."""
     degree = config.parallelism.context_parallel_degree
     seq_len = config.training.seq_len
     heads = options.head_degree(degree)
@@ -233,10 +264,18 @@ def batch_chooser(
     *,
     node: int | None = None,
 ) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
-    """Return a function that chooses method and reason for the documents of a batch; None if there is no choice.
+    """Return a function that chooses the method for the documents of a batch.
 
-    options: of the run; only their method changes, and never to `hybrid`, whose mesh exists before the first batch.
-    node: ranks on one node, None for all.
+    Args:
+        config: The configuration of the run, as the user wrote it.
+        model: The arguments of the model.
+        device_type: "cuda" or "cpu".
+        options: The options of the run. Only their method changes, and never to `hybrid`: its mesh must exist before
+            the first batch.
+        node: Ranks on one node, None for all.
+
+    Returns:
+        A function from the mask of a batch to the options and the reason; None if there is no choice.
     """
     degree = config.parallelism.context_parallel_degree
     documents = config.masks_documents
@@ -254,7 +293,7 @@ def batch_chooser(
 
 
 def _sharing(node: int | None, tp: int) -> int | None:
-    """Return the context-parallel ranks of one group on a node: ranks of tensor parallelism are neighbours there."""
+    """Return how many ranks of a context-parallel group share a node. Tensor-parallel ranks are neighbours there."""
     return None if node is None else max(node // tp, 1)
 
 
@@ -271,19 +310,19 @@ def _local_shape(config: JobConfig, model: ModelArgs, device_type: str) -> Atten
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type)]
     gradients = 2 if config.parallelism.context_parallel_gradient_dtype == "bfloat16" else 0
     latent = None
-    if (of_model := latent_of(model)) is not None:
-        latent = LatentShape(of_model.rank, of_model.rope_dim, of_model.value_dim)
+    if (args := latent_of(model)) is not None:
+        latent = LatentShape(args.rank, args.rope_dim, args.value_dim)
     shape = training.local_batch_size, model.n_heads // tp, _kv_heads(model, tp), model.head_dim
     return AttentionShape(*shape, itemsize, gradients, latent)
 
 
 def _kv_heads(model: ModelArgs, tp: int) -> int:
-    """Return the key/value heads that a tensor-parallel rank sends: a latent is one."""
+    """Return the number of key/value heads that a tensor-parallel rank sends. A latent counts as one."""
     return model.n_kv_heads // tp if latent_of(model) is None else 1
 
 
 def _checked_gradients(config: JobConfig, device_type: str) -> str:
-    """Return the data type in which dK and dV are sent."""
+    """Return the data type in which ranks send dK and dV."""
     wanted = config.parallelism.context_parallel_gradient_dtype
     computed = config.training.compute_dtype(device_type)
     if wanted == "bfloat16" != computed:
@@ -297,7 +336,7 @@ def _checked_gradients(config: JobConfig, device_type: str) -> str:
 def _checked_heads(
     parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs
 ) -> tuple[int, int]:
-    """Return the key/value heads, and query heads, that are sent at a time; 0: all."""
+    """Return how many key/value heads, and query heads, are sent at a time; 0 means all."""
     passes = parallelism.context_parallel_heads_per_pass
     tp = parallelism.tensor_parallel_degree
     if passes and parallelism.context_parallel_method == "auto":

@@ -1,4 +1,4 @@
-"""Check the data of a run: the tables [mixture], [chat] and [validation], and the data sets that they name."""
+"""Check the data of a run: the tables [mixture], [chat] and [validation], and their data sets. Torch-free."""
 
 import re
 import time
@@ -19,20 +19,27 @@ from trainer.data.tokenizers.template_files import find_template
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch
 
-_FIRST = 100  # conversations that `lct check` reads of each source
-_SECONDS = 3.0  # and about how long, as trajectories may be long
+_FIRST = 100  # conversations of each source that `lct check` reads
+_SECONDS = 3.0  # time after which it stops reading: trajectories may be long
 
 
 def check_mixture(config: JobConfig) -> None:
-    """Check that each source has a name, a path and a weight, and that their kind of data has files."""
+    """Check that each source has a name, a path and a weight, and that its kind of data has files.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: A source lacks one of these.
+    """
     mixture = config.mixture
     training = config.training
     names = list(mixture.names)
     for key in ("paths", "weights"):
-        given = list(getattr(mixture, key))
-        if len(given) != len(names):
+        values = list(getattr(mixture, key))
+        if len(values) != len(names):
             raise ConfigError(
-                f"mixture.{key} = {given} lists {len(given)}, and mixture.names = {names} lists {len(names)}; give "
+                f"mixture.{key} = {values} lists {len(values)}, and mixture.names = {names} lists {len(names)}; give "
                 "one for each source"
             )
     if not names:
@@ -53,7 +60,7 @@ def check_mixture(config: JobConfig) -> None:
         )
     if training.dataset_path is not None:
         raise ConfigError(
-            f"training.dataset_path = {training.dataset_path!r} would do nothing beside mixture.paths; leave it out"
+            f"training.dataset_path = {training.dataset_path!r} would do nothing with mixture.paths; leave it out"
         )
     if not has_files(training.dataset):
         raise ConfigError(
@@ -63,7 +70,15 @@ def check_mixture(config: JobConfig) -> None:
 
 
 def check_training_data(config: JobConfig) -> None:
-    """Check the data set, or each source of the mixture, see `check_data`."""
+    """Check the data set, or each source of the mixture, by `check_data`.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: The data cannot be used.
+        MissingFile: The data are not on this machine.
+    """
     if config.mixture.names and not has_files(config.training.dataset):
         return  # refused by `check_mixture`
     for settings in training_data(config):
@@ -71,12 +86,23 @@ def check_training_data(config: JobConfig) -> None:
 
 
 def has_files(dataset: str) -> bool:
-    """Return whether a kind of data has files, which a mixture names."""
+    """Return whether a kind of data has files, so that a mixture can name them.
+
+    Args:
+        dataset: The value of `training.dataset`.
+    """
     return dataset in DATASETS and bool(DATASETS[dataset].endings)
 
 
 def check_chat(config: JobConfig) -> None:
-    """Raise a ConfigError unless the template fits the first conversation of each data set, and no packing cuts one."""
+    """Check that the chat template fits the first conversation of each data set, and that packing cuts no conversation.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: The template refuses a conversation, packing would cut one, or conversations would see each other.
+    """
     settings = config.validation
     training = config.training
     if training.dataset in CONVERSATIONS and training.packing == "concatenate":
@@ -100,22 +126,26 @@ def check_chat(config: JobConfig) -> None:
     )
     for source in chats:
         with suppress(MissingFile):  # reported by the checks of data
-            found = next(all_documents(replace(source, skips=False)), None)
-            if found is None:
+            conversation = next(all_documents(replace(source, skips=False)), None)
+            if conversation is None:
                 continue
             if template is None:
-                plain_text(found)
+                plain_text(conversation)
                 if config.chat.arguments or config.chat.date:
                     raise ConfigError(
-                        "chat.arguments and chat.date are those of a chat template, and there is none; leave them out, "
+                        "chat.arguments and chat.date are for a chat template, and there is none; leave them out, "
                         "or name a template in model.chat_template"
                     )
             else:
-                template.render(found)
+                template.render(conversation)
 
 
 def conversation_notes(config: JobConfig) -> list[str]:
-    """Return a sentence for each thing that the first conversations of the data have and their text has not."""
+    """Return a sentence for each part of the first conversations that their text lacks, such as reasoning or tools.
+
+    Args:
+        config: The configuration of the run.
+    """
     notes: dict[str, dict[str, Any]] = {}
     number = 0
     started = time.monotonic()
@@ -123,9 +153,10 @@ def conversation_notes(config: JobConfig) -> list[str]:
         if source.dataset not in CONVERSATIONS:
             continue
         encoder = ConversationEncoder.of(source.tokenizer, source.chat_template, source.chat)
-        for found in islice(filter(None, all_documents(replace(source, skips=True))), _FIRST):
+        conversations = filter(None, all_documents(replace(source, skips=True)))
+        for conversation in islice(conversations, _FIRST):
             with suppress(ConfigError):  # the start refuses it
-                chat_notes.add(notes, encoder.notes(found), found["where"]())
+                chat_notes.add(notes, encoder.notes(conversation), conversation["where"]())
                 number += 1
             if time.monotonic() - started > _SECONDS:
                 break
@@ -136,7 +167,18 @@ def conversation_notes(config: JobConfig) -> list[str]:
 
 
 def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
-    """Return notes; ConfigError for sequences longer than in training, or that ranks cannot divide."""
+    """Check the length of validation sequences.
+
+    Args:
+        config: The configuration of the run.
+        degrees: The degrees of parallelism.
+
+    Returns:
+        Notes for the log.
+
+    Raises:
+        ConfigError: The sequences are longer than in training, or the ranks cannot divide them.
+    """
     settings = config.validation
     training = config.training
     if not settings.enable:
@@ -160,7 +202,15 @@ def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
 
 
 def check_validation_data(config: JobConfig) -> None:
-    """Check that the validation data are there, see `check_data`."""
+    """Check that the validation data exist, by `check_data`.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: The data are an iterable, or cannot be used.
+        MissingFile: The data are not on this machine.
+    """
     if not config.validation.enable:
         return
     settings = validation_data(config)

@@ -1,4 +1,4 @@
-"""Degrees of parallelism against the number of ranks: integers only, no torch."""
+"""Check the degrees of parallelism against the number of ranks. Integers only, torch-free."""
 
 import math
 from collections.abc import Mapping
@@ -15,30 +15,30 @@ KEYS = {
     "domain": "parallelism.domain_parallel_degrees",
     "tp": "parallelism.tensor_parallel_degree",
 }
-"""Degree -> the key that sets it."""
+"""The key that sets each degree."""
 
 
 GPUS_OF_A_NODE = 8
-"""Ranks on GPUs that a node has where nothing says how many."""
+"""Default number of GPU ranks on a node."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Number of ranks along each dimension of the mesh; the product is `world_size`."""
+    """Number of ranks along each dimension of the mesh. Their product is `world_size`."""
 
     dp_replicate: int
     dp_shard: int
     cp: int
-    """Ranks that share a sample: the tokens of a sequence, or with `domain` the points of a field."""
+    """Ranks that share a sample: its tokens, or with `domain` the points of its field."""
     tp: int
     pp: int
     world_size: int
     cp_a2a: int = 1
-    """Context-parallel ranks of one head group (hybrid method); it divides `cp`."""
+    """Context-parallel ranks of one head group (method `hybrid`); divides `cp`."""
     domain: tuple[int, ...] = ()
-    """Ranks along each sharded axis of a field, in the place of context parallelism; the product is `cp`."""
+    """Ranks along each sharded axis of a field, instead of context parallelism; their product is `cp`."""
     ep: int | None = None
-    """Ranks that divide the experts of a layer, among those of dp_shard x cp x tp; None: the model has no experts."""
+    """Ranks that divide the experts of a layer; divides dp_shard x cp x tp. None if the model has no experts."""
 
     @property
     def efsdp(self) -> int:
@@ -47,25 +47,25 @@ class Degrees:
 
     @property
     def dp(self) -> int:
-        """Number of data-parallel ranks, each of which reads its own batch."""
+        """Number of data-parallel ranks. Each reads its own batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def domain_axes(self) -> dict[str, int]:
-        """The degree of each sharded axis of a field, by the name of its dimension of the mesh."""
+        """The degree of each sharded axis of a field, by its name in the mesh."""
         return {f"domain_{axis}": degree for axis, degree in enumerate(self.domain)}
 
     def sizes(self) -> dict[str, int]:
-        """Return the degree of every dimension of a mesh, by its name."""
-        given = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+        """Return the degree of each dimension of the mesh, by name."""
+        sizes = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
         if self.ep is not None:
-            given |= {"efsdp": self.efsdp, "ep": self.ep}
+            sizes |= {"efsdp": self.efsdp, "ep": self.ep}
         if self.domain:
-            return given | self.domain_axes
-        return given | {"cp_ring": self.cp // self.cp_a2a, "cp_a2a": self.cp_a2a}
+            return sizes | self.domain_axes
+        return sizes | {"cp_ring": self.cp // self.cp_a2a, "cp_a2a": self.cp_a2a}
 
     def text(self) -> str:
-        """Return `dp_replicate 2 x dp_shard 2 x tp 2`: the degrees above one."""
+        """Return the degrees above one as text, such as `dp_replicate 2 x dp_shard 2 x tp 2`."""
         named = {name: getattr(self, name) for name in KEYS if name != "domain"}
         if self.domain:
             named |= {"cp": 1} | self.domain_axes
@@ -78,15 +78,21 @@ class Degrees:
 def resolve_degrees(
     parallelism: Parallelism, world_size: int, ep: int | None = None
 ) -> Degrees:
-    """Check that the product of the degrees is the number of ranks; a shard degree of -1 takes what the others leave.
+    """Return the degrees of a job, with a number for a shard degree of -1.
+
+    The product of the degrees must be the number of ranks. A shard degree of -1 becomes the number of ranks that the
+    other degrees leave.
 
     Args:
-        parallelism: the degrees as they are set; those of a field's axes are in the place of the degree of CP.
-        world_size: the number of ranks.
-        ep: see `Degrees`.
+        parallelism: The configured degrees. The degrees of a field's axes replace the degree of context parallelism.
+        world_size: The number of ranks.
+        ep: The expert-parallel degree; None if the model has no experts.
+
+    Returns:
+        The degrees; their product is `world_size`.
 
     Raises:
-        ConfigError: of a wrong product; it names the nearest choices that fit.
+        ConfigError: The product is wrong. The message names the nearest degrees that fit.
     """
     if world_size < 1:
         raise ConfigError(f"world size = {world_size} must be the number of ranks, at least 1")
@@ -95,7 +101,7 @@ def resolve_degrees(
     cp = degrees["cp"]
     if domain and (min(domain) < 1 or cp > 1):
         raise ConfigError(
-            f"{KEYS['domain']} = {list(domain)} must be degrees of at least 1, in the place of {KEYS['cp']} = {cp}; "
+            f"{KEYS['domain']} = {list(domain)} must be degrees of at least 1, instead of {KEYS['cp']} = {cp}; "
             "use [2] for two ranks along the height, or [2, 2] for height and width"
         )
     shared = "domain" if domain else "cp"
@@ -130,7 +136,7 @@ def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
 
 
 def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
-    """Return each single degree whose change makes the product fit, or else one of several."""
+    """Return, for each degree, the change that alone makes the product fit; if there is none, a change of several."""
     free = [name for name, degree in named.items() if degree != -1]
     single = []
     for name in free:

@@ -1,4 +1,4 @@
-"""What is known of a job while it is resolved: the steps of resolution.py fill it in. Torch-free."""
+"""A job while it is resolved: the steps of `resolution.py` fill in its decisions. Torch-free."""
 
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +12,7 @@ from trainer.job.transforms import CompileOptions
 
 @dataclass(frozen=True)
 class Draft:
-    """A configuration, the ranks that it is for, and the decisions so far."""
+    """A configuration, its ranks, and the decisions so far."""
 
     config: JobConfig
     world_size: int
@@ -20,13 +20,13 @@ class Draft:
     node: int
     """Ranks on one node."""
     missing: list[str] | None = None
-    """Takes the messages about files that are not on this machine, for a check of a job elsewhere."""
+    """Collects messages about files that this machine lacks, for a check of a job elsewhere. None: they are errors."""
     data_checked: bool = False
     """Whether another process of this machine has checked the data."""
     weights_checked: bool = False
     """Whether another process of this machine has checked the files of weights and checkpoints."""
     folder: ModelFolder | None = None
-    """The Hugging Face folder that gives the sizes of the model; None: a flavor by name gives them."""
+    """The Hugging Face folder that gives the sizes of the model; None if a flavor by name gives them."""
     task: TaskSpec | None = None
     model: ModelArgs | None = None
     degrees: Degrees | None = None
@@ -35,13 +35,21 @@ class Draft:
     notes: tuple[str, ...] = ()
 
     def noted(self, *notes: str) -> "Draft":
-        """Return the draft with more notes for the log."""
+        """Return the draft with further notes for the log.
+
+        Args:
+            *notes: A line each.
+        """
         return replace(self, notes=(*self.notes, *notes))
 
     def resolved(self, config: JobConfig) -> ResolvedJob:
-        """Return the job. config: the configuration, with decisions in the place of "auto"."""
+        """Return the resolved job.
+
+        Args:
+            config: The configuration, with a decision in place of each "auto".
+        """
         return ResolvedJob(
-            given=self.config,
+            user_config=self.config,
             config=config,
             degrees=replace(self.degrees, cp_a2a=self.decisions.head_degree),
             device_type=self.device_type,

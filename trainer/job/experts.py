@@ -11,7 +11,16 @@ from trainer.job.degrees import Degrees
 
 
 def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
-    """Raise a ConfigError unless `expert_parallel_degree` fits model and ranks."""
+    """Check that `expert_parallel_degree` fits model and ranks.
+
+    Args:
+        config: The configuration of the run.
+        args: The arguments of the model.
+        degrees: The degrees of parallelism.
+
+    Raises:
+        ConfigError: The degree does not divide the experts and the ranks.
+    """
     ep = config.parallelism.expert_parallel_degree
     experts = experts_of(args)
     if experts is None:
@@ -30,7 +39,11 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
 
 
 def note_of_router(args: ModelArgs) -> tuple[str, ...]:
-    """Return a note if the loss of tokens never trains the routers of these model arguments."""
+    """Return a note if the loss of tokens never trains the routers of a model.
+
+    Args:
+        args: The arguments of the model.
+    """
     experts = experts_of(args)
     if experts is None or experts.per_token > 1 or not experts.normalise:
         return ()
@@ -49,10 +62,17 @@ def note_of_router(args: ModelArgs) -> tuple[str, ...]:
 def dispatch_bytes(
     out: float, back: float, *, dim: int, itemsize: int, per_token: int, weight_itemsize: int
 ) -> dict[str, float]:
-    """Return the bytes that a rank sends to others in one layer, forward and backward, by kind of exchange.
+    """Return the bytes that a rank sends to other ranks in one layer, forward and backward, by kind of exchange.
 
-    out: rows that it sends to experts of other ranks; back: rows that its experts have got from other ranks. A row goes
-    with the weights and the numbers (int32) of its experts, of which the rank keeps those that are its own.
+    A row is sent with the weights and the numbers (int32) of its experts. The receiving rank keeps its own experts.
+
+    Args:
+        out: Rows that the rank sends to experts of other ranks.
+        back: Rows that its experts have received from other ranks.
+        dim: Elements of a row.
+        itemsize: Bytes of an element.
+        per_token: Experts that a token chooses.
+        weight_itemsize: Bytes of the weight of an expert.
     """
     row = aligned(dim * itemsize)
     weights = aligned(per_token * weight_itemsize)
@@ -66,7 +86,12 @@ def dispatch_bytes(
 
 
 def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
-    """Return how many other ranks a token is sent to on average, if it chooses among all experts alike."""
+    """Return to how many other ranks a token is sent on average, if it chooses all experts with equal probability.
+
+    Args:
+        experts: The arguments of the experts.
+        ep: The expert-parallel degree.
+    """
     elsewhere = experts.number - experts.number // ep
     none_there = math.comb(elsewhere, experts.per_token) / math.comb(
         experts.number, experts.per_token

@@ -1,4 +1,4 @@
-"""Check the dump folder, and the checkpoint that the run would resume from."""
+"""Check the dump folder and the checkpoint from which the run would resume. Torch-free."""
 
 from pathlib import Path
 
@@ -11,7 +11,14 @@ from trainer.stores.folder import check_fits, checkpoint_folder, read_state, ste
 
 
 def check_dump_folder(config: JobConfig) -> None:
-    """Raise a ConfigError unless the folder can be created and written to: its nearest existing parent is writable."""
+    """Check that the dump folder can be created and written: its nearest existing parent is writable.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: It cannot.
+    """
     folder = config.job.dump_folder
     if not folder:
         raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
@@ -23,9 +30,9 @@ def check_dump_folder(config: JobConfig) -> None:
     path = Path(folder)
     existing = nearest_existing(path)
     if not existing.is_dir():
-        what = "a file" if existing.exists() else "a broken link"
+        kind = "a file" if existing.exists() else "a broken link"
         raise ConfigError(
-            f"job.dump_folder = {folder!r}: {existing} is {what}; name a folder{writable_folder(path)}"
+            f"job.dump_folder = {folder!r}: {existing} is {kind}; name a folder{writable_folder(path)}"
         )
     if not is_writable(path):
         raise ConfigError(
@@ -35,7 +42,14 @@ def check_dump_folder(config: JobConfig) -> None:
 
 
 def check_checkpoint_keys(config: JobConfig) -> None:
-    """Raise a ConfigError for a wrong key of the table [checkpoint] alone."""
+    """Check the keys of the table [checkpoint] by themselves.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: A key is wrong.
+    """
     settings = config.checkpoint
     if settings.load_step != -1 and settings.load_step < 1:
         raise ConfigError(
@@ -49,8 +63,8 @@ def check_checkpoint_keys(config: JobConfig) -> None:
         )
     if settings.last_save_in_hf and is_address(settings.folder):
         raise ConfigError(
-            f"checkpoint.last_save_in_hf writes beside the checkpoints, and checkpoint.folder = {settings.folder!r} "
-            "is in a remote store; leave it out, and use lct convert to-hf after the run"
+            "checkpoint.last_save_in_hf writes into the folder of checkpoints, and checkpoint.folder = "
+            f"{settings.folder!r} is in a remote store; leave it out, and use lct convert to-hf after the run"
         )
     if settings.keep_every % settings.interval:
         raise ConfigError(
@@ -60,7 +74,15 @@ def check_checkpoint_keys(config: JobConfig) -> None:
 
 
 def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
-    """Check that transformers has the model if it is saved for it, and the checkpoint from which the run resumes."""
+    """Check the checkpoint from which the run resumes, and that transformers has the model if it is exported.
+
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+
+    Raises:
+        ConfigError: The checkpoint does not fit, is missing, or transformers lacks the model.
+    """
     settings = config.checkpoint
     if not settings.enable:
         return

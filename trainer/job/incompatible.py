@@ -1,7 +1,7 @@
 """Settings that do not work together: one row for each pair, with the sentence that refuses it. Torch-free.
 
-The sentence has the fields of a `Draft`, such as `{config.training.sequence_chunks}` or `{degrees.cp}`. Of rows with
-the same first key, the first one that holds is reported.
+A sentence has fields of a `Draft`, such as `{config.training.sequence_chunks}` or `{degrees.cp}`. Among rows with the
+same first key, the first row that holds is reported.
 """
 
 import math
@@ -23,7 +23,15 @@ class Pair(NamedTuple):
 
 
 def refuse_incompatible(first: str, draft: Draft) -> None:
-    """Raise a ConfigError for the first row of a key that holds."""
+    """Refuse the first row of a key that holds.
+
+    Args:
+        first: The first key of the rows.
+        draft: The job so far.
+
+    Raises:
+        ConfigError: The sentence of that row.
+    """
     for pair in INCOMPATIBLE if _IN_USE[first](draft) else ():
         if pair.first == first and pair.holds(draft):
             raise ConfigError(pair.sentence.format(**vars(draft)))
@@ -34,7 +42,7 @@ def _has_experts(draft: Draft) -> bool:
 
 
 def _compiles_varying_lengths(draft: Draft) -> bool:
-    """Of PyTorch 2.13, whose compiler then ends in a RecursionError in a layer for a further token."""
+    """Return whether PyTorch 2.13's compiler would end in a RecursionError, in a layer for a further token."""
     settings = draft.config.compile
     traced = settings.enable and "model" in settings.components and settings.backend != "eager"
     return traced and draft.degrees.tp > 1 and mtp_layers_of(draft.model) > 0
@@ -220,6 +228,6 @@ INCOMPATIBLE = (
         "apart, so that the masks would depend on the ranks; use balance = 'off', or no dropout",
     ),
 )
-"""In the order in which they are looked at."""
+"""Rows, in the order in which they are checked."""
 
 FIRST_KEYS = tuple(_IN_USE)

@@ -1,4 +1,7 @@
-"""The task of language models: the next token of each is the target. What it answers before ranks start. Torch-free."""
+"""The task of language models: predict the next token of each token. Torch-free.
+
+`resolution.py` calls `Language` before ranks start; `trainer/tasks/language.py` is its part in a rank.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +48,7 @@ from trainer.job.transforms import check_float8
 
 
 class Language(TaskSpec):
-    """Text, as tokens."""
+    """The task of text, as tokens."""
 
     name, module = "tokens", "trainer.tasks.language:LanguageTask"
     data = "text"
@@ -57,6 +60,11 @@ class Language(TaskSpec):
     validates, fixed_shapes = True, False
 
     def next_command(self, config: JobConfig) -> str:
+        """Return `lct chat` after training on conversations with a template, else `command`.
+
+        Args:
+            config: The configuration of the run.
+        """
         has_template = (
             find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)
             is not None
@@ -70,9 +78,19 @@ class Language(TaskSpec):
     def model(
         self, config: JobConfig, flavor: DecoderArgs, missing: list[str] | None
     ) -> DecoderArgs:
-        """Return the arguments with the tokenizer's vocabulary, or that of the flavor if the tokenizer is elsewhere.
+        """Return the arguments of the model with the size of its vocabulary.
 
-        A Hugging Face folder brings its own vocabulary, which must have room for the tokenizer's.
+        A Hugging Face folder has its own vocabulary, which must have room for the tokenizer's. If the tokenizer is on
+        another machine, the vocabulary is the flavor's.
+
+        Args:
+            config: The configuration of the run.
+            flavor: The arguments of the configured flavor.
+            missing: Collects messages about files that this machine lacks; None: they are errors.
+
+        Raises:
+            ConfigError: The vocabulary is too small, or the model lacks a configured layer.
+            MissingFile: The tokenizer is missing, and `missing` is None.
         """
         args = flavor.configured(
             config.model, vocab_size=1, max_seq_len=config.training.seq_len
@@ -107,6 +125,17 @@ class Language(TaskSpec):
     def decide(
         self, config: JobConfig, model: DecoderArgs, device_type: str, *, node: int
     ) -> TaskDecisions:
+        """Return pipeline, attention, kernel and head degree.
+
+        Args:
+            config: The configuration of the run.
+            model: The arguments of the model.
+            device_type: "cuda" or "cpu".
+            node: Ranks on one node.
+
+        Raises:
+            ConfigError: A setting does not fit the model.
+        """
         pipeline = resolve_pipeline(config, model)
         check_lora(config, model, pipeline)
         attention, reason = resolve_attention(config, model, device_type, node=node)
@@ -118,6 +147,19 @@ class Language(TaskSpec):
         return TaskDecisions(pipeline, attention, reason, kernel, head_degree)
 
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
+        """Check float8, chunks, QK-clip, the mixture and the validation against the model and the degrees.
+
+        Args:
+            config: The configuration of the run.
+            model: The arguments of the model.
+            degrees: The degrees of parallelism.
+
+        Returns:
+            Notes for the log.
+
+        Raises:
+            ConfigError: A setting does not fit.
+        """
         check_float8(config, model, degrees)
         check_chunks(config, degrees)
         check_qk_clip(config, model)
@@ -125,18 +167,38 @@ class Language(TaskSpec):
         return check_validation(config, degrees)
 
     def data_checks(self, config: JobConfig) -> Sequence[Callable[[JobConfig], None]]:
+        """Return the checks of training data, validation data and chat templates.
+
+        Args:
+            config: The configuration of the run.
+        """
         return (check_training_data, check_validation_data, check_chat)
 
     def positions_of(self, job: ResolvedJob) -> int:
+        """Return the number of tokens of a sequence.
+
+        Args:
+            job: The resolved job.
+        """
         return job.config.training.seq_len
 
     def memory(self, job: ResolvedJob) -> RankMemory:
+        """Return the memory of the largest pipeline rank.
+
+        Args:
+            job: The resolved job.
+        """
         return max(
             map(partial(memory_of_stage, job), range(job.degrees.pp)),
             key=lambda memory: memory.total,
         )
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
+        """Return the paragraphs of the summary by topic: data, experts, pipeline, attention, loss, offloaded inputs.
+
+        Args:
+            job: The resolved job.
+        """
         return {
             "data": _data(job),
             "experts": _experts(job),
@@ -170,10 +232,9 @@ def _offloaded(job: ResolvedJob) -> str:
         return ""
     settings = job.config.activation_checkpoint
     stages = layers_of_stages(job.pipeline, job.model)
-    offloaded, of = (
-        sum(map(len, map(some, stages))) for some in (settings.offloaded, settings.checkpointed)
-    )
-    number = f"{offloaded} of {of}"
+    offloaded = sum(len(settings.offloaded(layers)) for layers in stages)
+    checkpointed = sum(len(settings.checkpointed(layers)) for layers in stages)
+    number = f"{offloaded} of {checkpointed}"
     return f"inputs of {number} checkpointed layers, {size_words(size)} of page-locked host memory a rank"
 
 
@@ -182,8 +243,11 @@ def _experts(job: ResolvedJob) -> str:
     degrees = job.degrees
     if (experts := experts_of(model)) is None:
         return ""
-    ways = {"auxiliary loss": model.router_aux_loss_coef, "bias": model.router_bias_update_rate}
-    by = [f"by {name} ({rate:g})" for name, rate in ways.items() if rate]
+    balancing = {
+        "auxiliary loss": model.router_aux_loss_coef,
+        "bias": model.router_bias_update_rate,
+    }
+    ways = [f"by {name} ({rate:g})" for name, rate in balancing.items() if rate]
     lora = job.config.lora
     ranks = [lora.rank] if lora.rank and {"w13", "w2"}.intersection(lora.modules) else []
     grouped = has_grouped_product(job.compute_dtype, model.dim, experts.hidden_dim, *ranks)
@@ -193,8 +257,8 @@ def _experts(job: ResolvedJob) -> str:
         else "one product for each expert"
     ]
     parts += [
-        f"balanced {' and '.join(by)}"
-        if by
+        f"balanced {' and '.join(ways)}"
+        if ways
         else "not balanced (model.router_aux_loss_coef = 0)"
     ]
     shards = (
@@ -287,4 +351,4 @@ def _loss(job: ResolvedJob) -> str:
     further = mtp_layers_of(job.model)
     if not further:
         return words
-    return f"{words}; beside it {further} further tokens, weight {job.config.training.mtp_loss_weight:g} of their mean"
+    return f"{words}; also {further} further tokens, weight {job.config.training.mtp_loss_weight:g} of their mean"

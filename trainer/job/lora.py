@@ -1,4 +1,4 @@
-"""Check the table [lora], and count what it trains. Torch-free."""
+"""Check the table [lora], and count the parameters that it trains. Torch-free."""
 
 import math
 from itertools import chain
@@ -10,11 +10,20 @@ from trainer.hugging_face.pairs import Shape
 from trainer.job.pipeline_stages import PipelinePlan
 
 _GATES = ("gate", "shared_gate")
-"""Of mixtures of experts."""
+"""Linear modules that choose experts; they have no adapters."""
 
 
 def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | None) -> None:
-    """Raise a ConfigError unless the model has the modules, and weights to adapt, and the other settings go with it."""
+    """Check that the model has the named modules and initial weights, and that other settings allow adapters.
+
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+        pipeline: The plan of the pipeline, None without one.
+
+    Raises:
+        ConfigError: One of these is not so.
+    """
     settings = config.lora
     if not settings.rank:
         return
@@ -32,11 +41,11 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
             f"parallelism.pipeline_parallel_schedule = {pipeline.schedule!r} computes the gradients of weights apart, "
             f"and lora.rank = {settings.rank} freezes most weights; use the schedule 'Interleaved1F1B'"
         )
-    of_ranks = [
+    rank_stages = [
         [pipeline.stages[stage] for stage in pipeline.stages_of(rank)]
         for rank in set(pipeline.ranks)
     ]
-    for modules in (pipeline.stages[0], *map(chain.from_iterable, of_ranks)):
+    for modules in (pipeline.stages[0], *map(chain.from_iterable, rank_stages)):
         if not any(name.startswith("layers.") for name in modules):
             raise ConfigError(
                 f"lora.rank = {settings.rank} trains layers only, so the first stage of a pipeline, and each of its "
@@ -66,10 +75,10 @@ def _check_names(config: JobConfig, model: ModelArgs) -> None:
 def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
     settings = config.lora
     if settings.dropout and (
-        of_experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]
+        experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]
     ):
         raise ConfigError(
-            f"lora.dropout = {settings.dropout} does not reach the experts' {of_experts[0]!r} of lora.modules, whose "
+            f"lora.dropout = {settings.dropout} does not reach the experts' {experts[0]!r} of lora.modules, whose "
             "tokens are sorted by expert (peft refuses it as well); use 0, or leave the experts out of lora.modules"
         )
     if settings.dropout and any(
@@ -84,28 +93,38 @@ def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
 def adapter_shapes(
     config: JobConfig, model: ModelArgs, tp: int = 1
 ) -> dict[str, tuple[Shape, Shape]]:
-    """Return the shapes of A and B of every adapted module, or stacked weight of experts, by its name.
+    """Return the shapes of A and B of each adapted module, or stacked weight of experts, by name.
 
-    tp: ranks of tensor parallelism, of which one has such a part. Of experts it has all, or those of some experts.
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+        tp: The tensor-parallel degree. Shapes are one rank's part, but shapes of experts are whole.
     """
     rank = config.lora.rank
-    found = {}
+    shapes = {}
     for name, (*number, outputs, inputs) in weight_shapes(model, tp).items() if rank else ():
         if config.lora.adapts(name):
-            found[name] = (*number, rank, inputs), (*number, outputs, rank)
-    return found
+            shapes[name] = (*number, rank, inputs), (*number, outputs, rank)
+    return shapes
 
 
 def adapter_names(module: str) -> tuple[str, str]:
-    """Return the names of A and B of a module, or of a stacked weight of experts."""
+    """Return the parameter names of A and B of a module.
+
+    Args:
+        module: The name of a module, or of a stacked weight of experts.
+    """
     before = f"{module}{'_' if '.experts.' in module else '.'}"
     return f"{before}lora_a", f"{before}lora_b"
 
 
 def adapter_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, int]:
-    """Return the adapter parameters of every adapted module on one of `tp` tensor-parallel ranks, by its name.
+    """Return the number of adapter parameters of each adapted module on one rank, by name.
 
-    Experts are divided among these ranks, at least by FSDP.
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+        tp: The tensor-parallel degree. Experts are divided over these ranks too, at least by FSDP.
     """
     shapes = adapter_shapes(config, model, tp)
     return {
@@ -115,7 +134,13 @@ def adapter_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str,
 
 
 def whole_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, int]:
-    """Return the parameters of each module that is trained whole beside adapters, on one tensor-parallel rank."""
+    """Return the number of parameters of each module that is trained whole in addition to adapters, on one rank.
+
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+        tp: The tensor-parallel degree.
+    """
     names = sorted(set(config.lora.whole)) if config.lora.rank else []
     if names and model.tie_embeddings:
         names = ["tok_embeddings"]
@@ -123,23 +148,32 @@ def whole_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, i
 
 
 def weight_shapes(model: ModelArgs, tp: int = 1) -> dict[str, Shape]:
-    """Return (outputs, inputs) of linear modules, and (experts, outputs, inputs) of stacked weights, by name."""
+    """Return (outputs, inputs) of linear modules and (experts, outputs, inputs) of stacked weights, by name.
+
+    Args:
+        model: The arguments of the model.
+        tp: The tensor-parallel degree.
+    """
     shapes: dict[str, Shape] = dict(model.linear_shapes(tp))
     if (experts := experts_of(model)) is not None:
         hidden = experts.hidden_dim
         dim = model.dim
         for layer in expert_layers(model):
-            of_layer = f"layers.{layer}.feed_forward.experts"
-            shapes[f"{of_layer}.w13"] = experts.number, 2 * hidden, dim
-            shapes[f"{of_layer}.w2"] = experts.number, dim, hidden
+            prefix = f"layers.{layer}.feed_forward.experts"
+            shapes[f"{prefix}.w13"] = experts.number, 2 * hidden, dim
+            shapes[f"{prefix}.w2"] = experts.number, dim, hidden
     return shapes
 
 
 def flops_beside(config: JobConfig, model: ModelArgs) -> float:
-    """Return how many FLOPs per token a training step has more than without adapters, usually a negative number.
+    """Return the FLOPs per token that a step with adapters has in addition to a step without; usually negative.
 
-    A frozen weight has no gradient, which saves a third of its 6 FLOPs; a weight of an adapter has 6. Of the experts
-    those count that a token chooses.
+    A frozen weight has no gradient, which saves a third of its 6 FLOPs. A weight of an adapter costs 6. Among experts,
+    only the ones that a token chooses count.
+
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
     """
     sizes = adapter_sizes(config, model)
     if not sizes:
@@ -147,8 +181,8 @@ def flops_beside(config: JobConfig, model: ModelArgs) -> float:
     frozen = sum(map(math.prod, model.linear_shapes().values()))
     if (experts := experts_of(model)) is not None:
         frozen += len(expert_layers(model)) * experts.per_token * experts.weights(model.dim)
-    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    idle = of_experts * (1 - experts.per_token / experts.number) if of_experts else 0.0
+    expert_size = sum(size for name, size in sizes.items() if ".experts." in name)
+    idle = expert_size * (1 - experts.per_token / experts.number) if expert_size else 0.0
     trained = whole_sizes(config, model)
     if "output" in trained or (model.tie_embeddings and trained):
         frozen -= math.prod(model.linear_shapes()["output"])

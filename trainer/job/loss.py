@@ -6,15 +6,20 @@ from trainer.families.args import DecoderArgs
 from trainer.job.degrees import Degrees
 
 LARGE_VOCABULARY = 32_000
-"""Above so many tokens the logits are a large part of a rank's memory."""
+"""Size of a vocabulary from which on logits are a large part of a rank's memory."""
 CHUNK_BYTES = 2**30
-"""Of `auto`: float32 logits of a chunk on a rank."""
+"""Bytes of float32 logits of a chunk on a rank, as `auto` chooses it."""
 CHUNK_TOKENS = 4096
-"""Of `auto`, at most. Each chunk reads and writes the gradient of the whole weight: shorter ones are slower."""
+"""Most tokens of a chunk of `auto`. Each chunk reads and writes the gradient of the whole weight: many are slow."""
 
 
 def why_no_chunks(config: JobConfig, degrees: Degrees) -> str | None:
-    """Return why all logits must exist at once; None: they need not."""
+    """Return why all logits must exist at once, None if they need not.
+
+    Args:
+        config: The configuration of the run.
+        degrees: The degrees of parallelism.
+    """
     conditions = (WITHOUT_GATHERED_LOGITS, OUTPUT_IN_HIGH_PRECISION)
     return next(
         (
@@ -27,32 +32,47 @@ def why_no_chunks(config: JobConfig, degrees: Degrees) -> str | None:
 
 
 def saves_memory(model: DecoderArgs, tokens: int) -> bool:
-    """Return whether all logits of so many tokens take more than those of a chunk with the gradient of the weight.
+    """Return whether all logits take more memory than a chunk of logits with the gradient of the weight.
 
-    In half precision a logit takes 8 bytes without chunks, and 6 in a chunk, as does an element of the gradient.
+    In half precision a logit takes 8 bytes without chunks. In a chunk it takes 6, as does an element of the gradient.
+
+    Args:
+        model: The arguments of the model.
+        tokens: Tokens of one forward of a rank.
     """
     return 8 * tokens > 6 * (min(tokens, CHUNK_TOKENS) + model.dim)
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Return the tokens of a chunk of `auto`, a multiple of 128; vocabulary: rows of the output's weight on a rank."""
+    """Return the tokens of a chunk that `auto` takes, a multiple of 128.
+
+    Args:
+        vocabulary: Rows of the output's weight on a rank.
+    """
     return min(max(CHUNK_BYTES // (4 * vocabulary) // 128, 1) * 128, CHUNK_TOKENS)
 
 
 def loss_chunk(
     config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: int
 ) -> tuple[int, str]:
-    """Return the tokens of a chunk of the loss, 0 for all logits at once, and the reason of `auto`.
+    """Return the tokens of a chunk of the loss, and the reason of `auto`.
 
-    tokens: of one forward of a rank. The reason is empty if the configuration has a number.
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+        degrees: The degrees of parallelism.
+        tokens: Tokens of one forward of a rank.
+
+    Returns:
+        The tokens, 0 for all logits at once; and the reason, empty if the configuration has a number.
 
     Raises:
-        ConfigError: training.z_loss with logits that are cut over ranks and exist at once.
+        ConfigError: training.z_loss is set, and logits exist at once and are divided over ranks.
     """
-    found, reason = _loss_chunk(config, model, degrees, tokens)
+    chunk, reason = _loss_chunk(config, model, degrees, tokens)
     if (
         config.training.z_loss
-        and not found
+        and not chunk
         and degrees.tp > 1
         and not config.parallelism.disable_loss_parallel
     ):
@@ -62,7 +82,7 @@ def loss_chunk(
             f"parallelism.tensor_parallel_degree = {degrees.tp} divides the vocabulary; use training.loss_chunk_tokens "
             f"= {fits}, or parallelism.disable_loss_parallel = true"
         )
-    return found, reason
+    return chunk, reason
 
 
 def _loss_chunk(

@@ -1,7 +1,7 @@
-"""What one rank holds from step to step, exactly, from sizes before anything starts. Torch-free.
+"""The bytes that one rank holds from step to step, computed exactly from sizes. Torch-free.
 
-Activations, logits and gathered parameters come on top: `lct estimate` and `lct check` trace them. What PyTorch, NCCL
-and the CUDA context take themselves is not counted.
+Activations, logits and gathered parameters come on top: `lct estimate` and `lct check` trace them. Memory that PyTorch,
+NCCL and the CUDA context take themselves is not counted.
 """
 
 import math
@@ -14,18 +14,26 @@ from trainer.job.pipeline_stages import layers_of, layers_of_stages
 from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, size_words
 
 _LARGEST = 2**42
-"""More than any device has, in bytes."""
+"""More bytes than any device has."""
 
 
 def check_memory(job: ResolvedJob, available: int | None) -> None:
-    """Raise a ConfigError unless what a rank holds fits. available: bytes of its device; None: what no device has."""
+    """Check that the memory of a rank fits its device.
+
+    Args:
+        job: The resolved job.
+        available: Bytes of the device; None for a size that no device has.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
     memory = job.task.memory(job)
     limit = available or _LARGEST
     floor = memory.tables if job.config.training.enable_cpu_offload else memory.total
     if floor > limit:
         has = f"it has {size_words(limit)}" if available else "no device has that"
         training = job.config.training
-        what = (
+        sample = (
             f"training.seq_len = {training.seq_len}"
             if job.task.name == "tokens"
             else f"{job.task.sample}s"
@@ -35,14 +43,19 @@ def check_memory(job: ResolvedJob, available: int | None) -> None:
             batch = f"training.local_batch_size = {training.local_batch_size}, "
             shorter = "a smaller batch or length"
         raise ConfigError(
-            f"{batch}{what} and model.flavor = {job.config.model.flavor!r} take at "
+            f"{batch}{sample} and model.flavor = {job.config.model.flavor!r} take at "
             f"least {size_words(floor)} a rank for weights, gradients, optimizer, rotary table and batch, and {has}; "
             f"use {shorter}, a smaller model, or more ranks that shard it"
         )
 
 
 def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
-    """Return what the ranks of a pipeline rank hold."""
+    """Return the memory of the ranks of one pipeline rank.
+
+    Args:
+        job: The resolved job.
+        pp_rank: The pipeline rank.
+    """
     degrees = job.degrees
     training = job.config.training
     model = job.model
@@ -57,29 +70,28 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         sizes["tok_embeddings"] = model.vocab_size * model.dim // degrees.tp
     shards = degrees.dp_shard * degrees.cp
 
-    def of_rank(sizes: dict[str, int], ranks: int = shards) -> int:
-        """Return the share of a rank of what the modules of the stage have, by name."""
+    def share(sizes: dict[str, int], ranks: int = shards) -> int:
+        """Return one rank's share of the sizes of the stage's modules."""
         return math.ceil(sum(sizes.get(name, 0) for name in modules) / ranks)
 
     # Weights of a rank's experts in one layer, which its `efsdp` ranks divide.
     sparse = len({*layers_of(modules)} & {*expert_layers(model)})
-    local = of_rank(sizes)
+    local = share(sizes)
     if (experts := experts_of(model)) is not None:
         local += sparse * math.ceil(
             experts.number // degrees.ep * experts.weights(model.dim) / degrees.efsdp
         )
-    added = of_rank(adapters)
-    trained = added + of_rank(trained_whole) if adapters else local
+    added = share(adapters)
+    trained = added + share(trained_whole) if adapters else local
     moments = 2 * trained
-    if job.config.optimizer.name == "Muon":  # one of a matrix
+    if job.config.optimizer.name == "Muon":  # has one moment of a matrix
         kinds: dict[bool, dict[str, int]] = {True: {}, False: {}}
         for name, size in matrix_sizes(model, degrees.tp).items():
             kinds[".experts." in name][name] = size
         ranks = (degrees.ep or 1) * degrees.efsdp
-        moments -= of_rank(_by_module(kinds[False])) + of_rank(_by_module(kinds[True]), ranks)
-    # tokens and labels
+        moments -= share(_by_module(kinds[False])) + share(_by_module(kinds[True]), ranks)
     rows = training.seq_len // degrees.cp
-    of_batch = 2 * 8 * training.local_batch_size
+    token_bytes = 2 * 8 * training.local_batch_size
     return RankMemory(
         weights=(local + added) * stored,
         gradients=trained * stored,
@@ -87,13 +99,13 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         tables=rows
         * (
             rotary_tables(model) * getattr(model, "table_dim", model.head_dim) * max(stored, 4)
-            + of_batch
+            + token_bytes  # tokens and labels
         ),
     )
 
 
 def _modules_of(job: ResolvedJob, pp_rank: int) -> tuple[str, ...]:
-    """Return the names of the modules that a pipeline rank has."""
+    """Return the names of the modules of a pipeline rank."""
     if job.pipeline is None:
         return job.model.module_names()
     stages = job.pipeline.stages_of(pp_rank)
@@ -101,9 +113,13 @@ def _modules_of(job: ResolvedJob, pp_rank: int) -> tuple[str, ...]:
 
 
 def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
-    """Return the sizes of what Muon updates, on one tensor-parallel rank, by name; of experts on all ranks together.
+    """Return the sizes of the matrices that Muon updates, by name.
 
-    It is what `models/matrices.py` finds in a decoder.
+    The matrices are the same that `models/matrices.py` finds in a decoder.
+
+    Args:
+        model: The arguments of the model.
+        tp: The tensor-parallel degree. Sizes are one rank's part, but sizes of experts are whole.
     """
     gates = {"gate", "shared_gate", *getattr(getattr(model, "linear", None), "gates", ())}
     names: dict[str, Sequence[int]] = dict(weight_shapes(model, tp))
@@ -121,7 +137,7 @@ def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
 
 
 def _by_module(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the sums over the linear modules, by name, of each module that a pipeline can divide."""
+    """Sum the sizes of linear modules, by name, over each module that a pipeline can place."""
     sums: dict[str, int] = {}
     for name, size in sizes.items():
         module = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
@@ -130,20 +146,24 @@ def _by_module(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def host_memory(job: ResolvedJob) -> int:
-    """Return the bytes of page-locked host memory that what is offloaded of layers takes on the rank with most."""
+    """Return the bytes of page-locked host memory for offloaded activations, on the rank with most.
+
+    Args:
+        job: The resolved job.
+    """
     stages = layers_of_stages(job.pipeline, job.model)
     numbers = [len(job.config.activation_checkpoint.offloaded(layers)) for layers in stages]
     own = [[0]] if job.pipeline is None else map(job.pipeline.stages_of, range(job.degrees.pp))
-    most = max(sum(numbers[stage] for stage in of_rank) for of_rank in own)
+    most = max(sum(numbers[stage] for stage in stages_of_rank) for stages_of_rank in own)
     model = job.model
     itemsize = ITEMSIZE[job.compute_dtype]
-    of_token = model.dim * itemsize
+    token_bytes = model.dim * itemsize
     if job.config.activation_checkpoint.offload == "inputs+attention":  # output and log-sum-exp
-        of_token += model.n_heads * (
+        token_bytes += model.n_heads * (
             getattr(model, "value_dim", model.head_dim) * itemsize + max(itemsize, 4)
         )
-    # that wait for their backward
+    # micro-batches that wait for their backward
     passes = 1 if job.pipeline is None else job.pipeline.micro_batches
     if passes > 1 and job.pipeline.schedule not in ("GPipe", "LoopedBFS"):
         passes = min(passes, job.degrees.pp)
-    return passes * job.tokens_of_a_pass * of_token * most // job.degrees.tp
+    return passes * job.tokens_of_a_pass * token_bytes * most // job.degrees.tp

@@ -19,7 +19,7 @@ _KEY = "parallelism.pipeline_parallel_"
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule of `torch.distributed.pipelining` requires."""
+    """Requirements of a schedule of `torch.distributed.pipelining`."""
 
     stages_per_rank: int | None = None
     """None: any number."""
@@ -58,16 +58,24 @@ class PipelinePlan:
     splits_backward: bool = False
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the numbers of the stages that a pipeline rank runs."""
+        """Return the numbers of the stages of a pipeline rank.
+
+        Args:
+            rank: The pipeline rank.
+        """
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
 
 def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None:
-    """Return the stages and the schedule, None without pipeline parallelism.
+    """Return the plan of the pipeline, None without pipeline parallelism.
+
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
 
     Raises:
-        ConfigError: stages, schedule and micro-batches that do not fit; tied embeddings; a stage without parameters; a
-            setting that a split backward does not allow.
+        ConfigError: Stages, schedule and micro-batches do not fit; embeddings are tied; a stage has no parameters; or a
+            split backward does not allow a setting.
     """
     degree = config.parallelism.pipeline_parallel_degree
     if degree > 1 and model.tie_embeddings:
@@ -76,7 +84,7 @@ def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None
             f"model.flavor = {config.model.flavor!r} has one matrix for both; use 1, with context, tensor or data "
             f"parallelism in its place"
         )
-    # Layers that predict further tokens follow the norm, in whose stage they are.
+    # Layers that predict further tokens follow the norm, and are in its stage.
     modules = [name for name in model.module_names() if not is_further(model, name)]
     plan = pipeline_plan(config.parallelism, modules, config.training.local_batch_size)
     if plan is None:
@@ -105,11 +113,13 @@ def pipeline_plan(
 ) -> PipelinePlan | None:
     """Return the plan of these settings, None without pipeline parallelism.
 
-    modules: names of the model's modules in the order of the forward, the layers as `layers.0`, `layers.1`, ...;
-    batch_size: sequences of one pass, `training.local_batch_size`.
+    Args:
+        parallelism: The table [parallelism].
+        modules: Names of the model's modules in the order of the forward, layers as `layers.0`, `layers.1`, ...
+        batch_size: Sequences of one pass, `training.local_batch_size`.
 
     Raises:
-        ConfigError: stages, schedule and micro-batches do not fit together.
+        ConfigError: Stages, schedule and micro-batches do not fit together.
     """
     if parallelism.pipeline_parallel_degree == 1:
         return None
@@ -120,8 +130,8 @@ def pipeline_plan(
     layers = sum(name.startswith("layers.") for name in modules)
     default = schedule.stages_per_rank or (2 if layers >= 2 * degree else 1)
     stages = _stages(parallelism, modules, default * degree)
-    per_rank, rest = divmod(len(stages), degree)
-    if rest or per_rank != (schedule.stages_per_rank or per_rank):
+    per_rank, left_over = divmod(len(stages), degree)
+    if left_over or per_rank != (schedule.stages_per_rank or per_rank):
         wanted = (
             f"{schedule.stages_per_rank} per rank"
             if schedule.stages_per_rank
@@ -130,7 +140,7 @@ def pipeline_plan(
         fitting = [
             other
             for other, s in SCHEDULES.items()
-            if not rest
+            if not left_over
             and s.stages_per_rank in (None, per_rank)
             and not (s.fills_stages and micro_batches < len(stages))
         ]
@@ -189,7 +199,7 @@ def _check_micro_batches(
 def _stages(
     parallelism: Parallelism, modules: Sequence[str], default: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the modules of each stage: as listed, or divided over `default` stages."""
+    """Return the modules of each stage: the listed ones, or all modules divided over `default` stages."""
     listed = parallelism.pipeline_parallel_module_fqns
     if listed and parallelism.pipeline_parallel_layers_per_stage:
         raise ConfigError(
@@ -219,7 +229,7 @@ def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, .
 def _divided(
     parallelism: Parallelism, modules: Sequence[str], number: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Assign layers to stages so that the fullest stage is as light as possible; each end counts as one layer."""
+    """Assign layers to stages so that the heaviest stage is as light as possible. Each end counts as one layer."""
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first = modules.index(layers[0])
     last = modules.index(layers[-1]) + 1
@@ -240,7 +250,7 @@ def _divided(
     weights = [1 + (stage == 0) + (stage == number - 1) for stage in range(number)]
     counts = [1] * number
     for _ in range(len(layers) - number):
-        # Among equals the last one: earlier stages keep the activations of more micro-batches.
+        # Among equally light stages take the last: earlier stages keep the activations of more micro-batches.
         lightest = min(range(number), key=lambda stage: (weights[stage], -stage))
         weights[lightest] += 1
         counts[lightest] += 1
@@ -257,14 +267,23 @@ def _source(parallelism: Parallelism) -> str:
 
 
 def layers_of(modules: Iterable[str]) -> list[int]:
-    """Return the numbers of the layers among some modules of a decoder."""
+    """Return the numbers of the layers among some modules of a decoder.
+
+    Args:
+        modules: Names of modules.
+    """
     return [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
 
 
 def layers_of_stages(pipeline: PipelinePlan | None, model: ModelArgs) -> list[list[int]]:
     """Return the numbers of the layers of each stage; without a pipeline the model is one stage.
 
-    Without those that predict further tokens, which follow the norm, and whose inputs are not those of layers.
+    Layers that predict further tokens are left out: they follow the final norm, and their inputs are not outputs of
+    layers.
+
+    Args:
+        pipeline: The plan of the pipeline, None without one.
+        model: The arguments of the model.
     """
     stages = [model.module_names()] if pipeline is None else pipeline.stages
     return [[layer for layer in layers_of(stage) if layer < model.n_layers] for stage in stages]

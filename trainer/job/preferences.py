@@ -1,4 +1,4 @@
-"""The task of preferences: of two answers to a prompt one is to become likelier. What it answers before ranks start."""
+"""The task of preferences: make one of two answers to a prompt likelier. Decisions and checks before ranks start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +12,25 @@ from trainer.job.record import RankMemory, ResolvedJob
 
 
 class Preferences(Language):
-    """Pairs of answers, as tokens; see `tasks/preferences.py`."""
+    """The task of pairs of answers, as tokens; see `tasks/preferences.py`."""
 
     module = "trainer.tasks.preferences:PreferenceTask"
     sums_losses, validates, uses_model = False, False, True
 
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
-        """Check the table [dpo]; ConfigError for a reference that is not there, or a feature that takes pairs apart."""
+        """Check the table [dpo] in addition to the checks of `Language`.
+
+        Args:
+            config: The configuration of the run.
+            model: The arguments of the model.
+            degrees: The degrees of parallelism.
+
+        Returns:
+            Notes for the log.
+
+        Raises:
+            ConfigError: The reference does not exist, or a feature would take pairs apart.
+        """
         dataset = "training.dataset = 'preferences'"
         initial = config.checkpoint.initial_load_path
         for key, wrong, remedy in (
@@ -57,6 +69,11 @@ class Preferences(Language):
         return super().check(config, model, degrees)
 
     def memory(self, job: ResolvedJob) -> RankMemory:
+        """Return the memory of the largest pipeline rank; a copied reference doubles the weights.
+
+        Args:
+            job: The resolved job.
+        """
         memory = super().memory(job)
         return (
             memory
@@ -65,21 +82,30 @@ class Preferences(Language):
         )
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
+        """Return the paragraphs of `Language`, with the loss of pairs.
+
+        Args:
+            job: The resolved job.
+        """
         dpo = job.config.dpo
-        found = super().describe(job)
+        paragraphs = super().describe(job)
         where = {
             "adapters": "the model without its adapters",
             "copy": "a frozen copy of the first weights",
         }
         reference = where[reference_of(job.config)]
         return {
-            **found,
-            "loss": f"{dpo.loss} of pairs (DPO), beta {dpo.beta:g}, from {reference}; {found['loss']}",
+            **paragraphs,
+            "loss": f"{dpo.loss} of pairs (DPO), beta {dpo.beta:g}, from {reference}; {paragraphs['loss']}",
         }
 
 
 def reference_of(config: JobConfig) -> str:
-    """Return what `dpo.reference` means: "adapters" or "copy"."""
+    """Return the reference that `dpo.reference` means: "adapters" or "copy".
+
+    Args:
+        config: The configuration of the run.
+    """
     if config.dpo.reference != "auto":
         return config.dpo.reference
     return "adapters" if config.lora.rank else "copy"

@@ -1,6 +1,6 @@
-"""`ResolvedJob`, the record of all decisions before ranks start, and `TaskSpec`, which makes those of a task.
+"""`ResolvedJob`, the record of all decisions before ranks start, and `TaskSpec`, which makes the decisions of a task.
 
-`resolution.py` makes and checks them.
+`resolution.py` fills in and checks the record. Torch-free.
 """
 
 import math
@@ -26,7 +26,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that the largest rank holds from step to step, by what they are for."""
+    """Bytes that the largest rank holds from step to step, by purpose."""
 
     weights: int
     gradients: int
@@ -36,7 +36,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum."""
+        """Sum of the parts."""
         return sum(astuple(self))
 
     def describe(self) -> str:
@@ -50,7 +50,11 @@ class RankMemory:
 
 
 def size_words(size: float) -> str:
-    """Return a size in MiB, GiB or TiB with two digits or more."""
+    """Return a size in MiB, GiB or TiB with two digits or more.
+
+    Args:
+        size: Bytes.
+    """
     for unit, power in (("TiB", 40), ("GiB", 30)):
         if size >= 2**power:
             return f"{size / 2**power:,.{1 if size < 100 * 2**power else 0}f} {unit}"
@@ -59,11 +63,11 @@ def size_words(size: float) -> str:
 
 @dataclass(frozen=True)
 class TaskDecisions:
-    """What a task decides."""
+    """The decisions of a task."""
 
     pipeline: PipelinePlan | None = None
     attention: ContextParallelOptions | None = None
-    """Options of planned attention; None: plain causal attention on one rank."""
+    """Options of planned attention; None for plain causal attention on one rank."""
     attention_reason: str = ""
     """Why `auto` chose its method; empty if the configuration names one."""
     kernel: str = ""
@@ -71,33 +75,33 @@ class TaskDecisions:
     head_degree: int = 1
     """Context-parallel ranks that divide the heads (hybrid)."""
     details: Any = None
-    """What else the task decided, for the task alone."""
+    """Further decisions, which only the task reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedJob(TaskDecisions):
     """One configuration on a number of ranks of one type of device, with every decision."""
 
-    given: JobConfig
-    """As the user wrote it. A run saves it, and a resumed run decides again, for its own ranks."""
+    user_config: JobConfig
+    """The configuration as the user wrote it. A run saves it, and a resumed run decides again, for its own ranks."""
     config: JobConfig
-    """The same with a decision in the place of each "auto" that can be decided before ranks start."""
+    """The configuration with a decision in place of each "auto" that can be decided before ranks start."""
     degrees: Degrees
     device_type: str
     """'cuda' or 'cpu'."""
     node: int
     """Ranks on one node."""
     folder: ModelFolder | None
-    """The Hugging Face folder that gives the sizes of the model, as the checks have read it; None: a flavor by name."""
+    """The Hugging Face folder of the model, as the checks have read it; None if a flavor by name gives the sizes."""
     task: "TaskSpec"
     model: ModelArgs
     compilation: CompileOptions
     notes: tuple[str, ...]
-    """A line for each reason why some keys that are set have no effect."""
+    """Lines for the log, such as reasons why some configured keys have no effect."""
 
     @property
     def compute_dtype(self) -> str:
-        """Name of the data type in which the model computes."""
+        """Data type in which the model computes, by name."""
         return self.config.training.mixed_precision_param
 
     @property
@@ -112,7 +116,7 @@ class ResolvedJob(TaskDecisions):
 
     @property
     def balances(self) -> bool:
-        """Whether the documents of a step are assigned again to the data-parallel ranks, for equal work."""
+        """Whether data-parallel ranks exchange the documents of a step, for equal work."""
         return self.config.training.balance == "step" and self.degrees.dp > 1
 
     @property
@@ -139,7 +143,7 @@ class ResolvedJob(TaskDecisions):
 
     @property
     def mlp_tiles(self) -> int:
-        """Parts of a rank's sequence in which feed-forward networks are computed; the same on all ranks."""
+        """Parts into which feed-forward networks divide a rank's sequence; the same on all ranks."""
         chunk = self.config.activation_checkpoint.mlp_chunk_tokens
         return (
             max(math.ceil(self.tokens_of_a_pass / self.degrees.tp / chunk), 1) if chunk else 1
@@ -147,7 +151,7 @@ class ResolvedJob(TaskDecisions):
 
     @property
     def loss_chunk(self) -> tuple[int, str]:
-        """Tokens of a chunk of the loss, 0 for all logits at once, and the reason of `auto`."""
+        """Tokens of a chunk of the loss (0 for all logits at once), and the reason of `auto`."""
         tokens = self.tokens_of_a_pass * (1 + mtp_layers_of(self.model))
         return loss_chunk(self.config, self.model, self.degrees, tokens)
 
@@ -169,7 +173,7 @@ class ResolvedJob(TaskDecisions):
     def method_chooser(self) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
         """Return a function that chooses the method for the documents of a batch; None if there is no choice."""
         return self.attention and batch_chooser(
-            self.given, self.model, self.device_type, self.attention, node=self.node
+            self.user_config, self.model, self.device_type, self.attention, node=self.node
         )
 
 
@@ -177,71 +181,115 @@ class TaskSpec(ABC):
     """One kind of training. The class attributes are words and properties that messages and metrics need."""
 
     name: str
-    """Also `ModelArgs.task` of the models that it trains."""
+    """Its name, which is `ModelArgs.task` of the models that it trains."""
     module: str
-    """Where its `Task` is, which reads batches and computes losses: "package.module:Class"."""
+    """The class that reads batches and computes losses in a rank: "package.module:Class"."""
     data: str
-    """What it is about, in a word: "text"."""
+    """Its kind of data in a word: "text"."""
     positions: str
-    """What a sample consists of: "tokens"."""
+    """The parts of a sample: "tokens"."""
     position: str
-    """The same, short: "tok"."""
+    """Abbreviation of `positions`: "tok"."""
     sample: str
-    """What a batch consists of: "sequence"."""
+    """One element of a batch: "sequence"."""
     command: str
-    """What to run with the weights of a run, whose folder stands for {}."""
+    """The command to run with trained weights; {} stands for the folder of the run."""
     validates: bool = False
     """Whether the table [validation] is for it."""
     copies_batches: bool = False
-    """Whether its `Task` copies to the device what a rank computes of a batch; else the loop copies whole batches."""
+    """Whether its `Task` copies a rank's part of a batch to the device; otherwise the loop copies whole batches."""
     sums_losses: bool = True
-    """Whether the loss of a step is a sum of the positions' losses, so that each has the same cotangent."""
+    """Whether the loss of a step is a sum of losses of positions, so that each has the same cotangent."""
     uses_model: bool = False
     """Whether its `Task` has a method `use_model`, for forwards of its own."""
     fixed_shapes: bool = True
-    """Whether every batch has the same shapes, so that the compiler need not expect others."""
+    """Whether all batches have the same shapes, so that the compiler need not expect other shapes."""
 
     @abstractmethod
     def model(
         self, config: JobConfig, flavor: ModelArgs, missing: list[str] | None
     ) -> ModelArgs:
-        """Return the model's arguments with what the data decide, such as the vocabulary; ConfigError if none fit.
+        """Return the arguments of the model, with values that the data decide, such as the vocabulary.
 
-        flavor: those of the configured flavor; missing: see `resolve`.
+        Args:
+            config: The configuration of the run.
+            flavor: The arguments of the configured flavor.
+            missing: Collects messages about missing files; see `resolve`.
+
+        Raises:
+            ConfigError: No arguments fit.
         """
 
     @abstractmethod
     def decide(
         self, config: JobConfig, model: ModelArgs, device_type: str, *, node: int
     ) -> TaskDecisions:
-        """Decide what the numbers of ranks do not change; ConfigError for a feature that the task does not have.
+        """Return the decisions that do not depend on the number of ranks.
 
-        node: ranks on one node, by which messages are fast or slow.
+        Args:
+            config: The configuration of the run.
+            model: The arguments of the model.
+            device_type: "cuda" or "cpu".
+            node: Ranks on one node, which have fast links.
+
+        Raises:
+            ConfigError: The task lacks a configured feature.
         """
 
     def next_command(self, config: JobConfig) -> str:
-        """Return `command`, or another one that fits what this run has learned better."""
+        """Return the command to run next: `command`, or one that fits better to the data of this run.
+
+        Args:
+            config: The configuration of the run.
+        """
         return self.command
 
     def check(self, config: JobConfig, model: ModelArgs, degrees: Degrees) -> Sequence[str]:
-        """Return notes for the log; ConfigError for a setting that does not fit the degrees."""
+        """Check settings of the task against the degrees.
+
+        Args:
+            config: The configuration of the run.
+            model: The arguments of the model.
+            degrees: The degrees of parallelism.
+
+        Returns:
+            Notes for the log.
+
+        Raises:
+            ConfigError: A setting does not fit.
+        """
         return ()
 
     @abstractmethod
     def data_checks(self, config: JobConfig) -> Sequence[Callable[[JobConfig], None]]:
-        """Return the checks of the run's data, which take no time.
+        """Return the quick checks of the run's data.
 
-        They raise MissingFile: the data are not on this machine; ConfigError: they cannot be used.
+        A check raises MissingFile if the data are not on this machine, and ConfigError if they cannot be used.
+
+        Args:
+            config: The configuration of the run.
         """
 
     @abstractmethod
     def positions_of(self, job: ResolvedJob) -> int:
-        """Return the number of positions of a sample."""
+        """Return the number of positions of a sample.
+
+        Args:
+            job: The resolved job.
+        """
 
     @abstractmethod
     def memory(self, job: ResolvedJob) -> RankMemory:
-        """Return an estimate of what the largest rank of the job holds."""
+        """Return the estimated memory of the largest rank of the job.
+
+        Args:
+            job: The resolved job.
+        """
 
     @abstractmethod
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
-        """Return the task's paragraphs of the summary by topic, among them "data"."""
+        """Return the task's paragraphs of the summary by topic, one of them "data".
+
+        Args:
+            job: The resolved job.
+        """

@@ -1,4 +1,7 @@
-"""Make and check all decisions of a job before ranks start. Torch-free."""
+"""Make and check all decisions of a job before ranks start. Torch-free.
+
+`STAGES` lists the steps in their order. `lct check`, `lct train` and each rank call `resolve`.
+"""
 
 import math
 from collections.abc import Callable
@@ -35,12 +38,12 @@ from trainer.job.transforms import (
 from trainer.stores.initial_weights import check_initial_weights
 
 TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
-_OF_TOKENS: dict[str, TaskSpec] = {"preferences": Preferences()}
-"""Data sets of tokens that are for a task of their own."""
+_TASKS_BY_DATASET: dict[str, TaskSpec] = {"preferences": Preferences()}
+"""Data sets of tokens that have a task of their own."""
 
 
 Step = Callable[[Draft], Draft | None]
-"""Takes what is known of a job; returns it with what it adds, or None. Raises ConfigError for a wrong setting."""
+"""Returns the draft of a job with its decisions added, or None if it only checks; raises ConfigError."""
 
 
 def resolve(
@@ -56,16 +59,19 @@ def resolve(
     """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
 
     Args:
-        config: the configuration.
-        world_size: ranks of the job.
+        config: The configuration.
+        world_size: Ranks of the job.
         device_type: "cuda" or "cpu".
-        node: ranks on one node. None if nothing says it: then eight GPUs, or all ranks on CPUs.
-        missing: takes the messages about files that are not on this machine, for a check of a job elsewhere.
-        data_checked: another process of this machine has checked the data.
-        weights_checked: another process of this machine has checked the files of weights and checkpoints.
+        node: Ranks on one node. None if unknown: then eight GPUs, or all ranks on CPUs.
+        missing: Collects messages about files that this machine lacks, for a check of a job elsewhere.
+        data_checked: Whether another process of this machine has checked the data.
+        weights_checked: Whether another process of this machine has checked the files of weights and checkpoints.
+
+    Returns:
+        The record of all decisions.
 
     Raises:
-        ConfigError: all wrong settings of a stage of `STAGES`, a sentence each: the value, the rule, what would work.
+        ConfigError: All wrong settings of one stage of `STAGES`, a sentence each: the value, the rule, what would work.
     """
     node = node or (GPUS_OF_A_NODE if device_type == "cuda" else world_size)
     checked = data_checked, weights_checked
@@ -80,18 +86,26 @@ def resolve(
 
 
 def task_of(config: JobConfig) -> TaskSpec:
-    """Return the task of a configuration."""
-    return _OF_TOKENS.get(config.training.dataset) or TASKS[config.task]
+    """Return the task of a configuration.
+
+    Args:
+        config: The configuration.
+    """
+    return _TASKS_BY_DATASET.get(config.training.dataset) or TASKS[config.task]
 
 
 def resolve_model(
     config: JobConfig, missing: list[str] | None = None, folder: ModelFolder | None = None
 ) -> ModelArgs:
-    """Return the arguments of the model that the configuration names, for its data.
+    """Return the arguments of the configured model, for its data.
 
-    missing: see `resolve`; folder: as of `from_path`.
+    Args:
+        config: The configuration.
+        missing: Collects messages about missing files; see `resolve`.
+        folder: The Hugging Face folder of the model, if it has been read.
 
-    ConfigError if there is no such model, flavor or data, or the model is of another kind of data.
+    Raises:
+        ConfigError: There is no such model, flavor or data, or the model is for another kind of data.
     """
     flavor = flavor_args(config.model, folder)
     task = task_of(config)
@@ -111,15 +125,25 @@ def resolve_model(
 
 
 def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
-    """Return the job on this type of device, for which `auto` chooses again; ConfigError for a kernel that it lacks."""
+    """Return the job on another type of device, for which `auto` chooses again.
+
+    Args:
+        job: The resolved job.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: The device lacks the configured kernel.
+    """
     if device_type == job.device_type:
         return job
     checked = {"data_checked": True, "weights_checked": True}
-    return resolve(job.given, job.degrees.world_size, device_type, node=job.node, **checked)
+    return resolve(
+        job.user_config, job.degrees.world_size, device_type, node=job.node, **checked
+    )
 
 
 def _write_out(draft: Draft) -> Draft:
-    """Write out the folder of a model, and the optimizer of adapters."""
+    """Write the folder of a model, and the optimizer of adapters, into the configuration."""
     folder = model_folder(draft.config.model)
     config, notes = adapters_by_adamw(from_path(draft.config, folder))
     return replace(draft, config=config, folder=folder, task=task_of(config)).noted(*notes)
@@ -137,7 +161,7 @@ def _bounds(draft: Draft) -> None:
 
 
 def _checks(check: Callable[[JobConfig], None]) -> Step:
-    """Return the step that checks the configuration alone."""
+    """Return the step that runs a check of the configuration."""
     return lambda draft: check(draft.config)
 
 
@@ -153,19 +177,19 @@ def _degrees(draft: Draft) -> Draft:
 
 
 def _effects(draft: Draft) -> Draft:
-    """Note each reason why some keys that are set have no effect; a key with a remedy is refused."""
+    """Note why some configured keys have no effect. Refuse keys for which this has a remedy."""
     if draft.model is None or draft.degrees is None:
         return draft
     config = _with_windows_of_flavor(draft.config, draft.folder)
-    # the first condition of a key that does not hold -> the keys
-    found: dict[Condition, list[str]] = {}
+    # keys by their first condition that does not hold
+    without_effect: dict[Condition, list[str]] = {}
     for name, key in keys_of(type(config)).items():
         unmet = (each for each in key.when if not each.holds(config, draft.degrees))
         condition = next(unmet, None)
         if condition is not None and attrgetter(name)(config) != key.default:
-            found.setdefault(condition, []).append(name)
+            without_effect.setdefault(condition, []).append(name)
     notes = []
-    for condition, names in found.items():
+    for condition, names in without_effect.items():
         if condition.remedy:
             raise ConfigError(
                 f"{_without_effect(condition, names[:1], config)}; {condition.remedy}"
@@ -188,11 +212,11 @@ def _tensor_parallel_sizes(draft: Draft) -> None:
     tp = draft.degrees.tp
     sizes = draft.model.tensor_parallel_sizes()
     common = math.gcd(*sizes.values())
-    for what, size in sizes.items():
+    for kind, size in sizes.items():
         if size % tp:
             fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
             raise ConfigError(
-                f"parallelism.tensor_parallel_degree = {tp} must divide the {size} {what} of model.flavor = "
+                f"parallelism.tensor_parallel_degree = {tp} must divide the {size} {kind} of model.flavor = "
                 f"{draft.config.model.flavor!r}; degrees that fit this model: {', '.join(fitting)}"
             )
 
@@ -249,7 +273,7 @@ def _activation_checkpoint(draft: Draft) -> Draft:
 
 
 def _with_windows_of_flavor(config: JobConfig, folder: ModelFolder | None) -> JobConfig:
-    """Return the configuration with the flavor's window in words of keys, by which other keys may have an effect."""
+    """Return the configuration with the flavor's window as a key, for keys that depend on it."""
     if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
         return config
     args = flavor_args(config.model, folder)
@@ -260,7 +284,7 @@ def _with_windows_of_flavor(config: JobConfig, folder: ModelFolder | None) -> Jo
 
 
 def _without_auto(draft: Draft) -> JobConfig:
-    """Return the configuration with decisions in the place of "auto", but for a kernel that each tile decides."""
+    """Return the configuration with a decision in place of each "auto", except kernels that are chosen for each tile."""
     config = draft.config
     device_type = draft.device_type
     attention = draft.decisions.attention

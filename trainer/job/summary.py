@@ -1,4 +1,4 @@
-"""The decisions of a job in words, each with its reason: what `check` prints, and a run at its start. Torch-free."""
+"""The decisions of a job in words, each with its reason: for `lct check` and the start of a run. Torch-free."""
 
 import math
 from pathlib import Path
@@ -17,15 +17,20 @@ WIDTH = 100
 
 
 def summary(job: ResolvedJob, width: int = WIDTH) -> str:
-    """Return one paragraph per decision, in lines of at most `width` characters."""
-    of_task = dict(job.task.describe(job))
+    """Return one paragraph for each decision.
+
+    Args:
+        job: The resolved job.
+        width: Most characters of a line.
+    """
+    task_topics = dict(job.task.describe(job))
     topics = {
         "model": _model(job),
         "weights": _weights(job),
-        "data": of_task.pop("data"),
+        "data": task_topics.pop("data"),
         "step": _step(job),
         "mesh": _mesh(job),
-        **of_task,
+        **task_topics,
         "optimizer": _optimizer(job),
         "schedule": _schedule(job),
         "precision": _precision(job),
@@ -40,9 +45,12 @@ def summary(job: ResolvedJob, width: int = WIDTH) -> str:
 
 
 def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
-    """Return where everything of a finished run lies, and what to run next.
+    """Return where a finished run has written its results, and which command to run next.
 
-    checkpoint: of the last step, if any; program: how a user calls `lct`.
+    Args:
+        job: The resolved job.
+        checkpoint: The checkpoint of the last step, None if there is none.
+        program: How the user calls `lct`.
     """
     folder = Path(job.config.job.dump_folder)
     metrics = job.config.metrics
@@ -83,7 +91,7 @@ def _weights(job: ResolvedJob) -> str:
     config = job.config
     try:
         step = step_to_load(config) if config.checkpoint.enable else None
-    except MissingFile:  # of a check for machines that reach the store
+    except MissingFile:  # the check is for machines that reach the store
         return f"of the latest step in {checkpoint_folder(config)}, if it holds one"
     if step is not None and not config.lora.rank:
         return f"of step {step:,} in {checkpoint_folder(config)}"
@@ -138,19 +146,19 @@ def _mesh(job: ResolvedJob) -> str:
 
 
 def _optimizer(job: ResolvedJob) -> str:
-    """Return what updates which parameters, by which rate, and what has a rate or decay by name."""
+    """Return which optimizer updates which parameters at which rate, and rates and decays by name."""
     settings = job.config.optimizer
     muon = job.config.muon
     model = job.model
     texts = [f"{settings.name}, rate {settings.lr:g}"]
     if settings.name == "Muon":
         rate = settings.lr if muon.lr is None else muon.lr
-        what, others = "matrices", "the rest"
+        matrices, others = "matrices", "the rest"
         if hasattr(model, "linear_shapes"):
             sizes = matrix_sizes(model)
             kinds = dict.fromkeys(name.partition(".")[2].partition(".")[2] for name in sizes)
             number = sum(sizes.values())
-            what = (
+            matrices = (
                 f"{number:,} parameters of layers ({', '.join(kinds)})"
                 + ", each head apart" * muon.per_head
             )
@@ -161,7 +169,7 @@ def _optimizer(job: ResolvedJob) -> str:
             else muon.dtype_on(job.device_type)
         )
         texts = [
-            f"Muon, rate {rate:g}, for {what}, products in {products}",
+            f"Muon, rate {rate:g}, for {matrices}, products in {products}",
             f"AdamW, rate {settings.lr:g}, for {others}",
         ]
     texts.append(f"weight decay {settings.weight_decay:g}")
@@ -216,7 +224,7 @@ def _precision(job: ResolvedJob) -> str:
     training = job.config.training
     degrees = job.degrees
     why = "as set"
-    if job.given.training.mixed_precision_param == "auto":
+    if job.user_config.training.mixed_precision_param == "auto":
         why = (
             "auto: bfloat16 on GPUs"
             if job.device_type == "cuda"
@@ -252,10 +260,10 @@ def _recomputed(job: ResolvedJob) -> str:
                 every, f"one in {every} layers"
             )
             return f"activations of {layers} (selective)"
-        return "activations but for attention and every second matrix product (selective, by operator)"
+        return "activations except attention and every second matrix product (selective, by operator)"
     return {
         "none": 'nothing: all activations are kept (activation_checkpoint.mode = "none")',
-        "full": "all activations but the input of each layer (full)",
+        "full": "all activations except the input of each layer (full)",
         "memory_budget": f"what the compiler chooses, to keep {settings.memory_budget:.0%} of the activations",
     }[settings.mode]
 

@@ -1,4 +1,4 @@
-"""Check the learning-rate schedule, the profiler's cycle, the batch against the degrees, and sequences in chunks."""
+"""Check the schedule of rates, the profiler, the batch against the degrees, and sequences in chunks."""
 
 import math
 from dataclasses import replace
@@ -9,11 +9,18 @@ from trainer.config.schema import JobConfig
 from trainer.job.degrees import Degrees
 
 BALANCE_GROWTH = 1.25
-"""Tokens of a micro-batch that `training.balance` may assign, in those of one as it is read."""
+"""Largest balanced micro-batch, as a multiple of local_batch_size x seq_len."""
 
 
 def check_schedule(config: JobConfig) -> None:
-    """Check that warm-up and decay fit the length of the schedule and of the run."""
+    """Check that warm-up and decay fit the length of the schedule and of the run.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: They do not fit.
+    """
     schedule = config.lr_scheduler
     start = config.lr_scheduler.restart_step
     steps = config.training.steps - start
@@ -55,7 +62,14 @@ def check_schedule(config: JobConfig) -> None:
 
 
 def adapters_by_adamw(config: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
-    """Return the configuration with AdamW in the place of Muon where adapters alone are trained, and a note of it."""
+    """Replace Muon by AdamW where only adapters are trained.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        The configuration, and a note if the optimizer has changed.
+    """
     if not (config.optimizer.name == "Muon" and config.lora.rank):
         return config, ()
     note = f"optimizer.name = 'Muon' is for whole matrices: AdamW updates adapters (lora.rank = {config.lora.rank})"
@@ -63,7 +77,14 @@ def adapters_by_adamw(config: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
 
 
 def check_trackers(config: JobConfig) -> None:
-    """Raise MissingFile if the package of an optional tracker is not installed."""
+    """Check that the package of an optional tracker is installed.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        MissingFile: It is not.
+    """
     if config.metrics.enable_wandb and find_spec("wandb") is None:
         raise MissingFile(
             "metrics.enable_wandb = true needs the package wandb: pip install wandb, or leave it out and use "
@@ -72,7 +93,14 @@ def check_trackers(config: JobConfig) -> None:
 
 
 def check_profiling(config: JobConfig) -> None:
-    """Check that the profiler's cycle fits its interval, and the interval the run."""
+    """Check that the profiler's cycle fits its interval, and that the interval fits the run.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: They do not fit.
+    """
     profiling = config.profiling
     steps = config.training.steps
     cycle = profiling.profiler_warmup + profiling.profiler_active
@@ -94,7 +122,16 @@ def check_profiling(config: JobConfig) -> None:
 def check_batch(
     config: JobConfig, degrees: Degrees, *, length_key: str = "training.seq_len"
 ) -> None:
-    """Check that batch and sequence length can be divided among the ranks. length_key: of the length, for messages."""
+    """Check that the ranks can divide the batch and the sequence length.
+
+    Args:
+        config: The configuration of the run.
+        degrees: The degrees of parallelism.
+        length_key: The key of the length, for messages.
+
+    Raises:
+        ConfigError: They cannot.
+    """
     training = config.training
     micro_batch = training.local_batch_size * degrees.dp
     factors = f"training.local_batch_size = {training.local_batch_size} x data-parallel degree {degrees.dp}"
@@ -121,7 +158,15 @@ def check_batch(
 
 
 def check_chunks(config: JobConfig, degrees: Degrees) -> None:
-    """Raise a ConfigError for more chunks of a sequence than tokens."""
+    """Check that a sequence has at least as many tokens as chunks.
+
+    Args:
+        config: The configuration of the run.
+        degrees: The degrees of parallelism.
+
+    Raises:
+        ConfigError: It has fewer.
+    """
     chunks = config.training.sequence_chunks
     tp = degrees.tp
     most = config.training.seq_len // tp

@@ -1,4 +1,4 @@
-"""Resolve and check what else is done to a model: compilation, recomputation, float8. Torch-free."""
+"""Resolve and check transforms of a model: compilation, recomputation, float8. Torch-free."""
 
 import math
 from collections.abc import Iterable
@@ -23,15 +23,15 @@ class CompileOptions:
     """Overlap the collectives of tensor parallelism with its matrix products."""
     rounds_as_eager: bool
     """Compiled code rounds between operations as eager code does. Otherwise, with float8 and a scale per row, a
-    recomputation may be fused differently, apply its scales to other values, and give NaN (pytorch issue 150859)."""
+    recomputation may be fused differently, scale other values, and return NaN (pytorch issue 150859)."""
     splits_backward: bool
     """The pipeline splits each backward into one for inputs and one for weights."""
     memory_budget: float | None
     """Share of the activations that the compiler may keep; None: no limit."""
     recomputes_every: int
-    """Every so many layers the compiler recomputes one whole, in place of activation checkpointing; 0: none."""
+    """The compiler recomputes one of this many layers, instead of activation checkpointing; 0 means none."""
     fixed_shapes: bool
-    """Shapes never change. Else the compiler may take numbers that differ between layers for variables."""
+    """Shapes never change. Otherwise the compiler may take numbers that differ between layers for variables."""
 
     @property
     def any(self) -> bool:
@@ -47,7 +47,17 @@ class CompileOptions:
 def resolve_compilation(
     config: JobConfig, *, fixed_shapes: bool, splits_backward: bool, planned_attention: bool
 ) -> CompileOptions:
-    """Return the options of the compiler; ConfigError without a component, or if a feature needs one that is off."""
+    """Return the options of the compiler.
+
+    Args:
+        config: The configuration of the run.
+        fixed_shapes: Whether all batches have the same shapes.
+        splits_backward: Whether the pipeline splits each backward.
+        planned_attention: Whether attention runs over a plan.
+
+    Raises:
+        ConfigError: No component is named, or a feature needs a component that is off.
+    """
     settings = config.compile
     activations = config.activation_checkpoint
     if not settings.components:
@@ -101,9 +111,20 @@ def check_activation_checkpoint(
     compilation: CompileOptions,
     pipeline: PipelinePlan | None,
 ) -> tuple[str, ...]:
-    """Return a note if the pipeline makes activation checkpointing expensive.
+    """Check activation checkpointing against the model, the compiler and the pipeline.
 
-    ConfigError for layers that the model lacks, no input to offload, or recomputation by operator in a split backward.
+    Args:
+        config: The configuration of the run.
+        model: The arguments of the model.
+        compilation: The options of the compiler.
+        pipeline: The plan of the pipeline, None without one.
+
+    Returns:
+        A note if the pipeline makes recomputation expensive.
+
+    Raises:
+        ConfigError: The model lacks the layers, no input is left to offload, or recomputation by operator meets a split
+            backward.
     """
     settings = config.activation_checkpoint
     option = settings.selective_ac_option
@@ -140,7 +161,7 @@ def _check_activations_of_layers(
     compilation: CompileOptions,
     pipeline: PipelinePlan | None,
 ) -> None:
-    """Check what decoder layers keep: groups of layers, offloaded inputs, networks in parts."""
+    """Check groups of layers, offloaded inputs, and feed-forward networks in parts."""
     settings = config.activation_checkpoint
     stages = layers_of_stages(pipeline, model)
     if settings.group > 1 and (settings.group > model.n_layers or compilation.splits_backward):
@@ -175,7 +196,15 @@ def _check_activations_of_layers(
 def least_offloadable(
     settings: ActivationCheckpoint, stages: Iterable[list[int]]
 ) -> int | None:
-    """Return how few inputs a stage keeps if all of them would stay on the device; None if some go."""
+    """Return the smallest number of inputs of a stage that would all stay on the device.
+
+    Args:
+        settings: The table [activation_checkpoint].
+        stages: Numbers of the layers of each stage.
+
+    Returns:
+        The number; None if each stage offloads some input.
+    """
     numbers = [len(kept) for layers in stages if (kept := settings.kept(layers))]
     return min(
         (number for number in numbers if number <= settings.offload_keep_last), default=None
@@ -183,7 +212,12 @@ def least_offloadable(
 
 
 def why_no_parts(config: JobConfig, compilation: CompileOptions) -> str | None:
-    """Return why feed-forward networks cannot be computed in parts, and what works; None if they can."""
+    """Return why feed-forward networks cannot be computed in parts, and what works; None if they can.
+
+    Args:
+        config: The configuration of the run.
+        compilation: The options of the compiler.
+    """
     settings = config.activation_checkpoint
     if compilation.memory_budget is not None:
         return (
@@ -205,7 +239,16 @@ _MULTIPLE = 16
 
 
 def check_float8(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
-    """Raise a ConfigError if the table does not fit the rest of the configuration, or the model's matrices."""
+    """Check the table [float8] against the rest of the configuration and the sizes of the model's matrices.
+
+    Args:
+        config: The configuration of the run.
+        args: The arguments of the model.
+        degrees: The degrees of parallelism.
+
+    Raises:
+        ConfigError: They do not fit.
+    """
     settings = config.float8
     if not settings.enable:
         return
