@@ -184,7 +184,9 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
             f"nothing that was tried fits on {ranks} GPUs; use more of them, or a shorter training.seq_len"
         )
     for choice in found[:8]:
-        print(_row(choice.estimate, " ".join(choice.words(given.job.user_config)) or "as given"))
+        print(
+            _row(choice.estimate, " ".join(choice.words(given.job.user_config)) or "as given")
+        )
     best = found[0].estimate
     if best.job.sequences_per_step != given.job.sequences_per_step:
         print(

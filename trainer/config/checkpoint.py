@@ -46,9 +46,9 @@ class Checkpoint:
     interval: int = key(500, AT_LEAST_ONE, "steps", when=SAVING)
     """Steps from one checkpoint to the next; the last step of a run is always saved."""
     interval_seconds: float | None = key(None, POSITIVE, "seconds", when=SAVING, example=1800.0)
-    """Also save after a step when so much time has passed since the last checkpoint; None: by steps alone."""
+    """Also save after a step when this time has passed since the last checkpoint; None: by steps alone."""
     enable_first_step_checkpoint: bool = key(False, when=SAVING)
-    """Also save after step 1, to find early what would stop a save."""
+    """Also save after step 1, to find problems of saving early."""
     keep_latest_k: int = key(
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: keep all)"), "checkpoints", when=SAVING
     )
@@ -69,7 +69,7 @@ class Checkpoint:
     exclude_from_loading: tuple[Literal["optimizer", "dataloader"], ...] = key(
         (), when=(_LOADING, _FROM_A_STEP)
     )
-    """What starts again beside the weights of load_step: the optimizer's state, or the data from their beginning."""
+    """Parts that start again with the weights of load_step: the optimizer's state, or the data from their beginning."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
         "disabled", when=SAVING
     )
@@ -81,7 +81,7 @@ class Checkpoint:
     last_save_model_only: bool = key(False, when=SAVING)
     """Save the weights alone after step training.steps: a third of the size, and no run resumes from it."""
     last_save_in_hf: bool = key(False, when=(*SAVING, TOKENS))
-    """Also save the weights of the last step as a Hugging Face folder, step-N-hf beside the checkpoint."""
+    """Also save the weights of the last step as a Hugging Face folder, step-N-hf next to the checkpoint."""
     export_dtype: Literal["float32", "float64", "bfloat16", "float16"] = key(
         "float32", when=(*SAVING, needs("checkpoint.last_save_in_hf"), TOKENS)
     )

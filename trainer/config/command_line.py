@@ -18,7 +18,7 @@ ACTIONS = {
     "world_size": Key(int, 8),
     "allow_imports": Key(bool, False),
 }
-# A script gives it first, and its caller may give it again.
+# A script sets it first, and its caller may set it again.
 _OFTEN_TWICE = ("job.config_file",)
 
 
@@ -26,7 +26,10 @@ _OFTEN_TWICE = ("job.config_file",)
 class Options:
     """The options of a command line.
 
-    help: what --help asks for, [] for everything; None: no help. values: name of a setting or action -> typed value.
+    Attributes:
+        values: Typed value of each setting or action, by name.
+        notes: Lines for the log.
+        help: Topics of --help, [] for everything; None without --help.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +38,13 @@ class Options:
 
 
 def read_options(argv: list[str], schema: type, problems: Problems) -> Options:
-    """Return the options of `argv`; wrong ones go to `problems`. The last counts if an option is given twice."""
+    """Return the options of a command line. If an option is given twice, the last one counts.
+
+    Args:
+        argv: The words of the command line, without the program's name.
+        schema: The class of the configuration.
+        problems: Collects errors.
+    """
     read = Options()
     with problems.collected():
         for token, words in split(argv):
@@ -70,7 +79,14 @@ def _read_option(token: str, words: list[str], schema: type, read: Options) -> N
 
 
 def split(argv: list[str]) -> list[tuple[str, list[str]]]:
-    """Return each option with the words up to the next option; the value of `--key=value` is a word, too."""
+    """Return each option with the words up to the next option. The value of `--key=value` is a word, too.
+
+    Args:
+        argv: The words of the command line, without the program's name.
+
+    Raises:
+        ConfigError: A word belongs to no option.
+    """
     options: list[tuple[str, list[str]]] = []
     for token in argv:
         if token == "-h":
@@ -89,7 +105,7 @@ def split(argv: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _option_name(token: str, words: list[str], schema: type) -> tuple[str, bool]:
-    """Return (name, False) for --table.key, and (name, True) for --no-table.key and --table.no-key of a boolean."""
+    """Return (name, False) for --table.key, and (name, True) for --no-table.key or --table.no-key of a boolean."""
     keys = ACTIONS | accepted_keys(schema)
     name = token[2:].replace("-", "_")
     table, _, key = name.rpartition(".")

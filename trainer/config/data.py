@@ -14,7 +14,11 @@ CONVERSATIONS = ("chat", "preferences")
 
 
 def reads(*datasets: str) -> Condition:
-    """Return the condition that training or validation reads data of one of these kinds."""
+    """Return the condition that training or validation reads data of one of these kinds.
+
+    Args:
+        *datasets: Values of `training.dataset`.
+    """
     return Condition(
         lambda config, _: (
             config.training.dataset in datasets
@@ -41,7 +45,7 @@ class Mixture:
     paths: tuple[str, ...] = key((), when=(TOKENS, _MIXED))
     """File, folder or glob of each source."""
     weights: tuple[float, ...] = key((), when=(TOKENS, _MIXED))
-    """Share of each source in the sequences, up to a factor; may change when a run resumes. 0: left out."""
+    """Share of each source in the sequences, up to a factor; may change when a run resumes. 0 leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,13 @@ class Chat:
     date: str | None = key(None, when=CHAT)
     """Date that a template gets as today's (strftime_now), as YEAR-MONTH-DAY; None: it has no clock."""
     answers: Literal["all", "last"] = key("all", when=CHAT)
-    """Answers of a conversation that are trained on; a message with "weight": 0 is never."""
+    """Answers of a conversation that are learned. A message with "weight": 0 is never learned."""
     too_long: Literal["drop", "cut"] = key("cut", when=reads("chat"))
-    """A conversation longer than training.seq_len: left out, or cut behind the last answer that fits whole."""
+    """A conversation longer than training.seq_len is left out, or cut after the last answer that fits whole."""
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments of the template by name; ConfigError if one is not name=value, or the date is none."""
+        """Arguments of the template by name. Raises ConfigError for an argument or a date of the wrong form."""
         values = {}
         for argument in self.arguments:
             name, equals, text = (part.strip() for part in argument.partition("="))
@@ -84,7 +88,7 @@ class DPO:
     """Direct preference optimization of a run with training.dataset = "preferences"."""
 
     beta: float = key(0.1, POSITIVE, when=_PAIRS)
-    """How much a change of an answer's log-probability counts: a reward is beta times the change."""
+    """Factor of rewards: a reward is beta times the change of an answer's log-probability."""
     loss: Literal["sigmoid", "ipo"] = key("sigmoid", when=_PAIRS)
     """sigmoid: of the difference of rewards (DPO); ipo: squared error of its mean over tokens from 1 / (2 beta)."""
     label_smoothing: float = key(
@@ -92,6 +96,6 @@ class DPO:
         Bounds(lambda x: 0 <= x < 0.5, "in [0, 0.5)"),
         when=(_PAIRS, needs_value("dpo.loss", "sigmoid")),
     )
-    """Assumed share of pairs whose answers are the wrong way round."""
+    """Assumed share of pairs with swapped answers."""
     reference: Literal["auto", "adapters", "copy"] = key("auto", when=_PAIRS)
-    """Changes are from the model without its adapters, or a frozen copy of the first weights; auto: by lora."""
+    """Reference of changes: the model without its adapters, or a frozen copy of the first weights; auto: by lora."""

@@ -1,4 +1,4 @@
-"""The exception for wrong settings and inputs, and the name that a misspelled word stands for."""
+"""Errors for wrong settings and inputs, and the search for the name that a misspelled word means."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -24,18 +24,19 @@ class MissingFile(ConfigError):
 
 
 class Problems:
-    """Errors that are reported together, so that a user does not meet them one after the other.
+    """Errors that are reported together, so that a user sees all of them at once.
 
-    missing: takes the messages of `MissingFile`, which are then no errors.
+    Args:
+        missing: Takes the messages of `MissingFile`, which are then no errors.
     """
 
     def __init__(self, missing: list[str] | None = None) -> None:
-        self._found: list[ConfigError] = []
+        self._errors: list[ConfigError] = []
         self._missing = missing
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Keep an error that is raised inside for `raise_all`."""
+        """Yield; keep an error that is raised inside for `raise_all`."""
         try:
             yield
         except ConfigError as error:
@@ -43,30 +44,47 @@ class Problems:
                 self.add(each)
 
     def add(self, error: ConfigError) -> None:
-        """Keep an error for `raise_all`."""
+        """Keep an error for `raise_all`.
+
+        Args:
+            error: The error.
+        """
         if isinstance(error, MissingFile) and self._missing is not None:
             self._missing.append(str(error))
-        elif str(error) not in map(str, self._found):
-            self._found.append(error)
+        elif str(error) not in map(str, self._errors):
+            self._errors.append(error)
 
     def raise_all(self) -> None:
-        """Raise the errors that were collected, if any: the only ConfigError, or one with all of them."""
-        if len(self._found) == 1:
-            raise self._found[0]
-        if self._found:
-            lines = [f"{len(self._found)} settings are wrong:", *map(str, self._found)]
+        """Raise the collected errors.
+
+        Raises:
+            ConfigError: The only collected error, or one error that joins several.
+        """
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            lines = [f"{len(self._errors)} settings are wrong:", *map(str, self._errors)]
             several = ConfigError("\n  ".join(lines))
-            several.parts = tuple(self._found)
+            several.parts = tuple(self._errors)
             raise several
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or the name of its type."""
+    """Return the first line of an error's text, or the name of its type.
+
+    Args:
+        error: The error.
+    """
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest choice, or all choices if none is near."""
+    """Return `; did you mean 'x'?` for the nearest choice, or all choices if none is near.
+
+    Args:
+        word: The word of the user.
+        choices: The known words.
+    """
     choices = list(choices)
     near = nearest(word, choices)
     if near is not None:
@@ -75,10 +93,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that is spelled most like `word`, or None: a guess is made only if the spelling is near.
+    """Return the name with the nearest spelling, None if no name is near.
 
-    Near is: a few letters wrong, missing, added or swapped; the beginning of the name (four letters or more); or two
-    or more of its words. Case, hyphens and underscores do not count.
+    A name is near if a few letters are wrong, missing, added or swapped; if the word begins the name, with four letters
+    or more; or if the name has two or more of the word's parts. Case, hyphens and underscores do not count.
+
+    Args:
+        word: The word of the user.
+        names: The known names.
     """
     names = list(names)
     plain = _plain(word)
@@ -104,7 +126,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _another_number(a: str, b: str) -> bool:
-    """Return whether two words differ in the value of a digit alone: llama4 is another model than llama3."""
+    """Return whether two words differ only in the value of a digit: llama4 is another model than llama3."""
     letters = [re.sub(r"\d", "0", word) for word in (a, b)]
     return a != b and letters[0] == letters[1]
 

@@ -64,9 +64,15 @@ Actions
 
 
 def help_text(schema: type, width: int, topics: Sequence[str] = ()) -> str:
-    """Return every option with its meaning and rules, by table, in lines of `width` characters.
+    """Return every option with its meaning and rules, by table.
 
-    topics: tables or keys; only these are in the text; ConfigError for another word.
+    Args:
+        schema: The class of the configuration.
+        width: Most characters of a line.
+        topics: Tables or keys to which the text is limited; none for the whole text.
+
+    Raises:
+        ConfigError: A topic is neither a table nor a key.
     """
     keys = keys_of(schema)
     lines = [] if topics else [_USAGE]
@@ -111,9 +117,9 @@ def _keys_of_topic(topic: str, schema: type) -> list[str]:
     """Return the keys of a table, or the key that a topic names, with or without its table."""
     name = topic.strip("[]").removeprefix("--").replace("-", "_")
     tables = list(get_type_hints(schema))
-    found = [key for key in keys_of(schema) if name in (key, *key.split("."))]
-    if found:
-        return found
+    keys = [key for key in keys_of(schema) if name in (key, *key.split("."))]
+    if keys:
+        return keys
     near = nearest(name, [*tables, *keys_of(schema)]) or nearest(
         name, [key.split(".")[1] for key in keys_of(schema)]
     )
@@ -127,7 +133,11 @@ def _keys_of_topic(topic: str, schema: type) -> list[str]:
 
 
 def allowed(key: Key) -> str:
-    """Return the values that a key may have, in words."""
+    """Return the values that a key may have, in words.
+
+    Args:
+        key: The properties of the key.
+    """
     kind, optional = without_none(key.kind)
     parts = [
         kind_name(kind, infinite=key.may_be_infinite) + (f" ({key.unit})" if key.unit else "")
@@ -138,7 +148,11 @@ def allowed(key: Key) -> str:
 
 @cache
 def docstrings(table: type) -> dict[str, str]:
-    """Return the docstring below each field of a table, read from its source."""
+    """Return the docstring below each field of a table, read from its source.
+
+    Args:
+        table: A dataclass of the configuration.
+    """
     tree = ast.parse(inspect.getsource(sys.modules[table.__module__]))
     (body,) = (
         node.body

@@ -1,6 +1,6 @@
-"""Properties of a key that its field in the schema has: bounds, unit, and when the key has an effect.
+"""Properties of a key, which its field in the schema has: bounds, unit, and when the key has an effect.
 
-The checks, `--help` and docs/configuration.md are made from them, so a new key needs only its field and its use.
+The checks, `--help` and docs/configuration.md are made from them. A new key needs only its field and its use.
 """
 
 import dataclasses
@@ -37,10 +37,13 @@ SECONDS = Bounds(lambda x: 1 <= x <= 10**8, "in [1, 100000000]")
 class Condition:
     """A condition under which a key has an effect.
 
-    holds: (configuration, `trainer.job.Degrees`) -> whether it holds; otherwise: the words after "has no effect", with
-    `{0.table.key}` for values of the configuration; remedy: what to do instead; general: the words for any
-    configuration, by default `otherwise` without values.
-    A key without effect is refused if there is a remedy, and noted in the log if not.
+    A key without effect is refused if the condition has a remedy. Otherwise a line of the log notes it.
+
+    Attributes:
+        holds: Whether it holds, from the configuration and the `trainer.job.Degrees`.
+        otherwise: The words after "has no effect", with `{0.table.key}` for values of the configuration.
+        remedy: What to do instead.
+        general: The words for any configuration; by default `otherwise` without values.
     """
 
     holds: Callable[[Any, Any], bool]
@@ -58,7 +61,12 @@ class Condition:
 
 @cache
 def needs(*switches: str, remedy: str = "") -> Condition:
-    """Return the condition that one of these keys is on or has a value."""
+    """Return the condition that one of these keys is on or has a value.
+
+    Args:
+        *switches: Keys.
+        remedy: What to do instead.
+    """
     otherwise = f"without {' or '.join(switches)}"
     return Condition(
         lambda config, _: any(attrgetter(key)(config) for key in switches), otherwise, remedy
@@ -67,7 +75,14 @@ def needs(*switches: str, remedy: str = "") -> Condition:
 
 @cache
 def needs_value(key: str, *values: object, why: str = "", remedy: str = "") -> Condition:
-    """Return the condition that another key has one of these values."""
+    """Return the condition that another key has one of these values.
+
+    Args:
+        key: The other key.
+        *values: Its values.
+        why: Words after the value, for the message.
+        remedy: What to do instead.
+    """
     otherwise = f"with {key} = {{0.{key}!r}}{why}"
     general = f"unless {key} = {' or '.join(map(repr, values))}"
     return Condition(
@@ -77,7 +92,14 @@ def needs_value(key: str, *values: object, why: str = "", remedy: str = "") -> C
 
 @cache
 def unless(key: str, value: object, why: str = "", remedy: str = "") -> Condition:
-    """Return the condition that another key does not have this value."""
+    """Return the condition that another key does not have this value.
+
+    Args:
+        key: The other key.
+        value: Its value.
+        why: Words after the value, for the message.
+        remedy: What to do instead.
+    """
     return Condition(
         lambda config, _: attrgetter(key)(config) != value,
         f"with {key} = {value!r}{why}",
@@ -96,9 +118,15 @@ TOKENS = Condition(
 class Key:
     """Everything about a key except its text, which is the docstring below its field.
 
-    declared: the type of its field; example: a valid value, if the default is None; when: conditions that must all
-    hold; named: a list of name=value, which a file may have as a table; name: "table.key", by which packages add
-    values.
+    Attributes:
+        declared: The type of its field.
+        default: The default value.
+        bounds: The values that a number may have.
+        unit: The unit, in words.
+        example: A valid value, if the default is None.
+        when: Conditions that must all hold.
+        named: Whether it is a list of name=value, which a file may write as a table.
+        name: "table.key", by which packages add values.
     """
 
     declared: Any
@@ -136,7 +164,16 @@ def key(
     when: Condition | tuple[Condition, ...] = (),
     named: bool = False,
 ) -> Any:
-    """Return a field with the properties of `Key`; a key with a type and a default only needs no call."""
+    """Return a field with the properties of `Key`. A key that has only a type and a default needs no call.
+
+    Args:
+        default: The default value.
+        bounds: The values that a number may have.
+        unit: The unit, in words.
+        example: A valid value, if the default is None.
+        when: The condition, or conditions, of an effect.
+        named: Whether it is a list of name=value.
+    """
     when = when if isinstance(when, tuple) else (when,)
     metadata = {
         "bounds": bounds,
@@ -150,7 +187,11 @@ def key(
 
 @cache
 def keys_of(schema: type) -> dict[str, Key]:
-    """Return every key of a schema as "table.key"."""
+    """Return every key of a schema, by its name "table.key".
+
+    Args:
+        schema: The class of the configuration.
+    """
     return {
         f"{table}.{field.name}": Key(
             get_type_hints(kind)[field.name],

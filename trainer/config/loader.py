@@ -1,7 +1,7 @@
 """Read a command line and TOML files into a `JobConfig`: command line over file over base over defaults.
 
-Every source becomes a flat dict "table.key" -> typed value. Older spellings are rewritten per source. Then the sources
-are merged. All wrong settings of all sources are reported at once.
+Every source becomes a flat dict of typed values by "table.key". Older spellings are rewritten in each source. Then the
+sources are merged. All wrong settings of all sources are reported together.
 """
 
 import importlib
@@ -32,16 +32,16 @@ from trainer.config.unknown import unknown_key, unknown_table
 from trainer.config.values import from_toml, in_millions, shown
 
 RUN_FILE = "config.toml"
-"""What a run writes: its configuration, in job.dump_folder and in each saved step."""
+"""The file with the configuration of a run, in job.dump_folder and in each saved step."""
 _IMPORT_KEYS = (("job", "imports"), ("experimental", "custom_import"))
 """Today's key, and torchtitan's."""
 IMPORTED: list[str] = []
-"""What this process has imported so; processes that it starts import the same."""
+"""Packages that this process has imported; processes that it starts import the same."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line; `notes` are lines for the log, about settings that may not do what was meant."""
+    """A parsed command line. `notes` are lines for the log about settings that may not do what the user means."""
 
     config: JobConfig
     check_config: bool
@@ -51,21 +51,22 @@ class CommandLine:
 
 
 class UntrustedImports(ConfigError):
-    """A command that only reads would import packages that the configuration of a run names, and nobody else."""
+    """A command that only reads would import packages that only the configuration of a run names."""
 
 
 def parse_command_line(
     argv: list[str], schema: type[JobConfig] = JobConfig, *, reading: bool = False
 ) -> CommandLine:
-    """Return the configuration of `argv` (without the program's name) and the files it names; --help exits with 0.
+    """Return the configuration of a command line and of the files that it names. --help exits with 0.
 
-    reading: the command only reads, as --check-config and --print-config do. The packages of a run's config.toml are
-    then imported only with --allow-imports.
+    Args:
+        argv: The words of the command line, without the program's name.
+        schema: The class of the configuration.
+        reading: Whether the command only reads. It then imports packages of a run's config.toml with --allow-imports.
 
     Raises:
-        UntrustedImports: packages of a run's config.toml, see `reading`.
-        ConfigError: a package of job.imports that cannot be imported, an unknown table or key, a value of the wrong
-            type, a file that is missing or not TOML.
+        UntrustedImports: The command only reads, and a run's config.toml names packages.
+        ConfigError: A package cannot be imported, a key is unknown, a value has the wrong type, or a file is no TOML.
     """
     problems = Problems()
     imports = []
@@ -108,7 +109,7 @@ def parse_command_line(
 def _check_trust(
     options: Sequence[tuple[str, list[str]]], imports: Sequence[str], *, reading: bool
 ) -> None:
-    """Raise UntrustedImports if a command that reads would import what a run's config.toml alone names."""
+    """Raise UntrustedImports if a command that reads would import packages that only a run's config.toml names."""
     words = {name[2:].replace("-", "_"): words for name, words in options}
     named = {"allow_imports", *(f"{table}.{key}" for table, key in _IMPORT_KEYS)}
     file = "".join(words.get("job.config_file", [])[:1])
@@ -124,7 +125,14 @@ def _check_trust(
 
 
 def import_packages(names: Sequence[str]) -> None:
-    """Import the modules, also from the folder where the command runs; ConfigError if one is missing, or fails."""
+    """Import modules, also from the folder where the command runs.
+
+    Args:
+        names: Names of modules.
+
+    Raises:
+        ConfigError: A module is missing, or its import fails.
+    """
     if names and not {"", str(Path.cwd())} & {*sys.path}:
         sys.path.insert(0, str(Path.cwd()))
     for name in names:
@@ -149,9 +157,12 @@ def import_packages(names: Sequence[str]) -> None:
 
 
 def imports_of(options: Sequence[tuple[str, list[str]]]) -> list[str]:
-    """Return the value of `job.imports`, before other keys are read. options: of the command line, with their words.
+    """Return the value of `job.imports`, before other keys are read.
 
     A value of a wrong type is left to the reader of all keys.
+
+    Args:
+        options: Each option of the command line, with its words.
     """
     words = {name[2:].replace("-", "_"): words for name, words in options}
     for table, key in _IMPORT_KEYS:
@@ -171,7 +182,16 @@ def imports_of(options: Sequence[tuple[str, list[str]]]) -> list[str]:
 
 
 def read_file(path: Path, schema: type, problems: Problems) -> Settings:
-    """Return the settings of a file merged over its bases; wrong ones go to `problems`. It raises as `with_bases`."""
+    """Return the settings of a file, merged over its bases.
+
+    Args:
+        path: The file.
+        schema: The class of the configuration.
+        problems: Collects wrong settings.
+
+    Raises:
+        ConfigError: As `with_bases`.
+    """
     settings = Settings()
     for file, content in with_bases(path):
         with problems.collected():
@@ -205,7 +225,7 @@ def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems
 def _typed_value(
     name: str, value: object, where: str, schema: type
 ) -> tuple[object, tuple[str, ...]]:
-    """Return today's value of one key, or None for the default, and notes."""
+    """Return today's value of one key, None for the default; and notes."""
     if name == "job.config_file":
         raise ConfigError(
             f"{name} = {shown(value)} ({where}) is for the command line only; a file inherits another one "
@@ -233,7 +253,11 @@ def _flat(
 
 
 def to_toml(config: JobConfig) -> str:
-    """Return the configuration as TOML that loads to an equal one, without None and the name of the file."""
+    """Return the configuration as TOML that loads to an equal one, without None and the name of the file.
+
+    Args:
+        config: The configuration.
+    """
     tables = asdict(
         config, dict_factory=lambda pairs: {key: x for key, x in pairs if x is not None}
     )
@@ -256,7 +280,7 @@ def _build(values: dict[str, object], schema: type[JobConfig]) -> JobConfig:
 def _longer_step(
     line: dict[str, Any], file: dict[str, Any], config: JobConfig
 ) -> tuple[str, ...]:
-    """Return a note if longer sequences on the command line make the step of a file larger by as much."""
+    """Return a note if longer sequences on the command line enlarge the step of a file."""
     length, batch = "training.seq_len", "training.global_batch_size"
     sequences = file.get(batch, -1)
     before = file.get(length, keys_of(JobConfig)[length].default)

@@ -70,8 +70,8 @@ class ParameterGroup:
 
     def __repr__(self) -> str:
         """Return the group as a table of TOML."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return f"{{{', '.join(f'{name} = {json.dumps(x)}' for name, x in given.items())}}}"
+        settings = {name: value for name, value in vars(self).items() if value is not None}
+        return f"{{{', '.join(f'{name} = {json.dumps(x)}' for name, x in settings.items())}}}"
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Optimizer:
     eps: float = key(1e-8, POSITIVE, when=_ADAM)
     """Term that is added to the root of the second moment."""
     weight_decay: float = key(0.1, NOT_NEGATIVE)
-    """Weight decay of parameters with two dimensions or more, but for embeddings and biases of experts."""
+    """Weight decay of parameters with two dimensions or more, except embeddings and biases of experts."""
     groups: tuple[ParameterGroup, ...] = key((), when=_ADAM)
-    """Rates and decays of parameters by name: tables [[optimizer.groups]], of which the first that fits counts."""
+    """Rates and decays of parameters by name: tables [[optimizer.groups]]. The first group that fits counts."""
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)
     """One kernel per parameter, per list, or for all; auto: fused on CUDA and with offload to CPU, else foreach."""
     state_dtype: Literal["float32", "bfloat16"] | None = key(None, when=_ADAM)
@@ -103,12 +103,20 @@ class Optimizer:
     """Bound of attention logits: after a step, heads that passed it are scaled down (QK-clip, Kimi K2); None: none."""
 
     def group_of(self, name: str) -> ParameterGroup | None:
-        """Return the first group that a parameter's name fits; None if there is none."""
+        """Return the first group that fits a parameter's name, None if no group fits.
+
+        Args:
+            name: The name of the parameter.
+        """
         fitting = (group for group in self.groups if fnmatchcase(name, group.parameters))
         return next(fitting, None)
 
     def implementation_on(self, device_type: str) -> str:
-        """Return the implementation on a device of this type."""
+        """Return the implementation on a type of device.
+
+        Args:
+            device_type: "cuda" or "cpu".
+        """
         if self.implementation != "auto":
             return self.implementation
         return "fused" if device_type == "cuda" else "foreach"
@@ -129,12 +137,16 @@ class Muon:
     nesterov: bool = key(True, when=_MUON)
     """Take the mean that the next gradient would give if it were this one."""
     per_head: bool = key(False, when=_MUON)
-    """Make the queries, keys and values of each head orthogonal by themselves, not those of all heads together."""
+    """Make the queries, keys and values of each head orthogonal by themselves, not all heads together."""
     dtype: Literal["auto", "bfloat16", "float32"] = key("auto", when=(_MUON, _NOT_FLOAT64))
     """Data type of the Newton-Schulz products; auto: bfloat16 on GPUs, float32 on CPUs."""
 
     def dtype_on(self, device_type: str) -> str:
-        """Return the data type of the products on a device of this type."""
+        """Return the data type of the products on a type of device.
+
+        Args:
+            device_type: "cuda" or "cpu".
+        """
         if self.dtype != "auto":
             return self.dtype
         return "bfloat16" if device_type == "cuda" else "float32"
@@ -162,11 +174,19 @@ class LRScheduler:
     """Step after which the schedule starts again, with its warm-up, in a run that continues a finished one."""
 
     def length(self, steps: int) -> int:
-        """Return the steps of the schedule, from its last start on, in a run of `steps` steps."""
+        """Return the steps of the schedule, from its last start on.
+
+        Args:
+            steps: Steps of the run.
+        """
         return (self.total_steps or steps) - self.restart_step
 
     def decay_steps(self, total_steps: int) -> int:
-        """Return for how many of the last steps of the schedule the learning rate decays."""
+        """Return for how many of the last steps of the schedule the learning rate decays.
+
+        Args:
+            total_steps: Steps of the schedule.
+        """
         after_warmup = total_steps - self.warmup_steps
         return (
             after_warmup
@@ -175,6 +195,10 @@ class LRScheduler:
         )
 
     def decays_within(self, steps: int) -> bool:
-        """Return whether the learning rate decays within a run of `steps` steps."""
+        """Return whether the learning rate decays within the run.
+
+        Args:
+            steps: Steps of the run.
+        """
         decay = self.decay_steps(self.length(steps))
         return decay > 0 and self.length(steps) - decay < steps - self.restart_step - 1

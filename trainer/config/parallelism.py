@@ -114,7 +114,7 @@ class Parallelism:
         "heads",
         when=(_WITH_CP, _ALL_TO_ALL),
     )
-    """Query heads of one key/value head that all_to_all sends at a time, below what heads_per_pass can do."""
+    """Query heads of one key/value head that all_to_all sends at a time: fewer than heads_per_pass allows."""
     context_parallel_gradient_dtype: Literal["float32", "bfloat16"] = key(
         "float32", when=(_WITH_CP, _SENDING_KV)
     )
@@ -133,9 +133,9 @@ class Parallelism:
     ] = key("auto", when=_PLANNED)
     """Kernel of planned attention (CP, documents, windows); auto: by tiles a stage, mask and GPU."""
     domain_parallel_degrees: tuple[int, ...] = key((), unit="ranks", when=_AXES)
-    """Ranks along the axes of a field, in the place of CP: [2] divides the height, [2, 4] height and width."""
+    """Ranks along the axes of a field, instead of CP: [2] divides the height, [2, 4] height and width."""
     expert_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks", when=EXPERTS)
-    """Ranks, among those of FSDP x CP x TP, that divide a layer's experts (EP); it divides the number of both."""
+    """Ranks of FSDP x CP x TP that divide a layer's experts (EP); divides their number and the number of experts."""
     pipeline_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks")
     """Ranks that divide the layers (PP), each with one or more stages of the model; 1: off."""
     pipeline_parallel_schedule: Literal[

@@ -1,6 +1,6 @@
 """Look up places of a package's code, "package.module:name", without importing them. Torch-free.
 
-A package names what needs PyTorch by its place, and ranks import it. A wrong name is found before ranks start.
+A package names code that needs PyTorch by its place, and ranks import it. A wrong name is found before ranks start.
 """
 
 import ast
@@ -12,42 +12,46 @@ from importlib.util import find_spec
 from trainer.config.errors import ConfigError, did_you_mean
 
 
-def check_place(what: str, place: str) -> None:
+def check_place(argument: str, place: str) -> None:
     """Check that a place names a module that exists, and a name that the module defines.
 
     Args:
-        what: the argument that has the place, for the message.
+        argument: The argument with the place, for the message.
         place: "package.module:name".
 
     Raises:
-        ConfigError: the form is wrong, or there is no such module or name.
+        ConfigError: The form is wrong, or there is no such module or name.
     """
     module, _, name = place.partition(":")
     if not (is_module_name(module) and name):
-        raise ConfigError(f"{what} = {place!r} must have the form 'package.module:name'")
+        raise ConfigError(f"{argument} = {place!r} must have the form 'package.module:name'")
     if module in sys.modules and not _source_of(sys.modules[module].__spec__):
         return
-    spec = _found(module)
+    spec = _spec_of(module)
     if spec is None:
         raise ConfigError(
-            f"{what} = {place!r}: there is no module {module!r}; name one that is installed, or that lies below the "
+            f"{argument} = {place!r}: there is no module {module!r}; name one that is installed, or lies below the "
             "folder where the command runs"
         )
     names = _names_of(spec)
     first = name.partition(".")[0]
     if names is not None and first not in names:
         raise ConfigError(
-            f"{what} = {place!r}: module {module!r} has no {first!r}{did_you_mean(first, names)}"
+            f"{argument} = {place!r}: module {module!r} has no {first!r}{did_you_mean(first, names)}"
         )
 
 
 def is_module_name(text: str) -> bool:
-    """Return whether a text has the form of a module's name, such as "package.module"."""
+    """Return whether a text has the form of a module's name, such as "package.module".
+
+    Args:
+        text: The text.
+    """
     return all(part.isidentifier() for part in text.split("."))
 
 
-def _found(module: str) -> ModuleSpec | None:
-    """Return where a module is, without an import of its packages; None if it is nowhere."""
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Return the spec of a module without importing its packages; None if there is no such module."""
     full_name, *parts = module.split(".")
     spec = find_spec(full_name)
     for part in parts:

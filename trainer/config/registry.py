@@ -11,21 +11,42 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Choices of one kind, such as 'data set', by name."""
+    """Choices of one kind, by name.
+
+    Args:
+        kind: The kind in words, such as 'data set'.
+        known: The first choices.
+    """
 
     def __init__(self, kind: str, known: Mapping[str, T] | None = None) -> None:
         super().__init__(known or {})
         self._kind = kind
 
     def add(self, name: str, choice: T) -> None:
-        """Add a choice; ConfigError if another one has this name."""
+        """Add a choice.
+
+        Args:
+            name: Its name.
+            choice: The choice.
+
+        Raises:
+            ConfigError: Another choice has this name.
+        """
         if self.setdefault(name, choice) is not choice:
             raise ConfigError(
                 f"a {self._kind} named {name!r} exists already; register yours under another name"
             )
 
     def find(self, key: str, name: str) -> T:
-        """Return the choice that the value `name` of a key stands for; ConfigError if there is none."""
+        """Return the choice with a name.
+
+        Args:
+            key: The key of the configuration, for the message.
+            name: The value of the key.
+
+        Raises:
+            ConfigError: There is none.
+        """
         if name not in self:
             raise ConfigError(
                 f"{key} = {name!r} is not a known {self._kind}{did_you_mean(name, self)}"
@@ -36,15 +57,20 @@ class Registry(dict[str, T]):
 OPTIMIZERS: Registry[str] = Registry("optimizer")
 """Optimizers that packages add, by the place of the function that builds them; see `register_optimizer`."""
 TABLES: Registry[type] = Registry("table")
-"""Tables of the configuration that packages add, as dataclasses like those of `schema.py`."""
+"""Tables of the configuration that packages add, as dataclasses like the tables of `schema.py`."""
 CHOICES: dict[str, list[str]] = {}
-"""Key -> the values that packages have added to those of its type, such as other optimizers of "optimizer.name"."""
+"""Values that packages have added to a key, such as other optimizers of "optimizer.name"."""
 TASK_OF_DATASET: Registry[str] = Registry("data set")
-"""training.dataset -> the task that it is for, of data sets that hold no tokens."""
+"""The task of each data set that holds no tokens, by the value of training.dataset."""
 
 
 def with_tables(schema: type, imports: Iterable[str]) -> type:
-    """Return the schema with the tables that these packages have added."""
+    """Return the schema with the tables that packages have added.
+
+    Args:
+        schema: The class of the configuration.
+        imports: Names of imported packages.
+    """
     packages = {name.partition(".")[0] for name in imports}
     added = {
         name: kind

@@ -30,7 +30,7 @@ from trainer.config.registry import TASK_OF_DATASET
 from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 
 TOKENIZER_FILES = ("tokenizer.json", "original/tokenizer.model", "tokenizer.model")
-"""Files of a tokenizer in a folder; the first one that it has is taken."""
+"""Files of a tokenizer in a folder; the first existing one is used."""
 _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python_4k.tiktoken"
 
 _LINES = reads("jsonl")
@@ -109,7 +109,7 @@ class Job:
     stop_signals: tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"], ...] = (
         STOP_SIGNALS
     )
-    """Signals after which the run finishes its step, saves and ends. SIGUSR1 to a rank shows its stacks in any case."""
+    """Signals after which the run finishes its step, saves and ends. SIGUSR1 to a rank always shows its stacks."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Profiling:
     profiler_active: int = key(1, AT_LEAST_ONE, "steps", when=_TRACES)
     """Steps in a trace."""
     profiler_warmup: int = key(3, NOT_NEGATIVE, "steps", when=_TRACES)
-    """Steps before these in which the profiler runs and its records are discarded."""
+    """Steps before a trace in which the profiler runs and discards its records."""
     enable_memory_snapshot: bool = False
     """Write GPU allocations to memory_snapshot every profile_freq steps and when memory runs out; CUDA only."""
 
@@ -152,19 +152,19 @@ class Model:
     """Architecture and tokenizer."""
 
     path: str | None = None
-    """Folder of a Hugging Face model that gives family, sizes, weights and tokenizer; keys beside it change them."""
+    """Folder of a Hugging Face model that gives family, sizes, weights and tokenizer; other keys change them."""
     name: str = "llama3"
     """Model family: llama3, qwen3, gpt_oss, gemma3 and others of docs/hugging_face.md, or one of job.imports."""
     flavor: str = "debugmodel"
     """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json: its sizes alone."""
     mtp_layers: int = key(0, NOT_NEGATIVE, "layers", when=(TOKENS, _ONE_LOSS))
-    """Layers of multi-token prediction behind the others, each for one more token, that only training uses; 0: none."""
+    """Additional layers that predict one further token each (multi-token prediction), for training alone; 0: none."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=TOKENS)
     """tokenizer.json, or tokenizer.model of tiktoken, or its folder; None: the small shipped one."""
     chat_template: str | None = key(None, when=CHAT)
-    """Jinja file of the chat template, or a registered name; None: the one beside the tokenizer; "none": plain text."""
+    """Jinja file of the chat template, or a registered name; None: the tokenizer's template; "none": plain text."""
     rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=TOKENS)
     """Base of the rotary frequencies; None: the flavor's."""
     sliding_window: int | None = key(
@@ -196,24 +196,24 @@ class Model:
     rope_original_seq_len: int | None = key(
         None, AT_LEAST_ONE, "tokens", example=32768, when=(TOKENS, _SCALED, _BY_LENGTH)
     )
-    """Longest sequences before the extension; None: the flavor's, but 8192 with llama3 if it has no scaling."""
+    """Longest sequences before the extension; None: the flavor's, or 8192 with llama3 if it has no scaling."""
     router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001, when=EXPERTS)
     """Weight of the loss that balances a layer's experts, for models with experts; None: the flavor's; 0: off."""
     router_aux_loss_load: Literal["step_before", "micro_batch"] = key(
         "step_before", when=EXPERTS
     )
-    """Choices that this loss counts: those of the whole step before, or as transformers those of the micro-batch."""
+    """Router loads of this loss: the previous step's, or (as in transformers) this micro-batch's."""
     router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001, when=EXPERTS)
-    """How far biases that balance experts without a loss move after each step; None: the flavor's; 0: off."""
+    """Change after each step of the biases that balance experts without a loss; None: the flavor's; 0: off."""
 
     @property
     def folder(self) -> Path | None:
-        """The Hugging Face folder that `flavor` names, with a slash in its path; None: a flavor by name."""
+        """The Hugging Face folder that `flavor` names, a path with a slash; None if it names a flavor."""
         return Path(self.flavor) if "/" in self.flavor else None
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer that is used: `tokenizer_path`, that of a folder which `flavor` names, or the shipped one."""
+        """The tokenizer in use: `tokenizer_path`, the tokenizer of the folder of `flavor`, or the shipped one."""
         if self.tokenizer_path is not None:
             return self.tokenizer_path
         folder = self.folder
@@ -228,7 +228,7 @@ class Training:
     dataset: str = "python_stdlib"
     """python_stdlib (Python's own sources), text, jsonl, chat, preferences, hub, tokens, or one of job.imports."""
     dataset_path: str | None = None
-    """File, folder or glob; tokens: what `lct tokenize` made; hub: NAME:CONFIG:SPLIT; python_stdlib: none."""
+    """File, folder or glob; tokens: files of `lct tokenize`; hub: NAME:CONFIG:SPLIT; python_stdlib: none."""
     dataset_text_field: str = key("text", when=_LINES)
     """Field of a line of jsonl that holds the text."""
     on_bad_record: Literal["stop", "skip"] = key("stop", when=TOKENS)
@@ -240,7 +240,7 @@ class Training:
     seq_len: int = key(2048, AT_LEAST_ONE, "tokens", when=TOKENS)
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
     attention_mask: Literal["causal", "document"] = key("causal", when=TOKENS)
-    """A token sees those before it in its sequence, or in its document, with positions from 0; chat: document."""
+    """A token sees earlier tokens of its sequence, or of its document, with positions from 0; chat: document."""
     balance: Literal["off", "step"] = key(
         "off", when=(TOKENS, _DOCUMENTS, NO_PIPELINE, DATA_PARALLEL)
     )
@@ -254,11 +254,11 @@ class Training:
     max_skipped_steps: int = key(
         3, AT_LEAST_ONE, "steps", when=needs_value("training.on_nonfinite", "skip")
     )
-    """Steps that may be skipped one after another; the next one that is not finite ends the run."""
+    """Successive steps that may be skipped; one more that is not finite ends the run."""
     z_loss: float = key(0.0, NOT_NEGATIVE, when=(TOKENS, _SUMMED))
-    """Weight of a loss that keeps logits small, of their squared log-sum-exp; in gradients, not in losses; 0: none."""
+    """Weight of the squared log-sum-exp of logits, which keeps them small; in gradients, not in losses; 0: none."""
     mtp_loss_weight: float = key(0.1, NOT_NEGATIVE, when=_FURTHER)
-    """Weight of the mean loss of what model.mtp_layers predict; in gradients, not in losses."""
+    """Weight of the mean loss of the tokens that model.mtp_layers predict; in gradients, not in losses."""
     loss_chunk_tokens: int | None = key(
         None,
         Bounds(NOT_NEGATIVE.test, "at least 0 (0: all logits at once)"),
@@ -276,7 +276,7 @@ class Training:
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Data type in which parameters are stored, and moments unless optimizer.state_dtype is set."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type in which the model computes; auto: bfloat16 on CUDA (but for float64 runs), training.dtype on CPU."""
+    """Data type in which the model computes; auto: bfloat16 on CUDA (except float64 runs), training.dtype on CPU."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = key(
         "float32", when=(_NOT_FLOAT64, _REDUCED)
     )
@@ -293,7 +293,11 @@ class Training:
     """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
 
     def compute_dtype(self, device_type: str) -> str:
-        """Return the name of the data type in which the model computes on a device of this type."""
+        """Return the name of the data type in which the model computes.
+
+        Args:
+            device_type: "cuda" or "cpu".
+        """
         if self.mixed_precision_param != "auto":
             return self.mixed_precision_param
         # A float64 run is for exactness; bfloat16 is faster on GPUs only.
@@ -302,7 +306,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Validation:
-    """The loss on data that are not trained on."""
+    """The loss on data outside training."""
 
     enable: bool = key(False, when=TOKENS)
     """Measure loss and perplexity on validation data every freq steps, and after the last one."""
@@ -326,7 +330,11 @@ class Validation:
     """Save a checkpoint after each validation with the lowest loss so far, and keep the best one."""
 
     def source(self, training: Training) -> tuple[str, str | None]:
-        """Return the kind of the data and their path."""
+        """Return the kind of the data and their path.
+
+        Args:
+            training: The table [training], which has the default kind.
+        """
         return self.dataset or training.dataset, self.dataset_path
 
 
@@ -356,7 +364,7 @@ class JobConfig:
 
     @property
     def task(self) -> str:
-        """What the data are of: "tokens", or the name of a task that a package has added."""
+        """Task of the data: "tokens", or a task that a package has added."""
         return TASK_OF_DATASET.get(self.training.dataset, "tokens")
 
     @property

@@ -1,4 +1,4 @@
-"""Find TOML files, also those that come with the program, such as `--job.config_file llama3_8b`, and read them."""
+"""Find and read TOML files, also presets of the program, such as `--job.config_file llama3_8b`."""
 
 import re
 from collections.abc import Iterator
@@ -12,9 +12,11 @@ _FOLDER = Path(__file__).resolve().parents[2] / "train_configs"
 
 
 def found_or_preset(path: Path, name: str) -> Path:
-    """Return `path` if it exists, else the preset of this name, with or without .toml; without one, `path`.
+    """Return the path if it exists, else the preset of this name; without one, the path.
 
-    name: what the user wrote; only a name without a folder can be a preset.
+    Args:
+        path: The path.
+        name: The words of the user. Only a name without a folder can be a preset, with or without .toml.
     """
     preset = _FOLDER / f"{name.removesuffix('.toml')}.toml"
     return (
@@ -23,7 +25,11 @@ def found_or_preset(path: Path, name: str) -> Path:
 
 
 def missing_file_hint(path: Path) -> str:
-    """Return what to give instead of a configuration file that does not exist."""
+    """Return which file to name instead of a missing configuration file.
+
+    Args:
+        path: The missing file.
+    """
     names = [path.stem for path in _FOLDER.glob("*.toml")]
     presets = sorted(
         names, key=lambda name: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
@@ -43,9 +49,14 @@ def missing_file_hint(path: Path) -> str:
 
 
 def load_toml(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the content of a TOML file; ConfigError if it is missing, cannot be read, or is not TOML.
+    """Return the content of a TOML file.
 
-    chain: the files that led here by their key `base`.
+    Args:
+        path: The file.
+        chain: The files that led here by their key `base`.
+
+    Raises:
+        ConfigError: The file is missing, cannot be read, or is not TOML.
     """
     asked = (
         f"base = {str(path)!r} (in {chain[-1]})"
@@ -78,7 +89,14 @@ def load_toml(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield a file and its content, then its base, and so on; ConfigError as `load_toml`, and for a wrong base."""
+    """Yield a file and its content, then its base and the content of the base, and so on.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: As `load_toml`; or a base is no file name, or bases form a circle.
+    """
     chain: tuple[Path, ...] = ()
     while True:
         if path.resolve() in [earlier.resolve() for earlier in chain]:

@@ -21,9 +21,13 @@ _KINDS = {"bool": bool, "int": int, "float": float, "str": str, "list": _STRINGS
 
 @dataclass(frozen=True)
 class Spelling:
-    """An older key of a setting: today's key, the change in words, the type of the older value, and its conversion.
+    """An older key of a setting.
 
-    kind: None means the type of today's key.
+    Attributes:
+        key: Today's key.
+        words: The change in words.
+        kind: Type of the older value; None for the type of today's key.
+        convert: The conversion of the value.
     """
 
     key: str
@@ -34,10 +38,14 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Absent:
-    """A setting of a feature that this program does not have.
+    """A setting of a feature that this program lacks.
 
-    off: values that are ignored; None: all of them. instead: what to do if another value is refused; needs: today's
-    switch without which every value is ignored; replaced: what happens in place of a switch that is on.
+    Attributes:
+        kind: The type of its values.
+        off: Values that are ignored; None for all.
+        instead: What to do if another value is refused.
+        needs: Today's switch without which every value is ignored.
+        replaced: What happens instead, if a switch is on.
     """
 
     kind: Any
@@ -48,7 +56,7 @@ class Absent:
 
 
 def _one_of(key: str, values: Mapping[str, Any], instead: str) -> Callable[[str], Any]:
-    """Return the conversion of a key that once had these values. instead: what to use for another one."""
+    """Return the conversion of a key that once had these values. `instead` says what to use for another value."""
 
     def convert(value: str) -> Any:
         if value not in values:
@@ -113,7 +121,7 @@ OLDER_VALUES: dict[str, dict[str, str | None]] = {
 }
 """Older or other values of today's keys, and their names here; None: the default."""
 ONCE_STRINGS = frozenset({"float8.filter_fqns"})
-"""Keys whose value is a list today, and was one string with commas once."""
+"""Keys with a list as value that once had one string with commas."""
 
 
 def _refused(entry: Mapping[str, Any]) -> Absent:
@@ -139,10 +147,12 @@ ABSENT |= {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one source, or of several merged.
+    """The settings of one source, or of several merged sources.
 
-    values: today's keys; absent: keys without counterpart here, each with its value and its source; notes: one line for
-    each older key or value.
+    Attributes:
+        values: Values by today's keys.
+        absent: Value and source of each key that this program lacks.
+        notes: One line for each older key or value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -150,9 +160,12 @@ class Settings:
     notes: tuple[str, ...] = ()
 
     def over(self, base: "Settings") -> "Settings":
-        """Return these settings merged over `base`; notes in the order of reading, the base first.
+        """Return these settings merged over a base. Notes keep the order of reading, the base first.
 
-        A `model.path` brings a model of its own: it replaces table [model] and the initial weights of the base.
+        A `model.path` brings its own model: it replaces the table [model] and the initial weights of the base.
+
+        Args:
+            base: The settings below.
         """
         below = base.values
         if self.values.get("model.path") is not None:
@@ -164,7 +177,11 @@ class Settings:
 
 @cache
 def accepted_keys(schema: type) -> dict[str, Key]:
-    """Return every key that is read: of the schema, older keys, and keys without counterpart here."""
+    """Return every key that is read: keys of the schema, older keys, and keys that this program lacks.
+
+    Args:
+        schema: The class of the configuration.
+    """
     today = keys_of(schema)
     older = {
         name: Key(today[old.key].kind if old.kind is None else old.kind, None)
@@ -174,7 +191,15 @@ def accepted_keys(schema: type) -> dict[str, Key]:
 
 
 def rewrite(values: Mapping[str, Any], where: str) -> Settings:
-    """Return one source's settings ("table.key" -> value) with today's keys; ConfigError if two spellings differ."""
+    """Return the settings of one source with today's keys.
+
+    Args:
+        values: Values by "table.key".
+        where: The source, for messages.
+
+    Raises:
+        ConfigError: Two spellings of one setting have different values.
+    """
     today = {
         key: value for key, value in values.items() if key not in OLDER and key not in ABSENT
     }
@@ -199,7 +224,13 @@ def rewrite(values: Mapping[str, Any], where: str) -> Settings:
 
 
 def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str, ...]]:
-    """Return today's name of a value of one of today's keys, and a note if the name has changed."""
+    """Return today's name of a value, and a note if the name has changed.
+
+    Args:
+        key: One of today's keys.
+        value: The value.
+        where: The source, for the note.
+    """
     if key in ONCE_STRINGS and isinstance(value, str):
         today = [word.strip() for word in value.split(",") if word.strip()]
     elif isinstance(value, str) and value in OLDER_VALUES.get(key, {}):
@@ -210,10 +241,14 @@ def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str
 
 
 def check_absent(absent: Mapping[str, tuple[Any, str]], config: JobConfig) -> list[str]:
-    """Return one line for each source with settings that have no counterpart here and are off.
+    """Return one line for each source with settings that this program lacks and that are off.
+
+    Args:
+        absent: Value and source of each such key.
+        config: The configuration.
 
     Raises:
-        ConfigError: such a setting is on; the message says what to do instead.
+        ConfigError: Such a setting is on. The message says what to do instead.
     """
     notes = []
     ignored = {}

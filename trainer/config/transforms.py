@@ -1,4 +1,4 @@
-"""Settings of what is done to a model that is not distribution: adapters, recomputation, compilation, float8."""
+"""Settings of changes to a model on one device: adapters, recomputation, compilation, float8."""
 
 import math
 from collections.abc import Iterable
@@ -25,31 +25,35 @@ _ADAPTING = needs("lora.rank")
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank adapters: only these are trained and saved; the weights are those of checkpoint.initial_load_path."""
+    """Low-rank adapters. Only they are trained and saved; other weights stay as in checkpoint.initial_load_path."""
 
     rank: int = key(
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: train all weights)"), when=TOKENS
     )
     """Rank of the adapters; 0: none, all weights are trained."""
     alpha: float = key(16.0, POSITIVE, when=_ADAPTING)
-    """What an adapter adds is multiplied by alpha / rank."""
+    """Scale of adapters: their product is multiplied by alpha / rank."""
     rslora: bool = key(False, when=_ADAPTING)
     """Multiply by alpha / sqrt(rank) instead, which keeps high ranks at the scale of low ones (rsLoRA)."""
     dropout: float = key(0.0, Bounds(lambda x: 0 <= x < 1, "in [0, 1)"), when=_ADAPTING)
-    """Share of the inputs of each adapter that a training step sets to zero, at random; the others grow to match."""
+    """Share of the inputs of each adapter that a step sets to zero at random; the other inputs grow to match."""
     modules: tuple[str, ...] = key((), when=_ADAPTING)
-    """Linear modules of layers that have adapters, such as "wq"; of experts w13, w2. []: all but routers, experts."""
+    """Linear modules of layers with adapters, such as "wq"; of experts w13, w2. []: all except routers and experts."""
 
     whole: tuple[str, ...] = key((), when=_ADAPTING)
-    """Modules that are trained whole beside the adapters, "tok_embeddings" and "output", such as for new tokens."""
+    """Modules that are trained whole in addition, "tok_embeddings" and "output", for example for new tokens."""
 
     @property
     def scale(self) -> float:
-        """What an adapter's product is multiplied by."""
+        """Factor of an adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def adapts(self, name: str) -> bool:
-        """Return whether the linear module, or the stacked weight of experts, of that name has an adapter."""
+        """Return whether a linear module, or a stacked weight of experts, has an adapter.
+
+        Args:
+            name: Its name.
+        """
         module = name.rpartition(".")[2]
         by_default = module != "gate" and ".experts." not in name
         return name.startswith("layers.") and (
@@ -76,7 +80,7 @@ class ActivationCheckpoint:
     group: int = key(
         1, AT_LEAST_ONE, when=(TOKENS, needs_value("activation_checkpoint.mode", "full"))
     )
-    """For full: of so many layers in a row the first one's input is kept; the backward computes the others from it."""
+    """For full: keep the input of every n-th layer; the backward recomputes the inputs of the layers between."""
 
     offload: Literal["none", "inputs", "inputs+attention"] = key(
         "none",
@@ -85,30 +89,34 @@ class ActivationCheckpoint:
             unless("activation_checkpoint.mode", "none", ", which keeps all activations"),
         ),
     )
-    """What of a checkpointed layer waits for the backward on the host: its input; for "op" also attention's results."""
+    """Values of a checkpointed layer that wait on the host: its input; for "op" also attention's results."""
     offload_keep_last: int = key(
         2, NOT_NEGATIVE, when=unless("activation_checkpoint.offload", "none")
     )
-    """So many of the last inputs that are kept stay on the device: the backward needs them at once."""
+    """Number of the last kept inputs that stay on the device: the backward needs them at once."""
     offload_fraction: float = key(
         1.0,
         Bounds(lambda x: 0 < x <= 1, "in (0, 1]"),
         when=unless("activation_checkpoint.offload", "none"),
     )
-    """Share of the layers with kept inputs, from the first one on, for which offload holds."""
+    """Share of the layers with kept inputs, from the first layer on, that offload them."""
     mlp_chunk_tokens: int = key(
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), when=TOKENS
     )
-    """Tokens of a rank at a time that pass the feed-forward network or experts, whose backward computes them again."""
+    """Tokens of a rank that the feed-forward network or experts compute at a time, also in the backward; 0: all."""
 
     @property
     def whole_layers(self) -> int:
-        """Every so many layers one is recomputed from its input alone; 0: none."""
+        """One of this many layers is recomputed from its input alone; 0: none."""
         selected = int(self.selective_ac_option) if self.selective_ac_option.isdecimal() else 0
         return {"full": 1, "selective": selected}.get(self.mode, 0)
 
     def checkpointed(self, layers: Iterable[int]) -> list[int]:
-        """Return those of these layers, by number, that are checkpointed, whole or by operator."""
+        """Return the numbers of the layers that are checkpointed, whole or by operator.
+
+        Args:
+            layers: Numbers of the layers of a model or stage.
+        """
         every = self.whole_layers or 1
         return (
             [layer for layer in layers if (layer + 1) % every == 0]
@@ -117,11 +125,19 @@ class ActivationCheckpoint:
         )
 
     def kept(self, layers: Iterable[int]) -> list[int]:
-        """Return those of the checkpointed layers of a model or stage whose inputs are kept, one of each group."""
+        """Return the numbers of the checkpointed layers whose inputs are kept, one layer of each group.
+
+        Args:
+            layers: Numbers of the layers of a model or stage.
+        """
         return self.checkpointed(layers)[:: self.group]
 
     def offloaded(self, layers: Iterable[int]) -> list[int]:
-        """Return those of the layers with kept inputs, the first of a model or stage, whose inputs go to the host."""
+        """Return the numbers of the layers whose kept inputs go to the host; they are the first ones.
+
+        Args:
+            layers: Numbers of the layers of a model or stage.
+        """
         kept = self.kept(layers) if self.offload != "none" else []
         share = math.ceil(self.offload_fraction * len(kept))
         return kept[: max(min(share, len(kept) - self.offload_keep_last), 0)]

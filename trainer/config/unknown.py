@@ -14,36 +14,42 @@ ELSEWHERE: dict[str, str] = {
 """Names of settings in other programs, and what to write here instead."""
 
 
-def unknown_key(name: str, given: str, where: str, schema: type) -> ConfigError:
-    """Return the error for an unknown key `name`, "table.key" or "key"; given: the key and its value as they came.
+def unknown_key(name: str, written: str, where: str, schema: type) -> ConfigError:
+    """Return the error for an unknown key.
 
-    What to write instead is, in this order: a key of the same name in another table; what the key of another program
-    is called here; a key of a near spelling; else the keys of the table, or the tables.
+    The advice is the first of: a key of the same name in another table; today's name of a key of another program; a key
+    of a near spelling; the keys of the table, or the tables.
+
+    Args:
+        name: "table.key" or "key".
+        written: The key and its value as the user wrote them.
+        where: The source, for the message.
+        schema: The class of the configuration.
     """
     table, _, key = name.rpartition(".")
     known = list(keys_of(schema))
     tables = list(get_type_hints(schema))
-    if not given.isprintable():
-        given = repr(given)
+    if not written.isprintable():
+        written = repr(written)
     same = [other for other in known if other.partition(".")[2] == key]
     if same:
         return ConfigError(
-            f"{given} ({where}) is not a known key; did you mean {' or '.join(map(repr, same))}?"
+            f"{written} ({where}) is not a known key; did you mean {' or '.join(map(repr, same))}?"
         )
     advice = ELSEWHERE.get(key.lower()) or ELSEWHERE.get(name.lower().replace(".", "_"))
     if advice is None:
         advice = ELSEWHERE.get(table.partition(".")[0].lower())
     if advice is not None:
-        return ConfigError(f"{given} ({where}) is not a known key; {advice}")
+        return ConfigError(f"{written} ({where}) is not a known key; {advice}")
     if name in tables:
         keys = [f"--{other}" for other in known if other.startswith(f"{name}.")]
         shown_keys = f"{', '.join(keys[:3])}{' ...' * (len(keys) > 3)}"
         return ConfigError(
-            f"{given} ({where}) is a table of settings; its keys are {shown_keys}"
+            f"{written} ({where}) is a table of settings; its keys are {shown_keys}"
         )
     if table and table not in tables:
         return ConfigError(
-            f"{given} ({where}) is in no known table{did_you_mean(table, tables)}"
+            f"{written} ({where}) is in no known table{did_you_mean(table, tables)}"
         )
     in_table = [other for other in known if other.startswith(f"{table}.")]
     near = _nearest(key, in_table) or _nearest(key, known)
@@ -53,11 +59,17 @@ def unknown_key(name: str, given: str, where: str, schema: type) -> ConfigError:
         hint = f"the keys of [{table}] are {', '.join(other.partition('.')[2] for other in in_table)}"
     else:
         hint = f"settings are table.key, with table one of {', '.join(tables)}"
-    return ConfigError(f"{given} ({where}) is not a known key; {hint}")
+    return ConfigError(f"{written} ({where}) is not a known key; {hint}")
 
 
 def unknown_table(table: str, where: str, schema: type) -> ConfigError:
-    """Return the error for an unknown table of a file."""
+    """Return the error for an unknown table of a file.
+
+    Args:
+        table: Its name.
+        where: The source, for the message.
+        schema: The class of the configuration.
+    """
     name = table if table.isprintable() else repr(table)
     hint = (
         f"; {ELSEWHERE[table]}"

@@ -25,7 +25,7 @@ _MOVED = {
     "stop_after_update": "; for updates during the backward set training.early_update = true"
 }
 _SYNONYMS = {"gpu": "cuda", "gpus": "cuda", "nvidia": "cuda"}
-_MOST_SHOWN = 4  # of the words that the shell made of a pattern
+_MOST_SHOWN = 4  # words in a message, when the shell has made many words of a pattern
 _NAMES: dict[type, str] = {
     bool: "true or false",
     int: "an int",
@@ -39,11 +39,17 @@ def from_toml(name: str, value: object, key: Key, where: str) -> object:
 
     An int becomes a float, a list a tuple, and a table of a `named` key its name=value. Other values stay as they are.
 
+    Args:
+        name: The key, for messages.
+        value: The value of the file.
+        key: The properties of the key.
+        where: The source, for messages.
+
     Raises:
-        ConfigError: the value has another type or is none of the choices.
+        ConfigError: The value has another type, or is none of the choices.
     """
     if key.named and isinstance(value, dict):
-        value = [f"{named}={json.dumps(given, default=str)}" for named, given in value.items()]
+        value = [f"{named}={json.dumps(each, default=str)}" for named, each in value.items()]
     checked = _checked(value, without_none(key.kind)[0], infinite=key.may_be_infinite)
     if checked is None:
         raise _wrong(name, value, key, where)
@@ -51,10 +57,15 @@ def from_toml(name: str, value: object, key: Key, where: str) -> object:
 
 
 def from_words(name: str, words: list[str], key: Key) -> object:
-    """Return the value of the words after an option; a bool needs no word, an optional value may be None.
+    """Return the value of the words after an option. A bool needs no word; an optional value may be None.
+
+    Args:
+        name: The key, for messages.
+        words: The words.
+        key: The properties of the key.
 
     Raises:
-        ConfigError: too few or too many words, or a word that is no value of the key's type.
+        ConfigError: There are too few or too many words, or a word is no value of the key's type.
     """
     plain, optional = without_none(key.kind)
     where = "on the command line"
@@ -65,17 +76,17 @@ def from_words(name: str, words: list[str], key: Key) -> object:
     if plain is bool and not words:
         return True
     if len(words) != 1:
-        more = f" and {len(words) - _MOST_SHOWN} more" if len(words) > _MOST_SHOWN else ""
-        given = f"{' '.join(words[:_MOST_SHOWN])!r}{more}" if words else "none"
+        others = f" and {len(words) - _MOST_SHOWN} more" if len(words) > _MOST_SHOWN else ""
+        received = f"{' '.join(words[:_MOST_SHOWN])!r}{others}" if words else "none"
         hint = _example(key.works, plain)
         if any(word[:1] == "-" and _parsed(word, float) == word for word in words):
             hint = "; options begin with two hyphens"
         elif plain is str and words and all(map(os.path.exists, words)):
-            hint = f"; the shell has put files in the place of a pattern: quote it, such as --{name} 'data/*.txt'"
+            hint = f"; the shell has replaced a pattern by files: quote it, such as --{name} 'data/*.txt'"
         elif not words and plain is str:
             hint += f"; write --{name}=VALUE for a value that begins with two hyphens"
         raise ConfigError(
-            f"{name} ({where}) was given {given}, and takes one value: {kind_name(plain)}{hint}"
+            f"{name} ({where}) was given {received}, and takes one value: {kind_name(plain)}{hint}"
         )
     if optional and words == ["None"]:
         return None
@@ -86,13 +97,21 @@ def from_words(name: str, words: list[str], key: Key) -> object:
 
 
 def shown(value: object) -> str:
-    """Return a value as messages print it: on one line, with booleans and lists as in TOML."""
+    """Return a value as messages print it: on one line, with booleans and lists as in TOML.
+
+    Args:
+        value: The value.
+    """
     value = list(value) if isinstance(value, tuple) else value
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def in_millions(number: int) -> str:
-    """Return 16.8 million for 16777216, and 524,288 as it is."""
+    """Return 16.8 million for 16777216, and 524,288 as it is.
+
+    Args:
+        number: The number.
+    """
     for word, unit in (("billion", 10**9), ("million", 10**6)):
         if number >= unit:
             return f"{number / unit:,.1f} {word}"
@@ -100,7 +119,7 @@ def in_millions(number: int) -> str:
 
 
 def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | None:
-    """Return `value` as a `kind`, or None if it is not one."""
+    """Return `value` as a `kind`, None if it is not one."""
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else None
     if get_origin(kind) is tuple:
@@ -126,7 +145,7 @@ def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | No
 
 
 def _table(value: object, kind: type) -> object | None:
-    """Return a table as an instance of a dataclass, None if it is not one; its own ConfigError may be raised."""
+    """Return a table as an instance of a dataclass, None if it is not one. The dataclass may raise ConfigError."""
     kinds = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
     if not isinstance(value, dict) or not value.keys() <= kinds.keys():
         return None
@@ -151,7 +170,11 @@ def _parsed(word: str, kind: Any) -> object:
 
 
 def without_none(kind: Any) -> tuple[Any, bool]:
-    """Return (int, True) for `int | None`, and (type, False) for any other type."""
+    """Return (int, True) for `int | None`, and (type, False) for any other type.
+
+    Args:
+        kind: A type.
+    """
     if get_origin(kind) not in (Union, types.UnionType):
         return kind, False
     (plain,) = [part for part in get_args(kind) if part is not types.NoneType]
@@ -159,7 +182,12 @@ def without_none(kind: Any) -> tuple[Any, bool]:
 
 
 def kind_name(kind: Any, *, infinite: bool = False) -> str:
-    """Return a type as messages name it: "an int", "one of 'a', 'b'", "a list, each item a string"."""
+    """Return a type as messages name it: "an int", "one of 'a', 'b'", "a list, each item a string".
+
+    Args:
+        kind: A type.
+        infinite: Whether a float may be infinite.
+    """
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
     if get_origin(kind) is tuple:
@@ -206,14 +234,18 @@ def _wrong(name: str, value: object, key: Key, where: str) -> ConfigError:
 
 
 def meant(value: object) -> str:
-    """Return the whole number for 1e4, 8,192 or 8k; both readings of a unit; empty for anything else."""
+    """Return the whole number that 1e4, 8,192 or 8k means. A unit has two readings. Empty for anything else.
+
+    Args:
+        value: The value, or the words of the user.
+    """
     written = _parsed(value, float) if isinstance(value, str) else value
     if isinstance(written, float) and math.isfinite(written) and written == int(written):
         return str(int(written))
-    found = re.fullmatch(r"(\d[\d,_]*(?:\.\d+)?)\s*([kKMG]?)i?", str(value).strip())
-    if found is None or isinstance(value, list | dict):
+    match = re.fullmatch(r"(\d[\d,_]*(?:\.\d+)?)\s*([kKMG]?)i?", str(value).strip())
+    if match is None or isinstance(value, list | dict):
         return ""
-    number = float(re.sub("[,_]", "", found[1]))
-    power = " kMG".index(found[2].replace("K", "k") or " ")
+    number = float(re.sub("[,_]", "", match[1]))
+    power = " kMG".index(match[2].replace("K", "k") or " ")
     choices = [number * 1024**power, number * 1000**power] if power else [number]
     return " or ".join(str(int(choice)) for choice in choices if choice == int(choice))

@@ -1,4 +1,4 @@
-"""Find a folder that a user can write to, for messages that refuse another one; say why a disk is full; addresses."""
+"""Writable folders for messages that refuse a folder; the reasons of a full disk; addresses of remote stores."""
 
 import errno
 import os
@@ -14,24 +14,40 @@ _REASONS = {
 
 
 def is_writable(folder: Path) -> bool:
-    """Return whether the folder can be created and written to: its nearest existing parent is a writable folder."""
+    """Return whether a folder can be created and written: its nearest existing parent is a writable folder.
+
+    Args:
+        folder: The folder.
+    """
     existing = nearest_existing(folder)
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path, or the nearest of its parents that exists; a broken link exists."""
+    """Return the path, or the nearest of its parents that exists. A broken link exists.
+
+    Args:
+        path: The path.
+    """
     path = path.absolute()
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 
 def is_address(folder: str) -> bool:
-    """Return whether this is the address of a folder in a remote store, such as `s3://bucket/run`, and no path."""
+    """Return whether a text is the address of a remote store, such as `s3://bucket/run`, and no path.
+
+    Args:
+        folder: The text.
+    """
     return "://" in folder
 
 
 def writable_folder(refused: Path) -> str:
-    """Return `, such as 'FOLDER'`, a folder that can be written to and lies elsewhere than `refused`; empty if none."""
+    """Return `, such as 'FOLDER'` for a writable folder elsewhere; empty if there is none.
+
+    Args:
+        refused: The refused folder.
+    """
     home = Path.home() / "outputs"
     temporary = Path(tempfile.gettempdir()) / "outputs"
     for folder in (Path("outputs"), home, temporary):
@@ -44,7 +60,11 @@ def writable_folder(refused: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have a file or folder on the disk."""
+    """Write a file or folder through to the disk.
+
+    Args:
+        path: The file or folder.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,7 +73,11 @@ def sync(path: Path) -> None:
 
 
 def os_error_of(error: BaseException) -> OSError | None:
-    """Return the operating system's error that an error is, or was raised from or after: PyTorch's own hides it."""
+    """Return the operating system's error behind an error, None if there is none. PyTorch's errors hide it.
+
+    Args:
+        error: The error, which may have been raised from or after the other.
+    """
     seen = set()
     link = error
     while link is not None and id(link) not in seen:
@@ -65,17 +89,20 @@ def os_error_of(error: BaseException) -> OSError | None:
 
 
 def full_disk(error: BaseException, folder: Path, needed: int = 0) -> str:
-    """Return why nothing more can be written to the folder, such as `the disk is full (2 MiB are free)`; else "".
+    """Return why nothing more can be written, such as `the disk is full (2 MiB are free)`; empty for another error.
 
-    needed: bytes that are to be written, if they are known.
+    Args:
+        error: The error of a write.
+        folder: The folder.
+        needed: Bytes to be written, 0 if unknown.
     """
-    found = os_error_of(error)
-    if found is None or found.errno not in _REASONS:
+    cause = os_error_of(error)
+    if cause is None or cause.errno not in _REASONS:
         return ""
     numbers = [f"about {_size(needed)} are needed"] if needed else []
-    if found.errno == errno.ENOSPC:
+    if cause.errno == errno.ENOSPC:
         numbers.insert(0, f"{_size(shutil.disk_usage(folder).free)} are free")
-    return _REASONS[found.errno] + (f" ({', '.join(numbers)})" if numbers else "")
+    return _REASONS[cause.errno] + (f" ({', '.join(numbers)})" if numbers else "")
 
 
 def _size(number: int) -> str:

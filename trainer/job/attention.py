@@ -51,16 +51,7 @@ def resolve_attention(
         ConfigError: A kernel lacks a feature, a method cannot divide the heads, or degrees do not fit.
     """
     parallelism = config.parallelism
-    needs = _needs(config, model)
-    with options_as_keys():
-        able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
-    has_plan = (
-        config.plans_attention
-        or needs["bands"]
-        or needs["softcap"]
-        or getattr(model, "attention_sinks", False)
-    )
-    if not (has_plan or (device_type == "cuda" and is_too_large_without_plan(config, model))):
+    if not _needs_plan(config, model, device_type):
         return None, ""
     degree = parallelism.context_parallel_degree
     tp = parallelism.tensor_parallel_degree
@@ -84,6 +75,21 @@ def resolve_attention(
     return replace(
         options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries
     ), reason
+
+
+def _needs_plan(config: JobConfig, model: ModelArgs, device_type: str) -> bool:
+    """Return whether attention needs a plan; raise a ConfigError if the configured kernel lacks a feature."""
+    needs = _needs(config, model)
+    kernel = config.parallelism.context_parallel_kernel
+    with options_as_keys():
+        able_kernels(kernel, None, None, model.head_dim, **needs)
+    return (
+        config.plans_attention
+        or needs["bands"]
+        or needs["softcap"]
+        or getattr(model, "attention_sinks", False)
+        or (device_type == "cuda" and is_too_large_without_plan(config, model))
+    )
 
 
 def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallelOptions:

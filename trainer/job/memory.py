@@ -63,9 +63,8 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     modules = _modules_of(job, pp_rank)
     adapters = _by_module(adapter_sizes(job.config, model, degrees.tp))
     trained_whole = whole_sizes(job.config, model, degrees.tp)
-    sizes = _by_module(
-        {name: math.prod(shape) for name, shape in model.linear_shapes(degrees.tp).items()}
-    )
+    shapes = model.linear_shapes(degrees.tp)
+    sizes = _by_module({name: math.prod(shape) for name, shape in shapes.items()})
     if not model.tie_embeddings:
         sizes["tok_embeddings"] = model.vocab_size * model.dim // degrees.tp
     shards = degrees.dp_shard * degrees.cp
@@ -85,22 +84,20 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     trained = added + share(trained_whole) if adapters else local
     moments = 2 * trained
     if job.config.optimizer.name == "Muon":  # has one moment of a matrix
-        kinds: dict[bool, dict[str, int]] = {True: {}, False: {}}
-        for name, size in matrix_sizes(model, degrees.tp).items():
-            kinds[".experts." in name][name] = size
+        matrices = matrix_sizes(model, degrees.tp)
+        expert_matrices = {name: size for name, size in matrices.items() if ".experts." in name}
+        dense = {name: size for name, size in matrices.items() if name not in expert_matrices}
         ranks = (degrees.ep or 1) * degrees.efsdp
-        moments -= share(_by_module(kinds[False])) + share(_by_module(kinds[True]), ranks)
+        moments -= share(_by_module(dense)) + share(_by_module(expert_matrices), ranks)
     rows = training.seq_len // degrees.cp
     token_bytes = 2 * 8 * training.local_batch_size
+    table_dim = getattr(model, "table_dim", model.head_dim)
+    rotary_bytes = rotary_tables(model) * table_dim * max(stored, 4)
     return RankMemory(
         weights=(local + added) * stored,
         gradients=trained * stored,
         optimizer=moments * ITEMSIZE[job.config.state_dtype],
-        tables=rows
-        * (
-            rotary_tables(model) * getattr(model, "table_dim", model.head_dim) * max(stored, 4)
-            + token_bytes  # tokens and labels
-        ),
+        tables=rows * (rotary_bytes + token_bytes),
     )
 
 

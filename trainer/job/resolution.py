@@ -273,7 +273,7 @@ def _activation_checkpoint(draft: Draft) -> Draft:
 
 
 def _with_windows_of_flavor(config: JobConfig, folder: ModelFolder | None) -> JobConfig:
-    """Return the configuration with the flavor's window as a key, for keys that depend on it."""
+    """Return the configuration with the flavor's window as a key, which other keys depend on."""
     if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
         return config
     args = flavor_args(config.model, folder)

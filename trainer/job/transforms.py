@@ -84,7 +84,14 @@ def resolve_compilation(
         recomputes_every=activations.whole_layers if cannot_checkpoint else 0,
         fixed_shapes=fixed_shapes,
     )
-    if fixed_shapes and model and activations.mode != "none":
+    _check_compilation(config, options)
+    return options
+
+
+def _check_compilation(config: JobConfig, options: CompileOptions) -> None:
+    """Raise a ConfigError if another feature cannot run with these options, or needs others."""
+    activations = config.activation_checkpoint
+    if options.fixed_shapes and options.model and activations.mode != "none":
         raise ConfigError(
             f"activation_checkpoint.mode = {activations.mode!r} with compile.enable is not handled for "
             f"model.name = {config.model.name!r}; leave one of them out, or compile the loss alone with "
@@ -102,7 +109,6 @@ def resolve_compilation(
             "activation_checkpoint.mode = 'memory_budget' leaves the choice to the compiler; set compile.enable with "
             "'model' in compile.components and a backend other than 'eager', or use the mode 'selective'"
         )
-    return options
 
 
 def check_activation_checkpoint(
