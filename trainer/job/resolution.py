@@ -284,7 +284,7 @@ def _with_windows_of_flavor(config: JobConfig, folder: ModelFolder | None) -> Jo
 
 
 def _without_auto(draft: Draft) -> JobConfig:
-    """Return the configuration with a decision in place of each "auto", except kernels that are chosen for each tile."""
+    """Return the configuration with a decision in place of each "auto", except for kernels of single tiles."""
     config = draft.config
     device_type = draft.device_type
     attention = draft.decisions.attention
