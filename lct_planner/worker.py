@@ -226,7 +226,9 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
             overlaps_tensor_parallel=False,
         )
     plan = None if plan is None else resolve_pipeline(nothing, job.model)
-    return replace(job, config=nothing, user_config=nothing, compilation=compilation, pipeline=plan)
+    return replace(
+        job, config=nothing, user_config=nothing, compilation=compilation, pipeline=plan
+    )
 
 
 class Worker:

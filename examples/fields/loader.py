@@ -11,7 +11,8 @@ import torch
 
 from examples.fields.file import FieldSource, Part, check_fields
 from trainer.config.errors import ConfigError
-from trainer.data.order.streams import ItemStream, Shuffled, StreamLoader, assigned
+from trainer.data.order.stream_loader import StreamLoader
+from trainer.data.order.streams import ItemStream, Shuffled, assigned
 from trainer.data.sources.files import number_of
 from trainer.data.sources.registry import check_streams
 

@@ -18,7 +18,7 @@ CHAT = (
     Mutant(
         "an iterable that is resumed and saved at once stores the state that it makes up before its next document",
         "trainer/data/iterable_data.py",
-        "= {first: given}",
+        "= {first: loader_state}",
         "= {}",
         f"{_ITERABLES}::test_any_chain_of_resumes_reads_each_sample_once",
     ),

@@ -81,7 +81,7 @@ DATA = (
     ),
     Mutant(
         "the next row comes from the first stream",
-        "trainer/data/order/streams.py",
+        "trainer/data/order/stream_loader.py",
         "self._streams[sample % self._n]",
         "next(iter(self._streams.values()))",
         "tests/unit/test_data_loader.py",
@@ -95,7 +95,7 @@ DATA = (
     ),
     Mutant(
         "ranks that share a stream do not skip the samples of others",
-        "trainer/data/order/streams.py",
+        "trainer/data/order/stream_loader.py",
         "            _skip_to(stream, sample // self._n)\n",
         "",
         "tests/unit/test_data_loader.py",
@@ -137,7 +137,7 @@ DATA = (
     ),
     Mutant(
         "another tokenizer of the same size is not recognised",
-        "trainer/data/order/streams.py",
+        "trainer/data/order/stream_loader.py",
         "if (before := saved.get(key, now)) == now:",
         "if (before := saved.get(key, now)) == now or name == 'tokenizer':",
         "tests/unit/test_mixture.py",
@@ -200,7 +200,7 @@ DATA = (
     ),
     Mutant(
         "a checkpoint with another order of many documents is resumed",
-        "trainer/data/order/streams.py",
+        "trainer/data/order/stream_loader.py",
         'order = {"order": ORDER} if most > SORTED else {}',
         "order = {}",
         "tests/unit/test_permutation.py",
@@ -428,8 +428,8 @@ SETTINGS = (
     Mutant(
         "only the first wrong setting is told",
         "trainer/config/errors.py",
-        "                self._found.append(error)",
-        "                self._found = self._found or [error]",
+        "            self._errors.append(error)",
+        "            self._errors = self._errors or [error]",
         "tests/unit/test_config_unknown.py",
     ),
     Mutant(

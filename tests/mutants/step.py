@@ -670,7 +670,7 @@ ADAPTERS = (
     ),
     Mutant(
         "a sequence is numbered within its rank",
-        "trainer/data/order/streams.py",
+        "trainer/data/order/stream_loader.py",
         "yield sample, stream.next_sample()",
         "yield sample // self._degree, stream.next_sample()",
         "tests/unit/test_data_loader.py::test_sequences_are_numbered_through_the_run",

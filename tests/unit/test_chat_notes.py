@@ -11,7 +11,7 @@ from trainer.config.data import Chat
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model, Training
 from trainer.data import DataSettings, open_text
-from trainer.data.contents import what_is_lacking
+from trainer.data.contents import lacking_parts
 from trainer.data.tokenizers.chat_template import ChatTemplate
 from trainer.job.data import conversation_notes
 
@@ -60,11 +60,11 @@ def test_tools_a_system_message_and_ends_are_counted():
     assert notes(ChatTemplate(CHATML, "my.jinja", {}, tokens=["<|pad|>"]), line) == {"answers": 1, "tools": 1, "end": 1}
 
 
-def test_data_show_check_and_the_start_say_what_is_lacking(tmp_path: Path):
+def test_data_show_check_and_the_start_say_lacking_parts(tmp_path: Path):
     folder = chat_folder(tmp_path / "model", PUBLISHED["qwen3"], specials=special_names())
     lines = [{"messages": TWO_ANSWERS[:2]}, {"messages": TWO_ANSWERS}, {"messages": TWO_ANSWERS}]
     file = write_lines(tmp_path / "chat.jsonl", lines)
-    (sentence,) = what_is_lacking(open_text(DataSettings("chat", str(file), str(folder))).contents())
+    (sentence,) = lacking_parts(open_text(DataSettings("chat", str(file), str(folder))).contents())
     assert sentence == (
         "2 of 5 answers have reasoning in the data and none in their text, so that the model learns to answer without "
         f'it; chat.answers = "last" learns the last answer alone, whose reasoning most templates write (first: {file}, '

@@ -25,7 +25,7 @@ from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.data.contents import table, what_is_lacking
+from trainer.data.contents import lacking_parts, table
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.families.registry import from_path
 from trainer.runtime.console import escaped, set_up_logging
@@ -155,7 +155,7 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     found = data.contents()
     counts = [table(found, training.seq_len)] if found else []
-    counts += [f"note: {sentence}" for sentence in what_is_lacking(found)]
+    counts += [f"note: {sentence}" for sentence in lacking_parts(found)]
     return "\n\n".join([*counts, title, on_console(documents, color=color)])
 
 

@@ -1,4 +1,7 @@
-"""What data sets hold: tokens, learned tokens, and the documents that fit into a sequence, counted and as a table."""
+"""Counts of data sets: tokens, learned tokens, and documents that fit into a sequence; also as a table. Torch-free.
+
+`lct data show` and the start of a run print them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,12 +17,18 @@ LENGTHS = tuple(2**n for n in range(14, 19))
 
 
 QUICK = 10**7
-"""Documents that are counted at the start of a run: 80 MB of lengths, and a second."""
+"""Most documents that the start of a run counts: 80 MB of lengths, and a second."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """lengths: (n,) tokens of each document that has some; learned: tokens with a label; notes: see `TokenFiles`."""
+    """The counts of a data set.
+
+    Attributes:
+        lengths: Tokens of each document that has some, (n,).
+        learned: Tokens with a label.
+        notes: Parts of conversations that their text lacks; see `TokenFiles`.
+    """
 
     lengths: np.ndarray
     learned: int
@@ -31,12 +40,23 @@ class Contents:
         return int(self.lengths.sum(dtype=np.int64))
 
     def whole(self, length: int) -> float:
-        """Return the share of documents of at most `length` tokens: the retention."""
+        """Return the retention: the share of documents that fit whole.
+
+        Args:
+            length: Tokens of a sequence.
+        """
         return float((self.lengths <= length).mean()) if len(self.lengths) else 1.0
 
 
 def content_of(source: TokenFiles) -> Contents:
-    """Count the documents of token files."""
+    """Count the documents of token files.
+
+    Args:
+        source: The token files.
+
+    Returns:
+        The counts.
+    """
     lengths = source.lengths()
     lengths = lengths[lengths > 0]
     learned = source.answers()
@@ -45,29 +65,43 @@ def content_of(source: TokenFiles) -> Contents:
     )
 
 
-def what_is_lacking(found: Mapping[str, Contents]) -> list[str]:
-    """Return a sentence for each thing that conversations of the sources have and their text has not."""
-    return chat_notes.sentences(chat_notes.sum_of([one.notes for one in found.values()]))
+def lacking_parts(contents: Mapping[str, Contents]) -> list[str]:
+    """Return a sentence for each part of conversations that their text lacks.
+
+    Args:
+        contents: The counts of each source, by name.
+    """
+    return chat_notes.sentences(chat_notes.sum_of([one.notes for one in contents.values()]))
 
 
-def summary(found: Mapping[str, Contents], seq_len: int) -> str:
-    """Return the sums of all sources in a line, and below it the table if there are several."""
-    lengths = np.concatenate([one.lengths for one in found.values()])
-    learned = sum(one.learned for one in found.values())
+def summary(contents: Mapping[str, Contents], seq_len: int) -> str:
+    """Return the sums of all sources in a line, with the table below it if there are several sources.
+
+    Args:
+        contents: The counts of each source, by name.
+        seq_len: Tokens of a sequence.
+    """
+    lengths = np.concatenate([one.lengths for one in contents.values()])
+    learned = sum(one.learned for one in contents.values())
     total = Contents(lengths, 0)
     line = (
         f"{len(lengths):,} documents, {total.tokens:,} tokens, {learned / max(total.tokens, 1):.1%} learned; "
         f"{total.whole(seq_len):.1%} of the documents have at most {seq_len:,} tokens"
     )
-    return line if len(found) < 2 else f"{line}\n{table(found, seq_len)}"
+    return line if len(contents) < 2 else f"{line}\n{table(contents, seq_len)}"
 
 
-def table(found: Mapping[str, Contents], seq_len: int) -> str:
-    """Return a table, a row each source: counts, and the share of documents that are whole by length of a sequence."""
+def table(contents: Mapping[str, Contents], seq_len: int) -> str:
+    """Return a table with a row for each source: counts, and the share of whole documents by length of a sequence.
+
+    Args:
+        contents: The counts of each source, by name.
+        seq_len: Tokens of a sequence.
+    """
     lengths = sorted({*LENGTHS, seq_len})
     names = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths]
     rows = [["source", "documents", "tokens", "learned", "median", "longest", *names]]
-    for name, one in found.items():
+    for name, one in contents.items():
         median, longest = (
             (int(np.median(one.lengths)), int(one.lengths.max()))
             if len(one.lengths)

@@ -1,4 +1,4 @@
-"""Documents one after another: a document that does not fit continues in the next sequence. Torch-free."""
+"""Packing of documents one after another: a document that does not fit continues in the next sequence. Torch-free."""
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, Order, StreamState
@@ -9,7 +9,13 @@ from trainer.data.token_files.format import TokenFiles
 class DocumentStream(ItemStream):
     """One numbered, endless stream of packed sequences over some of the documents.
 
-    source: all documents, by what `order` gives.
+    Args:
+        source: All documents, by the items of `order`.
+        order: The documents of the stream, in the order of each epoch.
+        seq_len: Tokens of a sequence.
+
+    Raises:
+        ValueError: seq_len is below 1.
     """
 
     ITEM = "document"
@@ -28,16 +34,25 @@ class DocumentStream(ItemStream):
 
     @property
     def state(self) -> StreamState:
-        """The position: epoch, document in the epoch's order, tokens already used of it, sequences given so far."""
+        """The position: epoch, document in the epoch's order, its used tokens, sequences so far."""
         return super().state | {"token": self._token}
 
     def restart(self, state: StreamState) -> None:
+        """Resume from a position.
+
+        Args:
+            state: The position; empty for the beginning.
+        """
         super().restart(state)
         self._token = int(state.get("token", 0))
         self._sample: Sample | None = None  # the current document, read when it is needed
 
     def next_sample(self) -> PackedSequence:
-        """Return the next packed sequence; ConfigError if no document of this stream holds a token."""
+        """Return the next packed sequence.
+
+        Raises:
+            ConfigError: No document of this stream has a token.
+        """
         barren = 0
         parts = []
         missing = self._seq_len
@@ -53,7 +68,7 @@ class DocumentStream(ItemStream):
             self._token = self._token + taken
             missing = missing - taken
             barren = 0 if taken else barren + 1
-            # an epoch may end, and the next begin, with all the empty ones
+            # an epoch may end with empty documents, and the next one may begin with them
             if barren == 2 * len(self.order):
                 raise ConfigError(no_text(len(self.order), self.order.stream))
             if not taken:

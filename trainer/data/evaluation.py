@@ -1,13 +1,13 @@
-"""Sequences that a trained model is measured on: the beginnings of long documents, and needles in a haystack.
+"""Sequences that measure a trained model: the beginnings of long documents, and needles in a haystack. Torch-free.
 
 A needle is one sentence to remember in a text about other things, with a question about it at the end.
 
     <begin> haystack ... The magic number of Oslo is 4729183. ... haystack  What is the magic number of Oslo?
     The magic number of Oslo is 4729183
-                                ^ the answer, whose tokens alone have labels
+                                ^ the answer: only its tokens have labels
 
-The text is made by a generator from a seed, and is no text of a data set. After Kamradt's "Needle in a Haystack" (2023)
-and the retrieval tasks of RULER (arXiv 2404.06654). Torch-free.
+A generator makes the text from a seed; it is in no data set. After Kamradt's "Needle in a Haystack" (2023) and the
+retrieval tasks of RULER (arXiv 2404.06654). `lct evaluate` uses both kinds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -116,24 +116,27 @@ _TIMES = (
 def long_documents(
     documents: Iterable[Encoded], seq_len: int, most: int
 ) -> Iterator[PackedSequence]:
-    """Yield the first `seq_len` tokens of documents that have more, in their order; at most `most` of them.
+    """Yield the first tokens of documents that are longer, in their order. Every token has a label.
 
-    Every token has a label.
+    Args:
+        documents: Documents.
+        seq_len: Tokens of a sequence.
+        most: Largest number of sequences.
 
     Raises:
-        ConfigError: no document has more tokens.
+        ConfigError: No document has more than `seq_len` tokens.
     """
-    longest = found = 0
+    longest = number = 0
     for document in documents:
         tokens, labels, _ = sample_of(document)
         longest = max(longest, len(tokens))
         if len(tokens) <= seq_len:
             continue
         yield together([Sample(tokens[:seq_len], labels[:seq_len])], seq_len)
-        found += 1
-        if found == most:
+        number += 1
+        if number == most:
             return
-    if not found:
+    if not number:
         raise ConfigError(
             f"no document has more than --seq-len {seq_len} tokens (the longest has {longest:,}); use shorter "
             "sequences, or name longer documents with --dataset and --dataset-path"
@@ -144,7 +147,10 @@ def long_documents(
 class NeedlePrompt:
     """A prompt with its answer.
 
-    depth: place of the needle, from 0 at the start of the text to 100 before the question; answer_tokens: its labels.
+    Attributes:
+        depth: Place of the needle, from 0 at the start of the text to 100 before the question.
+        sequence: The tokens, with labels for the answer.
+        answer_tokens: Number of labels.
     """
 
     depth: float
@@ -155,23 +161,30 @@ class NeedlePrompt:
 def needle_prompts(
     tokenizer: Tokenizer, length: int, depths: Sequence[float], samples: int, seed: int
 ) -> list[NeedlePrompt]:
-    """Return `samples` prompts of `length` tokens for each depth, one sample after another.
+    """Return `samples` prompts for each depth, one sample after another.
 
-    The prompts of a sample differ in the place of the needle alone. The last token of the answer is no part of the
-    sequence, but the last label.
+    The prompts of a sample differ only in the needle's place. The last token of the answer is the last label, and
+    is no token of the sequence.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        length: Tokens of a prompt.
+        depths: Places of the needle, in percent.
+        samples: Number of texts.
+        seed: Seed of the texts.
 
     Raises:
-        ConfigError: the length has no room for needle and question.
+        ConfigError: The length has no room for needle and question.
     """
     randoms = (Random(f"needle {seed} {length} {sample}") for sample in range(samples))
     return [
         prompt
         for random in randoms
-        for prompt in _of_one_text(tokenizer, length, depths, random)
+        for prompt in _prompts_of_text(tokenizer, length, depths, random)
     ]
 
 
-def _of_one_text(
+def _prompts_of_text(
     tokenizer: Tokenizer, length: int, depths: Sequence[float], random: Random
 ) -> Iterator[NeedlePrompt]:
     city = random.choice(CITIES)
@@ -199,12 +212,12 @@ def _of_one_text(
 
 
 def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]]:
-    """Return sentences that have `room` tokens together; the first one may lack its beginning."""
+    """Return sentences with `room` tokens together. The first one may lack its beginning."""
     sentences: list[list[int]] = []
     while room > 0:
         sentences.append(tokenizer.encode(sentence(random)))
         room -= len(sentences[-1])
-    # The last one has -room tokens too many. The first one is cut instead, so that the text ends with a full stop.
+    # The sentences have -room tokens too many. Cut the first one, so that the text ends with a full stop.
     too_many = -room
     first = sentences[0]
     if too_many >= len(first):
@@ -215,8 +228,13 @@ def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]
 
 
 def sentence(random: Random) -> str:
-    """Return a made-up sentence, with the blank before it."""
+    """Return a made-up sentence, with the blank before it.
+
+    Args:
+        random: The source of random words.
+    """
     words = (
-        random.choice(of) for of in (_KINDS, _PEOPLE, _DEEDS, _KINDS, _THINGS, _PLACES, _TIMES)
+        random.choice(choices)
+        for choices in (_KINDS, _PEOPLE, _DEEDS, _KINDS, _THINGS, _PLACES, _TIMES)
     )
     return " The {} {} {} the {} {} near the {} {}.".format(*words)

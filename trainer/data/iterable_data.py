@@ -1,11 +1,11 @@
-"""An iterable of a package as an opened data set, by torchdata's StatefulDataLoader, which keeps the position in it.
+"""An iterable of a package as a data set. torchdata's StatefulDataLoader keeps the position in it.
 
-Each data stream has an iterable of its own, and packs its documents. They come in the order of the iterable; a pass
-over it is an epoch. So their order depends on the number of streams, which is the number of data-parallel ranks of the
-first start if `training.data_streams` does not say it, and not on the number of ranks that resume.
+Each data stream has its own iterable and packs its documents, in the order of the iterable. A pass over it is an epoch.
+So the order of the documents depends on the number of streams, but not on the number of ranks that resume. Without
+`training.data_streams`, the number of streams is the number of data-parallel ranks of the first start.
 
 A position is the number of the oldest document that is still needed, and the state of the iterable before it. An
-iterable that keeps no state is read again from its beginning, up to this number.
+iterable without a state is read again from its beginning, up to this number.
 """
 
 import json
@@ -25,7 +25,8 @@ from torchdata.stateful_dataloader.stateful import Stateful
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents
 from trainer.data.document_stream import DocumentStream
-from trainer.data.order.streams import AGAIN, streams_of_rank
+from trainer.data.order.stream_loader import AGAIN
+from trainer.data.order.streams import streams_of_rank
 from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.token_files.inputs import made_by
@@ -41,7 +42,7 @@ from trainer.data.whole_stream import WholeStream
 class _Iterable(IterableDataset):
     """An iterable as a data set of PyTorch, with its state by torchdata's protocol `Stateful`, if it has one.
 
-    The state of some streams of `datasets` is wrong, and not used.
+    Some streams of `datasets` have a wrong state, which is not used.
     """
 
     def __init__(self, iterable: Any) -> None:
@@ -55,10 +56,10 @@ class _Iterable(IterableDataset):
 
 
 def _state_is_wrong(iterable: Any) -> bool:
-    """Return whether a stream of `datasets` does not go on where its state was saved. Other iterables: False.
+    """Return whether a stream of `datasets` would not continue where its state was saved; False for other iterables.
 
-    The documents in a shuffle buffer are lost. A shuffle that reads several shards at a time waits without an end after
-    a resume, if the shards are Parquet files (datasets 5.2).
+    The documents in a shuffle buffer are lost. A shuffle that reads several shards at a time waits without end after a
+    resume, if the shards are Parquet files (datasets 5.2).
     """
     parts = [getattr(iterable, "_ex_iterable", None)]
     while parts:
@@ -75,9 +76,9 @@ def _state_is_wrong(iterable: Any) -> bool:
 def _is_count(state: Mapping[str, Any]) -> bool:
     """Return whether a state of torchdata's loader only counts the documents of an iterable.
 
-    torchdata 0.11 counts wrong after a resume: it adds the documents that it reads again to those of the state.
+    torchdata 0.11 counts wrong after a resume: it adds the documents that it reads again to the documents of the state.
     """
-    fetched = state["fetcher_state"]  # None: of a sequence, whose state is an index
+    fetched = state["fetcher_state"]  # None for a sequence: its state is an index
     return (
         fetched is not None
         and state["dataset_state"] is None
@@ -86,14 +87,19 @@ def _is_count(state: Mapping[str, Any]) -> bool:
 
 
 def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
-    """Return the loader of a pass over an iterable, or over a sequence. epoch: number of the pass, for `set_epoch`."""
+    """Return the loader of a pass over an iterable or a sequence.
+
+    Args:
+        iterable: The iterable.
+        epoch: The number of the pass, for `set_epoch`.
+    """
     if hasattr(iterable, "set_epoch"):
         iterable.set_epoch(epoch)
     is_sequence = hasattr(iterable, "__len__") and hasattr(iterable, "__getitem__")
-    if not is_sequence:  # neither that, nor a data set of PyTorch with documents by number
+    if not is_sequence:  # and no data set of PyTorch with documents by number
         iterable = _Iterable(iterable)
     with warnings.catch_warnings():
-        # by PyTorch, in torchdata
+        # PyTorch warns of torchdata
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         return StatefulDataLoader(
             iterable, batch_size=None, collate_fn=lambda document: document
@@ -101,9 +107,14 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
 
 
 class IterableDocuments:
-    """The documents of one stream, and their `Order`. Each pass opens the iterable again and reads them in turn.
+    """The documents of one stream, and their `Order`. Each pass opens the iterable again and reads it in turn.
 
-    The length is the number of documents that are known: one more than were asked for, until the pass ends.
+    The length is the number of known documents: one more than were requested, until the pass ends.
+
+    Args:
+        settings: The settings of the data set.
+        stream: The number of the stream.
+        streams: The number of streams.
     """
 
     def __init__(self, settings: DataSettings, stream: int, streams: int) -> None:
@@ -117,48 +128,71 @@ class IterableDocuments:
         self._epoch = -1
 
     def item(self, epoch: int, place: int) -> tuple[int, int]:
-        """Return what names a document: the number of the pass, and its own."""
+        """Return the name of a document.
+
+        Args:
+            epoch: The number of the pass.
+            place: The number of the document in the pass.
+
+        Returns:
+            Both numbers.
+        """
         return epoch, place
 
     def passes(self, epoch: int, place: int) -> float:
-        """Return the whole passes: nobody knows how long one is."""
+        """Return the whole passes, because the length of a pass is unknown.
+
+        Args:
+            epoch: The number of the pass.
+            place: The number of the document in the pass.
+        """
         return float(epoch)
 
     def restart(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Go to a position in a pass. state: of the stream, see `state`, of the same pass; empty: the beginning.
+        """Go to a position in a pass.
+
+        Args:
+            epoch: The number of the pass.
+            state: The state of the stream in this pass, see `state`; empty for the beginning.
 
         Raises:
-            ConfigError: the function that opens the iterable cannot be imported, or fails, or the pass ends before.
+            ConfigError: The function that opens the iterable cannot be imported or fails, or the pass ends before.
         """
         first = state.get("iterable_document", 0)
-        given = state.get("iterable", "")
-        if given and _is_count(json.loads(given)):
-            given = ""
+        loader_state = state.get("iterable", "")
+        if loader_state and _is_count(json.loads(loader_state)):
+            loader_state = ""
         self._epoch, self._ended = epoch, False
-        # documents that were asked for, also before the restart
+        # number of requested documents, also before the restart
         self._asked = max(first, state.get("document", 0))
         self._documents: dict[int, Any] = {}
-        self._states: dict[int, str] = {first: given}  # before a document was read
+        self._states: dict[int, str] = {first: loader_state}  # before each document
         try:
             iterable = resolve_name(self._place)(
                 self._settings.path, self.stream, self._streams
             )
             self._loader = loader_of(iterable, epoch)
-            if given:
-                self._loader.load_state_dict(json.loads(given))
+            if loader_state:
+                self._loader.load_state_dict(json.loads(loader_state))
             self._iterator = iter(self._loader)
-            # documents
-            self._read = first if given else sum(1 for _ in islice(self._iterator, first))
+            # number of documents read in this pass
+            skipped = 0 if loader_state else sum(1 for _ in islice(self._iterator, first))
+            self._read = first if loader_state else skipped
         except Exception as error:  # whatever a user's code raises
             raise self._failed(f"{self._place} fails", error) from error
         if self._read < first:
             raise self._lacks(first - 1)
 
     def state(self, epoch: int, oldest: int) -> dict[str, Any]:
-        """Return the position before a document, the oldest one that is asked for again after a restart.
+        """Return the position before the oldest document that a restart needs again.
 
-        "iterable_document": its number in the pass; "iterable": the loader's state as JSON, empty before the first one,
-        and if the iterable keeps no state.
+        Args:
+            epoch: The number of the pass.
+            oldest: The number of that document in the pass.
+
+        Returns:
+            "iterable_document", its number; and "iterable", the loader's state as JSON. The state is empty before the
+            first document, and if the iterable keeps none.
         """
         if epoch != self._epoch or not oldest:
             return {"iterable_document": 0, "iterable": ""}
@@ -172,10 +206,13 @@ class IterableDocuments:
         return self._read
 
     def __getitem__(self, place: tuple[int, int]) -> Encoded:
-        """Return a document of a pass, by the numbers of both; those before it are not asked for again.
+        """Return a document of a pass. Earlier documents are not requested again.
+
+        Args:
+            place: The numbers of the pass and of the document.
 
         Raises:
-            ConfigError: the iterable fails, has no document, or another than is known.
+            ConfigError: The iterable fails, has no document, or has another kind of document than is known.
         """
         epoch, number = place
         if epoch != self._epoch:
@@ -203,8 +240,8 @@ class IterableDocuments:
             except StopIteration:
                 self._ended = True
             except Exception as error:
-                what = f"document {self._read + 1} of stream {self.stream} cannot be read"
-                raise self._failed(what, error) from error
+                problem = f"document {self._read + 1} of stream {self.stream} cannot be read"
+                raise self._failed(problem, error) from error
 
     def _state_before(self, number: int) -> str:
         if number in self._states:
@@ -222,10 +259,10 @@ class IterableDocuments:
             "each stream documents, the same ones after a restart, or use fewer training.data_streams"
         )
 
-    def _failed(self, what: str, error: Exception) -> ConfigError:
+    def _failed(self, problem: str, error: Exception) -> ConfigError:
         where = f"{self._settings.keys.dataset} = {self._settings.dataset!r}"
         return ConfigError(
-            f"{where}: {what} ({type(error).__name__}: {error}); correct the package that makes it"
+            f"{where}: {problem} ({type(error).__name__}: {error}); correct the package that makes it"
         )
 
     def _encoded(self, document: Any, number: int) -> Encoded:
@@ -252,9 +289,9 @@ class IterableDocuments:
             )
         return Encoded(ids, document.answers)
 
-    def _bad(self, number: int, what: str) -> BadRecord:
+    def _bad(self, number: int, problem: str) -> BadRecord:
         return BadRecord(
-            f"{self._settings.dataset}, stream {self.stream}, document {number + 1}, {what}; give a text, an object "
+            f"{self._settings.dataset}, stream {self.stream}, document {number + 1}, {problem}; give a text, an object "
             f'with a text or token ids in "{self._settings.text_field}" (training.dataset_text_field), or a list of '
             "token ids"
         )
@@ -268,12 +305,23 @@ class IterableData:
     packing: str
 
     items = 0
-    """Number of documents: not known."""
+    """Number of documents: unknown."""
 
     def check(self, data_streams: int | None, seed: int = 0) -> None:
-        """Nothing is known before the documents are read."""
+        """Check nothing: nothing is known before the documents are read.
+
+        Args:
+            data_streams: The configured number of streams.
+            seed: Seed of the order.
+        """
 
     def streams_with_text(self, data_streams: int, seed: int) -> int:
+        """Return `data_streams`: empty streams are not known.
+
+        Args:
+            data_streams: Number of streams.
+            seed: Seed of the order.
+        """
         return data_streams
 
     def streams(
@@ -285,23 +333,46 @@ class IterableData:
         dp_rank: int,
         dp_degree: int,
     ) -> dict[int, DocumentStream | WholeStream]:
-        found = {}
+        """Return the streams that a data-parallel rank reads, by number.
+
+        Args:
+            items: Ignored, because the number of documents is unknown.
+            seq_len: Tokens of a sequence.
+            data_streams: Number of streams.
+            seed: Ignored: the iterable decides the order.
+            dp_rank: The data-parallel rank.
+            dp_degree: The number of data-parallel ranks.
+        """
+        streams = {}
         for s in streams_of_rank(data_streams, dp_rank, dp_degree):
             source = IterableDocuments(self.settings, s, data_streams)
             if self.packing == "concatenate":
-                found[s] = DocumentStream(source, source, seq_len=seq_len)
+                streams[s] = DocumentStream(source, source, seq_len=seq_len)
             else:
                 alone = self.packing == "pad"
-                found[s] = WholeStream(source, source, seq_len=seq_len, alone=alone)
-        return found
+                streams[s] = WholeStream(source, source, seq_len=seq_len, alone=alone)
+        return streams
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:
+        """Return everything that the meaning of a position depends on, except seed and number of streams.
+
+        Args:
+            items: Ignored.
+            seq_len: Tokens of a sequence.
+        """
         return made_by(self.settings) | (
             {} if self.packing == "concatenate" else {"seq_len": seq_len}
         )
 
     def items_of(self, saved: Mapping[str, Any]) -> int:
-        """Return 0: the number of documents is not known; ConfigError for a position in files."""
+        """Return 0: the number of documents is unknown.
+
+        Args:
+            saved: An entry of the saved state.
+
+        Raises:
+            ConfigError: The state is of a data set of files.
+        """
         if saved and "iterable" not in saved:
             raise ConfigError(
                 f"the checkpoint's positions are in a data set of files, and {self.settings.keys.dataset} = "
@@ -310,4 +381,5 @@ class IterableData:
         return 0
 
     def contents(self) -> dict[str, Contents]:
+        """Return no counts."""
         return {}

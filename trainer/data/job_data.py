@@ -1,4 +1,4 @@
-"""The data sets that a job names: their settings, what their first start makes, and the opened data. Torch-free."""
+"""The data sets that a job names: their settings, the files of their first start, and the opened data. Torch-free."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,11 @@ from trainer.data.whole_stream import TooLong
 
 
 def training_data(config: JobConfig) -> list[DataSettings]:
-    """Return the data sets that a job trains on: one, or the sources of a mixture."""
+    """Return the settings of the training data: one data set, or the sources of a mixture.
+
+    Args:
+        config: The configuration of the run.
+    """
     training = config.training
     paths = (training.dataset_path,)
     keys = DataKeys()
@@ -34,7 +38,11 @@ def training_data(config: JobConfig) -> list[DataSettings]:
 
 
 def validation_data(config: JobConfig) -> DataSettings:
-    """Return the data set that the loss is validated on."""
+    """Return the settings of the validation data.
+
+    Args:
+        config: The configuration of the run.
+    """
     keys = DataKeys("validation.dataset", "validation.dataset_path")
     source = config.validation.source(config.training)
     chat = config.chat
@@ -42,7 +50,11 @@ def validation_data(config: JobConfig) -> DataSettings:
 
 
 def all_data(config: JobConfig) -> list[DataSettings]:
-    """Return the data sets that a job reads."""
+    """Return the settings of all data sets that a job reads.
+
+    Args:
+        config: The configuration of the run.
+    """
     if config.task != "tokens":
         return []
     return [
@@ -52,23 +64,40 @@ def all_data(config: JobConfig) -> list[DataSettings]:
 
 
 def first_start(config: JobConfig) -> list[str]:
-    """Return for each data set of text on this machine what its first start makes, and where."""
-    found = []
+    """Return a line for each data set on this machine whose token files the first start must make.
+
+    Args:
+        config: The configuration of the run.
+    """
+    lines = []
     for settings in all_data(config):
         with suppress(MissingFile):
             source = source_of(settings)
             if not (source.token_files or source.iterable):
-                what = described(settings, sum(map(os.path.getsize, files_of(settings))))
-                found.append(
-                    f"the first start makes token files of {what} in {cache_folder()}; later ones read them"
+                size = sum(map(os.path.getsize, files_of(settings)))
+                lines.append(
+                    f"the first start makes token files of {described(settings, size)} in {cache_folder()}; later "
+                    "ones read them"
                 )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(lines))
 
 
 def open_text(
     settings: DataSettings, packing: str | None = None, catalog: str | None = None
 ) -> DataSet:
-    """Return a data set. packing: None: that of its kind; catalog: as of `open_documents`, and what is raised, too."""
+    """Open a data set.
+
+    Args:
+        settings: The settings of the data set.
+        packing: The value of training.packing; None for the default of the kind of data.
+        catalog: The catalog of its token files, as in `open_documents`.
+
+    Returns:
+        The data set.
+
+    Raises:
+        ConfigError: As `open_documents`.
+    """
     if source_of(settings).iterable:
         from trainer.data.iterable_data import IterableData
 
@@ -76,7 +105,7 @@ def open_text(
     chats = None
     source = open_documents(settings, catalog)
     if settings.dataset == "preferences":
-        chats = TooLong(drops=True, what="pairs longer than a sequence")
+        chats = TooLong(drops=True, kind="pairs longer than a sequence")
     elif settings.dataset in CONVERSATIONS:
         chats = TooLong(drops=settings.chat.too_long == "drop")
     return TextData(source, packing or ("best_fit" if chats else "concatenate"), chats)
@@ -85,10 +114,22 @@ def open_text(
 def open_training_data(
     config: JobConfig, catalogs: Sequence[str | None] | None = None
 ) -> DataSet:
-    """Return the data that a job trains on. catalogs: one for each of `training_data`; it raises as `open_text`."""
+    """Open the training data of a job.
+
+    Args:
+        config: The configuration of the run.
+        catalogs: One catalog for each of `training_data`, None to find them.
+
+    Returns:
+        The data set.
+
+    Raises:
+        ConfigError: As `open_text`.
+    """
     settings = training_data(config)
-    given = zip(settings, catalogs or [None] * len(settings), strict=True)
-    parts = [open_text(one, config.training.packing, catalog) for one, catalog in given]
+    catalogs = catalogs or [None] * len(settings)
+    packing = config.training.packing
+    parts = [open_text(s, packing, c) for s, c in zip(settings, catalogs, strict=True)]
     names = config.mixture.names
     return (
         Mixture(dict(zip(names, parts, strict=True)), config.mixture.weights)

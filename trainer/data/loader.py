@@ -1,4 +1,4 @@
-"""Batches of text: their keys, their loader from numbered streams (see `streams.py`), and how they are made ahead."""
+"""Batches of text: their keys, their loader from numbered streams (see `order/`), and batches made ahead."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ from longshard.sharding.tensors import content_hash
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Training
 from trainer.data.data_set import DataSet, Items, SampleStream
-from trainer.data.order.streams import StreamLoader
+from trainer.data.order.stream_loader import StreamLoader
 from trainer.data.packing import PackedSequence
 from trainer.observer import Positions
 
@@ -23,25 +23,32 @@ class TextBatch(TypedDict, total=False):
 
     tokens: torch.Tensor
     labels: torch.Tensor
-    """The next token of each, already shifted; `IGNORE_INDEX` where there is none."""
+    """The next token of each token, already shifted; `IGNORE_INDEX` where there is none."""
     positions: torch.Tensor
-    """Within each document, from 0; `NO_POSITION` of padding."""
+    """Positions within each document, from 0; `NO_POSITION` for padding."""
     document_ids: torch.Tensor
     """Number of the document within its sequence; padding has a number of its own."""
     sources: torch.Tensor
-    """Of a mixture: number of the source of each sequence (B,), or of each token (B, S) if documents were exchanged."""
+    """Source of each sequence in a mixture, (B,), or of each token, (B, S), if documents were exchanged."""
     numbers: list[int]
-    """Of each sequence how many sequences of the run come before it, on all ranks."""
+    """Global number of each sequence: the sequences of the run before it, on all ranks."""
     padding: int
-    """Tokens of no document; absent if there are none."""
+    """Number of padding tokens; absent if there are none."""
     plan: BatchPlan
-    """With packed documents: the layout, mask and method of attention."""
+    """Layout, mask and method of attention, for packed documents."""
     uses_positions: bool
     """Whether the model gets `positions` although documents see each other."""
 
 
 def arrays_of(sequences: Iterable[PackedSequence]) -> dict[str, np.ndarray]:
-    """Return the arrays of sequences together, (B, S) int64 each."""
+    """Stack the arrays of sequences.
+
+    Args:
+        sequences: B sequences of S tokens.
+
+    Returns:
+        tokens, labels, positions and document_ids by name, (B, S) int64 each.
+    """
     columns = ([x.tokens, x.labels, x.positions, x.document_ids] for x in sequences)
     names = ("tokens", "labels", "positions", "document_ids")
     return {
@@ -51,25 +58,30 @@ def arrays_of(sequences: Iterable[PackedSequence]) -> dict[str, np.ndarray]:
 
 
 def tensors_of(arrays: Mapping[str, np.ndarray]) -> TextBatch:
-    """Return arrays as tensors, cloned, because torch never resizes memory that numpy has seen."""
+    """Return arrays as tensors. They are cloned, because torch never resizes memory of numpy.
+
+    Args:
+        arrays: Arrays by name.
+    """
     return {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
 
 
 class BatchLoader(StreamLoader):
-    """Endless batches of the streams that one data-parallel rank owns, in global order.
+    """Endless batches of the streams that one data-parallel rank reads, in global order.
 
     A batch is a `TextBatch` of (local_batch_size, seq_len). The ranks of one `dp_rank` get the same batches. All
     iterators share the position: a new one continues where the last one stopped.
 
     Args:
-        data: the data set.
-        training: its sequence length, local batch size, data streams and seed.
-        dp_rank, dp_degree: which rank reads, of how many.
-        plan: computes the entry "plan" of a batch from its arrays.
-        exchange: makes other batches of these.
+        data: The data set.
+        training: The table [training]: sequence length, local batch size, data streams and seed.
+        dp_rank: The data-parallel rank.
+        dp_degree: The number of data-parallel ranks.
+        plan: Computes the entry "plan" of a batch from its arrays; None for no such entry.
+        exchange: Makes other batches of these, such as balanced ones.
 
     Raises:
-        ConfigError: there is no document with text, or too few for each stream.
+        ConfigError: There is no document with text, or too few documents for each stream.
     """
 
     def __init__(
@@ -91,17 +103,38 @@ class BatchLoader(StreamLoader):
         super().__init__(data.items, **split, dp_rank=dp_rank, dp_degree=dp_degree)
 
     def fitting(self, data_streams: int) -> int:
+        """Return the number of streams of a run that does not name it.
+
+        Args:
+            data_streams: The number that fits the documents.
+        """
         return self._data.streams_with_text(data_streams, self._seed)
 
     def streams_of(self, items: Items, data_streams: int) -> Mapping[int, SampleStream]:
+        """Return the streams of this rank by number, at their beginning.
+
+        Args:
+            items: Number of documents that are read.
+            data_streams: Number of streams.
+        """
         return self._data.streams(
             items, self._training.seq_len, data_streams, self._seed, self._rank, self._degree
         )
 
     def describe(self, items: Items) -> dict[str, int]:
+        """Return everything else that the meaning of a position depends on.
+
+        Args:
+            items: Number of documents that are read.
+        """
         return self._data.describe(items, self._training.seq_len)
 
     def items_of(self, saved: Mapping[str, Any]) -> Items:
+        """Return how many documents a resumed run reads.
+
+        Args:
+            saved: An entry of the saved state.
+        """
         return self._data.items_of(saved)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -122,9 +155,11 @@ class BatchLoader(StreamLoader):
 
 
 def data_identity(states: Positions, training: Training) -> dict[str, int | str]:
-    """Return what all ranks of a job must have in common before they read data, by name.
+    """Return everything that all ranks of a job must have in common before they read data, by name.
 
-    states: of this rank's streams, before the first batch.
+    Args:
+        states: The states of this rank's streams, before the first batch.
+        training: The table [training].
     """
     here = asdict(training)
     del here["dataset_path"]  # a machine may have the same files elsewhere
@@ -134,7 +169,11 @@ def data_identity(states: Positions, training: Training) -> dict[str, int | str]
 
 
 def batch_hash(batch: Mapping[str, Any]) -> int:
-    """Return a 63-bit hash of a batch's tensors, the same in every process: equal ones only have the same."""
+    """Return a 63-bit hash of a batch's tensors, the same in every process.
+
+    Args:
+        batch: The batch.
+    """
     return content_hash({name: x for name, x in batch.items() if isinstance(x, torch.Tensor)})
 
 
@@ -148,13 +187,19 @@ class Loader(Protocol):
 
     def __iter__(self) -> Any: ...
 
-    def state_dict(self) -> dict[int, dict[str, int]]: ...
+    def state_dict(self) -> dict[int, dict[str, int]]:
+        """Return the state of each stream of this rank."""
 
-    def load_state_dict(self, states: Positions) -> None: ...
+    def load_state_dict(self, states: Positions) -> None:
+        """Resume from a state.
+
+        Args:
+            states: The state of each stream.
+        """
 
 
 class _Step(NamedTuple):
-    """The batches of one step, or why there are none; the loader's state and epoch before they were made."""
+    """The batches of one step, or the error of making them; the loader's state and epoch before."""
 
     batches: list[dict[str, Any]] | Exception
     state: dict[int, dict[str, int]]
@@ -164,8 +209,12 @@ class _Step(NamedTuple):
 class BatchesAhead:
     """The micro-batches of a step, which may be made before the step needs them.
 
-    The position, its state and `epoch` are those of the batches that were taken. number: of micro-batches of a step;
-    prepare: what is done to each batch when it is made, such as its way to the device.
+    State and `epoch` are the position after the batches that were taken.
+
+    Args:
+        loader: The loader.
+        number: Micro-batches of a step.
+        prepare: Function of each new batch, such as its copy to the device.
     """
 
     def __init__(
@@ -178,7 +227,11 @@ class BatchesAhead:
         self._made: deque[_Step] = deque()
 
     def make(self, steps: int = 1) -> None:
-        """Make the batches of the next `steps` steps, unless they are there. `take` raises what goes wrong."""
+        """Make the batches of the next steps, unless they exist. `take` raises errors.
+
+        Args:
+            steps: Number of steps.
+        """
         while len(self._made) < steps and not (
             self._made and isinstance(self._made[-1].batches, Exception)
         ):
@@ -195,13 +248,13 @@ class BatchesAhead:
         return any(isinstance(step.batches, ConfigError) for step in self._made)
 
     def check(self) -> None:
-        """Raise the error of batches that are made and cannot be taken."""
+        """Raise the error of batches that could not be made."""
         for step in self._made:
             if isinstance(step.batches, Exception):
                 raise step.batches
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the batches of the next step; what went wrong when they were made is raised here."""
+        """Return the batches of the next step; raise the error of making them."""
         self.make()
         made = self._made.popleft().batches
         if isinstance(made, Exception):
@@ -213,8 +266,14 @@ class BatchesAhead:
         return self._made[0].epoch if self._made else self._loader.epoch
 
     def state_dict(self) -> dict[int, dict[str, int]]:
+        """Return the state of the loader after the batches that were taken."""
         return self._made[0].state if self._made else self._loader.state_dict()
 
     def load_state_dict(self, states: Positions) -> None:
+        """Resume the loader, and discard batches made ahead.
+
+        Args:
+            states: The states of streams.
+        """
         self._made.clear()
         self._loader.load_state_dict(states)

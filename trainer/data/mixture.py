@@ -1,15 +1,15 @@
-"""A mixture: several data sets by weights, read as one.
+"""A mixture: several data sets by weights, read as one. Torch-free.
 
-Global sample i is of the source in whose part of [0, 1) the number i x golden ratio (mod 1) lies; the parts are as long
-as the weights. So each source has its share of any stretch of samples, up to a few, on any number of ranks, and nothing
-but i must be known. Each data stream has a stream of every source, and takes the next sequence of the one whose turn it
-is. (To count what each source lacks would bring every source to within one sample, but with two sources of equal weight
-and an even number of streams, half of the streams would never read one of them.)
+The source of global sample i follows from the number i x golden ratio (mod 1): [0, 1) is divided into a part for each
+source, as long as its weight. So each source has its share of any stretch of samples, up to a few, on any number of
+ranks, and only i must be known. Each data stream has a stream of every source, and takes the next sequence of the
+source of its next sample.
 
     weights 0.75, 0.25   samples 0 1 2 3 4 5 6 7 8 9 ...
                          source  a a a b a a a b b a ...
 
-Torch-free.
+Counting what each source lacks would be exact to one sample. But with two sources of equal weight and an even number of
+streams, half of the streams would never read one of the sources.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,8 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents
 from trainer.data.data_set import DataSet, SampleStream
-from trainer.data.order.streams import AGAIN, StreamState
+from trainer.data.order.stream_loader import AGAIN
+from trainer.data.order.streams import StreamState
 from trainer.data.packing import PackedSequence
 from trainer.observer import Positions
 
@@ -30,13 +31,22 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 
 
 def ends_of(weights: Sequence[float]) -> list[int]:
-    """Return where the part of each source ends, in units of 2**-64."""
+    """Return where the part of each source ends, in units of 2**-64.
+
+    Args:
+        weights: The weight of each source.
+    """
     parts = [Fraction(weight) for weight in weights]
     return [int(end * 2**64 / sum(parts)) for end in accumulate(parts)]
 
 
 def source_of_sample(sample: int, ends: Sequence[int]) -> int:
-    """Return the number of the source of a global sample."""
+    """Return the number of the source of a global sample.
+
+    Args:
+        sample: The number of the sample.
+        ends: The ends of the parts, as of `ends_of`.
+    """
     return bisect_right(ends, sample * _GOLDEN % 2**64)
 
 
@@ -51,7 +61,15 @@ def _part(state: Mapping[str, Any], name: str) -> StreamState:
 
 @dataclass
 class MixtureStream:
-    """One numbered, endless stream of packed sequences of several sources. parts: a stream of each source, by name."""
+    """One numbered, endless stream of packed sequences of several sources.
+
+    Attributes:
+        parts: A stream of each source, by name.
+        ends: The ends of the parts, as of `ends_of`.
+        stream: The number of the stream.
+        data_streams: The number of streams.
+        samples: Number of samples that it has returned.
+    """
 
     parts: Mapping[str, SampleStream]
     ends: Sequence[int]
@@ -76,13 +94,21 @@ class MixtureStream:
         )
 
     def restart(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`, or from the beginning if it is empty."""
+        """Resume from a position.
+
+        Args:
+            state: The position; empty for the beginning.
+        """
         self.samples = int(state.get("samples", 0))
         for name, part in self.parts.items():
             part.restart(_part(state, name))
 
     def next_sample(self) -> PackedSequence:
-        """Return the next packed sequence, with the number of its source; it raises as the streams of the sources."""
+        """Return the next packed sequence, with the number of its source.
+
+        Raises:
+            ConfigError: As the streams of the sources.
+        """
         sample = self.samples * self.data_streams + self.stream
         source = source_of_sample(sample, self.ends)
         sequence = list(self.parts.values())[source].next_sample()
@@ -103,12 +129,25 @@ class Mixture:
         return tuple(part.items for part in self.parts.values())
 
     def check(self, data_streams: int | None, seed: int = 0) -> None:
-        """Check that every stream has a document of every source, see `DataSet.check`; ConfigError otherwise."""
+        """Check that every stream has a document of every source; see `DataSet.check`.
+
+        Args:
+            data_streams: The configured number of streams, None for the default.
+            seed: Seed of the order.
+
+        Raises:
+            ConfigError: A stream has none.
+        """
         for part in self.parts.values():
             part.check(data_streams, seed)
 
     def streams_with_text(self, data_streams: int, seed: int) -> int:
-        """Return `data_streams`, or fewer if a stream of a source of them had no text."""
+        """Return `data_streams`, or fewer if a stream of a source had no text.
+
+        Args:
+            data_streams: Number of streams.
+            seed: Seed of the order.
+        """
         fitting = 0
         while fitting != data_streams:
             fitting = data_streams
@@ -120,22 +159,35 @@ class Mixture:
     def streams(
         self, items: tuple[int, ...], seq_len: int, data_streams: int, *how: int
     ) -> dict[int, MixtureStream]:
-        """Return the streams that a data-parallel rank reads, by number; see `DataSet.streams`."""
+        """Return the streams that a data-parallel rank reads, by number; see `DataSet.streams`.
+
+        Args:
+            items: Number of documents of each source.
+            seq_len: Tokens of a sequence.
+            data_streams: Number of streams.
+            *how: Seed, data-parallel rank and degree.
+        """
         parts = zip(self.parts.items(), items, strict=True)
-        found = {
+        streams = {
             name: part.streams(number, seq_len, data_streams, *how)
             for (name, part), number in parts
         }
         ends = ends_of(self.weights)
-        numbers = next(iter(found.values()))
+        numbers = next(iter(streams.values()))
         return {
             s: MixtureStream(
-                {name: own[s] for name, own in found.items()}, ends, s, data_streams
+                {name: own[s] for name, own in streams.items()}, ends, s, data_streams
             )
             for s in numbers
         }
 
     def describe(self, items: tuple[int, ...], seq_len: int) -> dict[str, int]:
+        """Return everything that the meaning of a position depends on, of each source.
+
+        Args:
+            items: Number of documents of each source.
+            seq_len: Tokens of a sequence.
+        """
         parts = zip(self.parts.items(), items, strict=True)
         return {
             f"{name}/{key}": x
@@ -144,10 +196,13 @@ class Mixture:
         }
 
     def items_of(self, saved: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return how many documents of each source to read.
+        """Return how many documents of each source a resumed run reads.
+
+        Args:
+            saved: An entry of the saved state.
 
         Raises:
-            ConfigError: the sources are others, or one has changed, see `DataSet.items_of`.
+            ConfigError: The sources are others, or one has changed.
         """
         before = {key.partition("/")[0] for key in saved if "/" in key}
         if saved and before != set(self.parts):
@@ -158,6 +213,7 @@ class Mixture:
         return tuple(part.items_of(_part(saved, name)) for name, part in self.parts.items())
 
     def contents(self) -> dict[str, Contents]:
+        """Return the counts of each source by name."""
         return {
             name: content
             for name, part in self.parts.items()
@@ -166,15 +222,17 @@ class Mixture:
 
 
 def positions_of(states: Positions, names: Sequence[str]) -> list[tuple[float, float]]:
-    """Return (samples, passes) of each source, summed over the given states of streams.
+    """Return (samples, passes) of each source, summed over streams. Waiting whole documents count as read.
 
-    Of whole documents, those that wait count as read.
+    Args:
+        states: The states of streams.
+        names: The names of the sources.
     """
-    found = []
+    positions = []
     for name in names:
         parts = [_part(state, name) | {"n": state["data_streams"]} for state in states.values()]
         passes = (
             part["epoch"] + part["document"] * part["n"] / part["documents"] for part in parts
         )
-        found.append((float(sum(part["samples"] for part in parts)), sum(passes)))
-    return found
+        positions.append((float(sum(part["samples"] for part in parts)), sum(passes)))
+    return positions

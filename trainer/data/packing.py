@@ -18,14 +18,17 @@ import numpy as np
 from trainer.data.tokenizers.tokenizer import Encoded
 
 IGNORE_INDEX = -100  # a label that no loss counts
-# of padding, which has a row of the rotary table like any token, and which no router counts
+# position of padding, which has a row of the rotary table like any token, and which no router counts
 NO_POSITION = -1
 
 
 class Sample(NamedTuple):
-    """tokens (n,) and labels (n,) int32 of a document or a part of it; a label is the next token, or IGNORE_INDEX.
+    """A document, or a part of one.
 
-    lengths: as of `Encoded`.
+    Attributes:
+        tokens: (n,) int32.
+        labels: (n,) int32: the next token, or IGNORE_INDEX.
+        lengths: Tokens of each part, as of `Encoded`.
     """
 
     tokens: np.ndarray
@@ -35,10 +38,15 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Four arrays (seq_len,) int64, each with memory of its own.
+    """A sequence of documents: four arrays (seq_len,) int64, each with its own memory.
 
-    padding: tokens at the end that are of no document, at NO_POSITION.
-    source: number of the data set in a mixture, else None.
+    Attributes:
+        tokens: The tokens.
+        labels: The next token of each token, or IGNORE_INDEX.
+        positions: Positions within each document, from 0.
+        document_ids: Numbers of the documents within the sequence.
+        padding: Number of padding tokens at the end, at NO_POSITION.
+        source: Number of the data set in a mixture, else None.
     """
 
     tokens: np.ndarray
@@ -50,7 +58,12 @@ class PackedSequence:
 
 
 def positions_of(lengths: np.ndarray | list[int], *, padding: int) -> np.ndarray:
-    """Return positions (n,) int64, from 0 in each document of these lengths; the last `padding` tokens have none."""
+    """Return positions from 0 in each document, (n,) int64. Padding at the end has none.
+
+    Args:
+        lengths: Tokens of each document.
+        padding: Number of padding tokens.
+    """
     lengths = np.asarray(lengths, dtype=np.int64)
     positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     positions[len(positions) - padding :] = NO_POSITION
@@ -58,7 +71,11 @@ def positions_of(lengths: np.ndarray | list[int], *, padding: int) -> np.ndarray
 
 
 def sample_of(document: Encoded) -> Sample:
-    """Return the tokens of a document, and their labels: the next token, if that is learned."""
+    """Return the tokens of a document with their labels: the next token, if it is learned.
+
+    Args:
+        document: The document.
+    """
     ids = document.ids.astype(np.int32)
     labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
     labels[:-1] = (
@@ -71,7 +88,15 @@ def sample_of(document: Encoded) -> Sample:
 
 
 def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
-    """Return samples in one sequence, and padding behind them: token 0 without a label, a document of its own."""
+    """Pack samples into one sequence. Padding is one more document, of token 0 without labels.
+
+    Args:
+        samples: The samples, of at most `seq_len` tokens together.
+        seq_len: Tokens of the sequence.
+
+    Returns:
+        The sequence.
+    """
     lengths = [
         length for sample in samples for length in sample.lengths or (len(sample.tokens),)
     ]
@@ -90,7 +115,12 @@ def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
 
 
 def no_text(documents: object, stream: int) -> str:
-    """Return the sentence about a data stream whose documents have no label."""
+    """Return the message about a data stream without a label.
+
+    Args:
+        documents: Number of its documents.
+        stream: Its number.
+    """
     return (
         f"none of the {documents} documents of data stream {stream} holds text; "
         "leave out documents without text"

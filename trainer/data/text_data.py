@@ -8,7 +8,8 @@ from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents, content_of
 from trainer.data.document_stream import DocumentStream
 from trainer.data.order.shuffled import SORTED
-from trainer.data.order.streams import AGAIN, Shuffled, assigned, streams_with_text
+from trainer.data.order.stream_loader import AGAIN
+from trainer.data.order.streams import Shuffled, assigned, streams_with_text
 from trainer.data.sources.registry import check_streams
 from trainer.data.token_files.format import TokenFiles
 from trainer.data.whole_stream import TooLong, WholeStream
@@ -19,9 +20,12 @@ TextStream = DocumentStream | WholeStream
 
 @dataclass(frozen=True)
 class TextData:
-    """The documents of a data set, and how they are packed, see `training.packing`.
+    """The documents of a data set, and how they are packed.
 
-    conversations: what is used of documents that are longer than a sequence; None: they are texts, cut into pieces.
+    Attributes:
+        source: The token files.
+        packing: The value of `training.packing`.
+        conversations: How conversations longer than a sequence are used; None for texts, which are cut into pieces.
     """
 
     source: TokenFiles
@@ -34,7 +38,15 @@ class TextData:
         return len(self.source)
 
     def check(self, data_streams: int | None, seed: int = 0) -> None:
-        """See `DataSet`; more than SORTED documents are not read for their text."""
+        """Check that every stream has a document with text. Of more than SORTED documents the text is not read.
+
+        Args:
+            data_streams: The configured number of streams, None for the default.
+            seed: Seed of the order.
+
+        Raises:
+            ConfigError: A stream has none.
+        """
         check_streams("the data set", len(self.source), data_streams)
         if not (most := self.streams_with_text(data_streams or 1, seed)):
             raise ConfigError(
@@ -47,7 +59,12 @@ class TextData:
             )
 
     def streams_with_text(self, data_streams: int, seed: int) -> int:
-        """Return `data_streams`, or fewer if a stream had no text; more than SORTED documents are not counted."""
+        """Return `data_streams`, or fewer if a stream had no text. More than SORTED documents are not counted.
+
+        Args:
+            data_streams: Number of streams.
+            seed: Seed of the order.
+        """
         if len(self.source) > SORTED:
             return data_streams
         return streams_with_text(self.source.lengths() > 0, data_streams, seed)
@@ -55,7 +72,14 @@ class TextData:
     def stream(
         self, items: Sequence[int], *, stream: int, seq_len: int, seed: int
     ) -> TextStream:
-        """Return a stream of some of the documents. stream: its number."""
+        """Return a stream of some of the documents.
+
+        Args:
+            items: Numbers of the documents.
+            stream: The number of the stream.
+            seq_len: Tokens of a sequence.
+            seed: Seed of the order.
+        """
         order = Shuffled(items, stream=stream, seed=seed)
         if self.packing == "concatenate":
             return DocumentStream(self.source, order, seq_len=seq_len)
@@ -76,10 +100,26 @@ class TextData:
         dp_rank: int,
         dp_degree: int,
     ) -> dict[int, TextStream]:
+        """Return the streams that a data-parallel rank reads, by number.
+
+        Args:
+            items: Number of documents that are read.
+            seq_len: Tokens of a sequence.
+            data_streams: Number of streams.
+            seed: Seed of the order.
+            dp_rank: The data-parallel rank.
+            dp_degree: The number of data-parallel ranks.
+        """
         shares = assigned(items, data_streams, seed, dp_rank, dp_degree)
         return {s: self.stream(own, stream=s, seq_len=seq_len, seed=seed) for s, own in shares}
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:
+        """Return everything that the meaning of a position depends on, except seed and number of streams.
+
+        Args:
+            items: Number of documents that are read.
+            seq_len: Tokens of a sequence.
+        """
         counts_pieces = self.packing != "concatenate" and not self.conversations
         pieces = {"seq_len": seq_len} if counts_pieces else {}
         return {
@@ -90,10 +130,13 @@ class TextData:
         }
 
     def items_of(self, saved: Mapping[str, Any]) -> int:
-        """Return how many documents to read: files that were added behind the others wait for another run.
+        """Return how many documents a resumed run reads. New files after the last one wait for another run.
+
+        Args:
+            saved: An entry of the saved state.
 
         Raises:
-            ConfigError: documents are missing, or were added at another place.
+            ConfigError: Documents are missing, or were added at another place.
         """
         now = len(self.source)
         before = saved.get("documents", len(self.source))
@@ -116,4 +159,5 @@ class TextData:
         return now
 
     def contents(self) -> dict[str, Contents]:
+        """Return the counts of the documents."""
         return {"": content_of(self.source)}

@@ -1,16 +1,16 @@
-"""Whole documents or conversations in sequences, by best fit or one a sequence. Torch-free.
+"""Packing of whole documents or conversations, by best fit or one a sequence. Torch-free.
 
-A sequence begins with the oldest document that waits. Then it takes the longest one that still fits, until none does.
-The rest is padding: a document of its own, without labels.
+A sequence begins with the document that waits longest. Then it takes the longest waiting document that fits, until none
+fits. The rest is padding: a document of its own, without labels.
 
-waiting   5 2 7 3 4 | ...     seq_len = 10; the order in which they were read
+waiting   5 2 7 3 4 | ...     seq_len = 10; in the order of reading
 sequence  5 4 + 1 padding  |  2 7 + 1  |  3 ...
 
 A document of more than `seq_len` tokens is cut into pieces of `seq_len`, which are sequences by themselves. Its last
-piece waits as a document does. Each label is made before the cut, so that none is lost.
+piece waits as a document does. Labels are made before the cut, so that none is lost.
 
-Those that wait are of one epoch, at most WINDOW places of its order, and about TOKENS sequences long. The state says
-which ones wait, so that a resumed run continues with the same sequences.
+Waiting documents are of one epoch, at most WINDOW places of its order, and about TOKENS sequences long. The state lists
+them, so that a resumed run continues with the same sequences.
 """
 
 from bisect import bisect_right, insort
@@ -35,17 +35,26 @@ TOKENS = 8
 
 
 class TooLong:
-    """What is used of conversations that are longer than a sequence: nothing, or all up to the end of an answer.
+    """How conversations longer than a sequence are used: not at all, or up to the end of their last answer that fits.
 
-    One of several parts, such as a pair, is never cut, and left out also if one of its parts has no label.
+    A document of several parts, such as a pair, is never cut. It is also left out if one of its parts has no label.
+
+    Args:
+        drops: Whether they are left out.
+        kind: The name of the documents, for the log.
     """
 
-    def __init__(self, *, drops: bool = False, what: str = "conversations") -> None:
+    def __init__(self, *, drops: bool = False, kind: str = "conversations") -> None:
         self._drops = drops
-        self.left_out = Tally(what if drops else f"ends of {what}")
+        self.left_out = Tally(kind if drops else f"ends of {kind}")
 
     def pieces(self, sample: Sample, seq_len: int) -> list[Sample]:
-        """Return the part of a conversation that is used, if any."""
+        """Return the used part of a conversation, if any.
+
+        Args:
+            sample: The conversation.
+            seq_len: Tokens of a sequence.
+        """
         tokens, labels, lengths = sample
         learned = labels != IGNORE_INDEX
         kept = len(tokens)
@@ -64,8 +73,14 @@ class TooLong:
 class WholeStream(ItemStream):
     """One numbered, endless stream of packed sequences over some of the documents; see `DocumentStream`.
 
-    Each epoch has every document once. alone: each has a sequence of its own; conversations: a document that is longer
-    than a sequence is no text to cut into pieces; None: it is.
+    Each epoch has every document once.
+
+    Args:
+        source: All documents, by the items of `order`.
+        order: The documents of the stream, in the order of each epoch.
+        seq_len: Tokens of a sequence.
+        alone: Whether each document has a sequence of its own.
+        conversations: How documents longer than a sequence are used; None: they are cut into pieces.
     """
 
     ITEM = "document"
@@ -88,10 +103,10 @@ class WholeStream(ItemStream):
 
     @property
     def state(self) -> StreamState:
-        """The position: epoch, place in its order, samples given so far, and what waits.
+        """The position: epoch, place in its order, samples so far, waiting documents and pieces.
 
-        waiting: places in the epoch's order of the documents that wait, ascending. pieces: whole pieces that the
-        document before the current place still has, whose rest may be in a sequence already.
+        "waiting" has the places of waiting documents in the epoch's order, ascending. "pieces" counts the whole pieces
+        left of the document before the current place; its last piece may already be in a sequence.
         """
         return super().state | {"waiting": [*self._waiting], "pieces": self._whole_left}
 
@@ -101,22 +116,31 @@ class WholeStream(ItemStream):
 
     @property
     def passes(self) -> float:
-        """Passes over the documents so far; one that waits does not count."""
+        """Passes over the documents so far; a waiting document does not count."""
         return self.order.passes(self._epoch, self._place - len(self._waiting))
 
     def restart(self, state: StreamState) -> None:
+        """Resume from a position.
+
+        Args:
+            state: The position; empty for the beginning.
+        """
         super().restart(state)
         self._whole_left = int(state.get("pieces", 0))
         # by place, ascending; None: not read yet
         self._waiting: dict[int, Sample | None] = dict.fromkeys(state.get("waiting", ()))
-        # (tokens, -place) of those that wait, ascending
+        # (tokens, -place) of waiting documents, ascending
         self._lengths: list[tuple[int, int]] | None = None
         self._tokens = 0
         self._whole: list[Sample] = []
-        """Whole pieces of the document that was read last; the last `_whole_left` of them are to be given."""
+        """Whole pieces of the document read last; the last `_whole_left` of them are still to be returned."""
 
     def next_sample(self) -> PackedSequence:
-        """Return the next packed sequence; ConfigError if no document of this stream has a label within a sequence."""
+        """Return the next packed sequence.
+
+        Raises:
+            ConfigError: No document of this stream has a label within a sequence.
+        """
         epoch = self._epoch
         while not self._fill():
             if self._epoch > epoch:
@@ -144,15 +168,17 @@ class WholeStream(ItemStream):
         return chosen
 
     def _fill(self) -> bool:
-        """Read documents until enough of them wait; return whether a piece of one is left to be given."""
-        if self._lengths is None:  # those of a saved state
+        """Read documents until enough of them wait; return whether a piece is left to be returned."""
+        if self._lengths is None:  # after a restart from a saved state
             self._lengths = []
             left = self._whole_left
             for place in list(self._waiting):
                 self._read(place)
             if left and self._place - 1 not in self._waiting:
                 self._whole = self._pieces(self._place - 1)[:-1]
-            self._whole_left = min(left, len(self._whole))  # less than all of the last one
+            self._whole_left = min(
+                left, len(self._whole)
+            )  # fewer if the documents have changed
         while (
             self._place < len(self.order)
             and self._tokens < self._enough
@@ -196,9 +222,9 @@ class WholeStream(ItemStream):
         if not pieces:
             self._waiting.pop(place, None)
             return
-        self._waiting[place] = rest = pieces[-1]
-        insort(self._lengths, (len(rest.tokens), -place))
-        self._tokens += len(rest.tokens)
+        self._waiting[place] = last = pieces[-1]
+        insort(self._lengths, (len(last.tokens), -place))
+        self._tokens += len(last.tokens)
 
     def _take(self, place: int) -> Sample:
         sample = self._waiting.pop(place)

@@ -17,7 +17,7 @@ from longshard.sharding.layout import contiguous
 from longshard.sharding.tensors import to_device
 from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
-from trainer.data.contents import QUICK, summary, what_is_lacking
+from trainer.data.contents import QUICK, lacking_parts, summary
 from trainer.data.job_data import open_training_data, training_data
 from trainer.data.loader import BatchLoader, Loader, TextBatch, batch_hash
 from trainer.data.packing import NO_POSITION
@@ -96,7 +96,7 @@ class LanguageTask:
         documents = data.items if isinstance(data.items, int) else sum(data.items)
         if dims.is_first and documents <= QUICK and (found := data.contents()):
             logger.info(summary(found, training.seq_len))
-            for sentence in what_is_lacking(found):
+            for sentence in lacking_parts(found):
                 logger.warning(sentence)
         return BatchLoader(
             data, training, dp_rank=dims.rank("dp"), dp_degree=dims.size("dp"), **how

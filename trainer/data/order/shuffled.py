@@ -1,10 +1,10 @@
-"""The shuffled order of the items of a data set, by a sort or, of many items, by a cipher.
+"""The shuffled order of the items of a data set: by a sort, or for many items by a cipher. Torch-free.
 
-Up to SORTED items are shuffled by sorting random bits. To sort the 365 million documents of C4 would take a minute and
-7 GiB on each rank, so more items are ordered by a cipher, a Feistel network with keys from the seed: the place is
-written as a row and a column of a grid, and each of them is shifted, in turn, by a hash of the other one. Every round
-can be undone, so each place has an item of its own. A place that falls behind the last item goes through the cipher
-once more (cycle walking); such places are fewer than a row.
+Up to SORTED items are shuffled by sorting random bits. Sorting the 365 million documents of C4 would take a minute and
+7 GiB on each rank. So a cipher orders more items: a Feistel network with keys from the seed. It writes a place as a row
+and a column of a grid, and shifts row and column in turn by a hash of the other. Every round can be undone, so that
+each place has its own item. A place after the last item goes through the cipher again (cycle walking); there are fewer
+such places than a row has.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from math import isqrt
 import numpy as np
 
 SORTED = 1 << 16
-"""Items up to which an order is sorted: a cipher has too few keys to shuffle few items well."""
+"""Most items that are ordered by a sort: a cipher has too few keys to shuffle few items well."""
 
 
 ORDER = 2
-"""Version of the order of more items than that; older checkpoints have none."""
+"""Version of the order of more than SORTED items; older checkpoints have none."""
 
 
-# of two hashes each; three are a pseudorandom permutation by Luby and Rackoff, 1988
+# Each round has two hashes. Three rounds are a pseudorandom permutation (Luby and Rackoff, 1988).
 _ROUNDS = 4
 
 
@@ -28,9 +28,14 @@ _MASK = 2**64 - 1
 
 
 class Permutation(Sequence[int]):
-    """A permutation of range(n), n > SORTED, at some of its places: at first at all of them.
+    """A permutation of range(n), n > SORTED, at some of its places; at first at all places.
 
-    keys: of the rounds, two 64-bit numbers each. A slice has the places that the slice of a list would have.
+    A slice has the places of the same slice of a list.
+
+    Args:
+        n: Number of items.
+        keys: Two 64-bit numbers for each round.
+        places: The places; None for all.
     """
 
     def __init__(self, n: int, keys: Sequence[int], places: range | None = None) -> None:
@@ -58,9 +63,14 @@ class Permutation(Sequence[int]):
 
 
 def shuffled(n: int, seed: int, *purpose: int) -> np.ndarray | Permutation:
-    """Return a permutation of range(n), fixed by its arguments on every machine.
+    """Return a permutation of range(n) that depends only on the arguments, on every machine.
 
     It is made of raw bits: numpy keeps a bit generator's stream from version to version, but not `permutation`.
+
+    Args:
+        n: Number of items.
+        seed: The seed.
+        *purpose: Numbers that distinguish permutations of one seed.
     """
     bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=purpose))
     if n <= SORTED:
