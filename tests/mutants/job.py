@@ -173,7 +173,7 @@ DATA = (
     Mutant(
         "lct tokenize keeps a damaged shard",
         "trainer/data/token_files/made.py",
-        "if found == entries.get(stem.name, found):",
+        "if entry == entries.get(stem.name, entry):",
         "if True:",
         "tests/unit/test_token_file_damage.py",
     ),
@@ -208,7 +208,7 @@ DATA = (
     Mutant(
         "token files of another text field are taken",
         "trainer/data/token_files/inputs.py",
-        '        found["text_field"] = hash_of(settings.text_field)\n',
+        '        hashes["text_field"] = hash_of(settings.text_field)\n',
         "        pass\n",
         "tests/unit/test_token_cache.py tests/unit/test_mixture.py",
     ),

@@ -161,7 +161,7 @@ from trainer.data.sources.registry import DataSettings, check_source
 from trainer.data.job_data import open_text
 check_source(DataSettings("python_stdlib"), 64)
 check_source(DataSettings("jsonl", {str(tmp_path)!r}), 1)
-trainer.data.tokenizers.tokenizer.vocab_size_of()
+trainer.data.tokenizers.tokenizer.vocab_size_of(DataSettings("jsonl").tokenizer)
 seconds = time.process_time() - start
 print([name for name in ("torch", "datasets", "pyarrow", "tiktoken") if name in sys.modules], seconds < 1)
 open_text(DataSettings("jsonl", {str(tmp_path)!r}))

@@ -25,7 +25,7 @@ CODE = (
     "trainer/data/tokenizers/template_files.py",
     "trainer/data/tokenizers/template_sandbox.py",
 )
-HASHES = {1: "f96270f4ecc6b212"}
+HASHES = {1: "7dc47eba5bf6f9f9"}
 
 
 def code_of(source: str) -> str:
@@ -81,8 +81,8 @@ def test_token_files_of_other_ends_or_of_another_template_are_refused(settings, 
     config, template = (Path(settings.tokenizer, name) for name in ("tokenizer_config.json", "chat_template.jinja"))
     before = config.read_text()
     for name, token, words in (
-        ("eos_token", "<|end|>", "other tokens at the beginning or end of documents than the files beside"),
-        ("pad_token", "<|pad|>", "another chat template, or other special tokens in it, than the files beside"),
+        ("eos_token", "<|end|>", "other tokens at the beginning or end of documents than the files next to"),
+        ("pad_token", "<|pad|>", "another chat template, or other special tokens in it, than the files next to"),
     ):
         config.write_text(json.dumps(json.loads(before) | {name: token}))
         with pytest.raises(ConfigError, match=words):

@@ -17,6 +17,8 @@ from trainer.data import DataSettings
 from trainer.data.sources.registry import files_of, source_of
 from trainer.data.token_files.shards import write_shard
 
+pytestmark = pytest.mark.about("trainer/data/token_files/byte_ranges.py")
+
 pytestmark = pytest.mark.usefixtures("cache")
 
 
@@ -83,10 +85,10 @@ def test_another_tokenizer_is_refused(lines: Path, tmp_path: Path):
         ("idx", lambda content: b"X" + content[1:], "is no whole index of token ids"),
         ("idx", lambda content: content[:-8], "is no whole index of token ids"),
         ("idx", lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:], "is damaged: its check sum"),
-        ("crc", lambda content: content[:-4], "is damaged: its check sum is not that of tokens.json"),
+        ("crc", lambda content: content[:-4], "is damaged: its check sum differs from tokens.json"),
         ("bin", None, "shard-00000.bin cannot be read (No such file or directory)"),
         ("idx", None, "lacks shard-00000.idx"),
-        ("json", None, "and no tokens.json beside it names it; copy the whole folder again"),
+        ("json", None, "and no tokens.json in its folder names it; copy the whole folder again"),
         ("json", lambda content: content.replace(b'"crc"', b'"cRc"', 1), "tokens.json is damaged; copy it again"),
         ("json", lambda content: content.replace(b'"hash"', b'"hush"', 1), "tokens.json is damaged; copy it again"),
         ("json", lambda content: content.replace(b"shard-00000", b"shard-00009"), "lacks shard-00009.idx"),

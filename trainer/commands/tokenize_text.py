@@ -68,7 +68,7 @@ def into_folder(args: argparse.Namespace) -> None:
         # an interrupted run began with a revision
         before = HubData.of(noted(folder).get("path") or data.path)
         goes_on = before.revision and replace(before, revision=data.revision) == data
-        data = before if goes_on else data.found()
+        data = before if goes_on else data.pinned()
         settings = replace(settings, dataset="hub", path=data.path)
         log(f"{data}: {data.shards} shards of revision {data.revision}")
     try:

@@ -1,17 +1,17 @@
-"""Conversations and pairs of answers, a line of JSON each. Torch-free.
+"""Conversations and pairs of answers, each a line of JSON. Torch-free.
 
-A conversation has `messages` (objects with `role` and `content`), or a `prompt` and an `answer`. Also read are
-ShareGPT's lines (`conversations` of `from` and `value`), and TRL's with messages as `prompt` and `completion`, of which
-the completion alone is learned.
+A conversation has `messages` (objects with `role` and `content`), or a `prompt` and an `answer`. Two other formats are
+read: ShareGPT's `conversations` of `from` and `value`; and TRL's messages as `prompt` and `completion`, where only the
+completion is learned.
 
-A pair has `chosen` and `rejected`, and perhaps a `prompt`:
+A pair has `chosen` and `rejected`, and may have a `prompt`:
 
-    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}     messages as of conversations
-    {"chosen": [messages], "rejected": [messages]}                           the prompt is what both begin with
+    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}     messages as in conversations
+    {"chosen": [messages], "rejected": [messages]}                           the prompt is their common beginning
     {"prompt": "...", "chosen": "...", "rejected": "..."}
 
-It becomes two documents of token files, one after the other: the chosen side, then the rejected one, which are packed
-together (`Pairs`). Answers within the prompt are not learned.
+A pair becomes two successive documents of token files, first the chosen side, then the rejected side, which are packed
+together (`Pairs`). Answers in the prompt are not learned.
 """
 
 import json
@@ -41,12 +41,16 @@ _PAIR = '{"chosen": [{"role": "user", "content": "..."}, ...], "rejected": [...]
 
 
 def conversation(content: bytes, where: Where) -> dict[str, Any] | BadRecord:
-    """Return the conversation of a line: `messages`, or `prompt` and `answer`; and `where`.
+    """Return the conversation of a line.
 
-    With messages perhaps `tools`, and `values`: arguments of the template, from `chat_template_kwargs` of the line. A
-    message of weight 0 is not learned.
+    Args:
+        content: The line.
+        where: Returns the place of the line, for messages.
 
-    A `BadRecord` says why the line is no conversation, or has no answer to learn from.
+    Returns:
+        A dict with `messages`, or `prompt` and `answer`; and `where`. With messages, also `tools` and `values`, if the
+        line has them; `values` are arguments of the template (`chat_template_kwargs`). A message of weight 0 is not
+        learned. A `BadRecord` if the line is no conversation, or has no answer to learn.
     """
     try:
         return _checked(content) | {"where": where}
@@ -57,17 +61,17 @@ def conversation(content: bytes, where: Where) -> dict[str, Any] | BadRecord:
 def _checked(content: bytes) -> dict[str, Any]:
     try:
         line = json.loads(content)
-        # an escaped lone surrogate is legal JSON, and no legal Unicode
+        # an escaped lone surrogate is legal JSON, but not legal Unicode
         if b"\\ud" in content.lower():
             line = json.loads(replace_surrogates(json.dumps(line, ensure_ascii=False)))
     except (ValueError, RecursionError):
         line = None
     if not isinstance(line, dict):
         raise ConfigError(f"it must be a JSON object in UTF-8, such as {_EXAMPLE}")
-    if (given := _given_messages(line)) is not None:
+    if (raw := _raw_messages(line)) is not None:
         values = read_template_arguments(line.get("chat_template_kwargs"))
         others = {"tools": _tools(line.get("tools")), "values": values}
-        return {"messages": _messages(given)} | {
+        return {"messages": _messages(raw)} | {
             name: value for name, value in others.items() if value
         }
     answer = next((key for key in ANSWER_KEYS if key in line), None)
@@ -85,8 +89,8 @@ def _checked(content: bytes) -> dict[str, Any]:
     return {"prompt": line["prompt"], "answer": line[answer]}
 
 
-def _given_messages(line: Mapping[str, Any]) -> object:
-    """Return the messages of a line in any of the formats, or None if it has a prompt and an answer as strings."""
+def _raw_messages(line: Mapping[str, Any]) -> object:
+    """Return the messages of a line in any of the formats, None if it has a prompt and an answer as strings."""
     if "messages" in line:
         return line["messages"]
     if isinstance(turns := line.get("conversations"), list) and all(
@@ -112,8 +116,8 @@ def _given_messages(line: Mapping[str, Any]) -> object:
     return None
 
 
-def _messages(given: object) -> list[dict[str, Any]]:
-    messages = read_messages(given)
+def _messages(raw: object) -> list[dict[str, Any]]:
+    messages = read_messages(raw)
     for number, message in enumerate(messages, 1):
         if message.get("weight", 1) not in (0, 1):
             raise ConfigError(
@@ -134,9 +138,9 @@ def _messages(given: object) -> list[dict[str, Any]]:
     return messages
 
 
-def _tools(given: object) -> list[dict[str, Any]]:
+def _tools(raw: object) -> list[dict[str, Any]]:
     """Return the tools of a line, which many data sets store as a string of JSON."""
-    tools = given or []
+    tools = raw or []
     with suppress(ValueError, RecursionError):
         tools = json.loads(tools) if isinstance(tools, str) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -145,28 +149,33 @@ def _tools(given: object) -> list[dict[str, Any]]:
 
 
 def preference(content: bytes, where: Where) -> Iterator[dict[str, Any] | BadRecord | str]:
-    """Yield both sides of a line as conversations, in which answers of the prompt have the weight 0.
+    """Yield both sides of a line as conversations. Answers of the prompt have the weight 0.
 
-    Or a `BadRecord` that says why the line is no pair, and an empty document.
+    Args:
+        content: The line.
+        where: Returns the place of the line, for messages.
+
+    Yields:
+        Two conversations; or a `BadRecord` that says why the line is no pair, and an empty document.
     """
     try:
         line = json.loads(content)
         sides = list(_sides(line))
         if line["chosen"] == line["rejected"]:
             raise ConfigError("chosen and rejected are the same; leave the line out")
-        found: list[Any] = [
+        documents: list[Any] = [
             _checked(json.dumps(side).encode()) | {"where": where} for side in sides
         ]
     except ConfigError as error:
-        found = [BadRecord(f"{where()}: {error}"), ""]
+        documents = [BadRecord(f"{where()}: {error}"), ""]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        found = [
+        documents = [
             BadRecord(
                 f'{where()}: it has no "chosen" and "rejected" of one kind; write {_PAIR}'
             ),
             "",
         ]
-    yield from found
+    yield from documents
 
 
 def _sides(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

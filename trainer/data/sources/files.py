@@ -1,4 +1,4 @@
-"""The files of a data set: found by a path, and hashed. Torch-free."""
+"""The files of a data set: searched by a path, and hashed. Torch-free."""
 
 import glob
 import hashlib
@@ -20,7 +20,7 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.writable import sync
 from trainer.runtime.console import logger
 
-BLOCK = 1 << 24  # bytes that are read at once
+BLOCK = 1 << 24  # bytes of one read
 _HASHING_THREADS = 8
 _LOG_SECONDS = 10.0
 _NOT_STDLIB = frozenset(
@@ -30,12 +30,24 @@ _NOT_STDLIB = frozenset(
 
 @contextmanager
 def reading(file: str) -> Iterator[None]:
-    """Inside, turn errors of a file that cannot be read, or not to its end, into a ConfigError."""
+    """Yield; turn errors of a file that cannot be read, or not to its end, into a ConfigError.
+
+    Args:
+        file: The file, for the message.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     try:
         yield
     except ConfigError:
         raise
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's are among these
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        zlib.error,
+    ) as error:  # errors of Arrow are among these
         file = getattr(error, "filename", None) or file
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -44,33 +56,37 @@ def reading(file: str) -> Iterator[None]:
 
 
 def number_of(digest: hashlib.blake2b) -> int:
-    """Return a digest of 8 bytes as a number of 63 bits."""
+    """Return a digest of 8 bytes as a number of 63 bits.
+
+    Args:
+        digest: The digest.
+    """
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def cache_folder() -> Path:
-    """Return the folder of what is made once of data."""
+    """Return the folder of files that are made once from data."""
     return Path(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
         "long-context-trainer",
     )
 
 
-# it does not change while a process runs, and a forked rank has what its launcher found
+# the files do not change while a process runs, and a forked rank has the list of its launcher
 @lru_cache(maxsize=1)
 def stdlib_files() -> tuple[str, ...]:
-    """Return the .py files of the interpreter's standard library by relative path, without tests and packages.
+    """Return the .py files of the interpreter's standard library, by relative path, without tests and packages.
 
-    Files that are no UTF-8, or blank, are left out.
+    Files that are blank or not UTF-8 are left out.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _NOT_STDLIB]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    found.sort(key=lambda file: file.relative_to(root).as_posix())
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort(key=lambda file: file.relative_to(root).as_posix())
     texts = []
-    for file in found:
+    for file in files:
         with suppress(UnicodeDecodeError, OSError):
             texts += [str(file)] if file.read_bytes().decode("utf-8-sig").strip() else []
     return tuple(texts)
@@ -78,7 +94,7 @@ def stdlib_files() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DataKeys:
-    """The keys with which a user names a data set and its path, for messages."""
+    """The keys of a data set and of its path, for messages."""
 
     dataset: str = "training.dataset"
     path: str = "training.dataset_path"
@@ -87,13 +103,18 @@ class DataKeys:
 def find_files(
     path: str, endings: tuple[str, ...], *, dataset: str, others: dict[str, str], keys: DataKeys
 ) -> list[str]:
-    """Return the sorted files of `path`: itself, all files with an ending below a folder, or the matches of a glob.
+    """Return the sorted files of a path: itself, all files with an ending below a folder, or the matches of a glob.
 
-    dataset: kind of data, others: endings -> other kinds of data, and keys: for the message.
+    Args:
+        path: The path.
+        endings: Endings of the files of this kind of data.
+        dataset: The kind of data, for the message.
+        others: Kinds of data by other endings, for the message.
+        keys: The keys, for the message.
 
     Raises:
-        MissingFile: there are none.
-        ConfigError: a folder cannot be read.
+        MissingFile: There are none.
+        ConfigError: A folder cannot be read.
     """
     expanded = os.path.expanduser(path)
     if os.path.isfile(expanded):
@@ -105,33 +126,34 @@ def find_files(
     base, pattern = (
         (expanded, ["**"]) if is_folder else (os.sep if os.path.isabs(expanded) else "", names)
     )
-    there = sorted(_Matches(path, keys).below(base, pattern))
-    found = _each_once(
-        [file for file in there if not is_folder or file.endswith(endings)], keys
+    matches = sorted(_Matches(path, keys).below(base, pattern))
+    files = _each_once(
+        [file for file in matches if not is_folder or file.endswith(endings)], keys
     )
-    if found:
-        return found
-    what = (
+    if files:
+        return files
+    problem = (
         f"a folder without *{' and *'.join(endings)} files"
         if is_folder
         else "neither a file nor a folder"
     )
-    what = "a glob that matches no file" if glob.has_magic(path) and not is_folder else what
+    if glob.has_magic(path) and not is_folder:
+        problem = "a glob that matches no file"
     other = next(
-        (other for end, other in others.items() if any(file.endswith(end) for file in there)),
+        (other for end, other in others.items() if any(file.endswith(end) for file in matches)),
         None,
     )
     advice = f"for {keys.dataset} = {dataset!r} give a {' or '.join(endings)} file, a folder of them, or a glob"
     if other is not None:
         advice = f"use {keys.dataset} = {other!r} for the files that are there, or give another folder"
-    raise MissingFile(f"{keys.path} = {path!r} is {what}; {advice}")
+    raise MissingFile(f"{keys.path} = {path!r} is {problem}; {advice}")
 
 
 class _Matches:
-    """The files below a folder that match a pattern of names; `**` stands for any folders, and at the end for any file.
+    """The files below a folder that match a pattern of names. `**` matches any folders, and at the end any file.
 
-    Links are followed. A folder is searched once for the same rest of the pattern, whatever its name: links may lead in
-    circles, in which `glob` finds a file many times. `*` and `**` leave out hidden names.
+    Links are followed. A folder is searched once for the same remaining pattern, whatever its name: links may form
+    circles, in which `glob` returns a file many times. `*` and `**` leave out hidden names.
     """
 
     def __init__(self, path: str, keys: DataKeys) -> None:
@@ -139,24 +161,31 @@ class _Matches:
         self._searched: set[tuple[str, int]] = set()
 
     def below(self, folder: str, pattern: Sequence[str]) -> Iterator[str]:
-        """Yield the files. folder: "" is the current one; ConfigError: a folder cannot be read."""
+        """Yield the files.
+
+        Args:
+            folder: The folder; "" for the current one.
+            pattern: The names of the pattern below it.
+
+        Raises:
+            ConfigError: A folder cannot be read.
+        """
         search = os.path.realpath(folder), len(pattern)
         if search in self._searched or not pattern:
             return
         self._searched.add(search)
-        name = pattern[0]
-        rest = pattern[1:]
-        if name == "**" and rest:  # stands for no folder
-            yield from self.below(folder, rest)
-        for found in self._names(folder, name):
-            inner = os.path.join(folder, found)
+        name, *remaining = pattern
+        if name == "**" and remaining:  # matches no folder, too
+            yield from self.below(folder, remaining)
+        for match in self._names(folder, name):
+            inner = os.path.join(folder, match)
             if os.path.isdir(inner):
-                yield from self.below(inner, pattern if name == "**" else rest)
-            elif not rest and os.path.isfile(inner):
+                yield from self.below(inner, pattern if name == "**" else remaining)
+            elif not remaining and os.path.isfile(inner):
                 yield inner
 
     def _names(self, folder: str, name: str) -> list[str]:
-        """Return the names in a folder that match one name of the pattern; those of links last."""
+        """Return the names in a folder that match one name of the pattern. Names of links come last."""
         if name != "**" and not glob.has_magic(name):
             return [name]
         _check_can_be_read(self._path, folder or os.curdir, self._keys)
@@ -166,12 +195,12 @@ class _Matches:
                 for entry in entries
                 if fnmatchcase(entry.name, name)
             }
-        shown = (found for found in links if name.startswith(".") or not found.startswith("."))
-        return sorted(shown, key=lambda found: (links[found], found))
+        shown = (link for link in links if name.startswith(".") or not link.startswith("."))
+        return sorted(shown, key=lambda link: (links[link], link))
 
 
 def _each_once(files: Sequence[str], keys: DataKeys) -> list[str]:
-    """Return the first name of each file; a line of the log says so if a file has several."""
+    """Return the first name of each file; log a line if a file has several names."""
     first: dict[str, str] = {}
     others = [
         (file, first[real])
@@ -195,10 +224,13 @@ def _check_can_be_read(path: str, folder: str, keys: DataKeys) -> None:
 
 
 def contents(files: Sequence[str]) -> list[int]:
-    """Return a 63-bit hash of all bytes of each file; a cached table has it of files that have not changed since.
+    """Return a 63-bit hash of all bytes of each file. A cached table has the hashes of unchanged files.
+
+    Args:
+        files: The files.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: A file cannot be read.
     """
     if not files:
         return []
@@ -218,7 +250,7 @@ def contents(files: Sequence[str]) -> list[int]:
         known |= dict(
             zip([keys[i] for i in unknown], _hashed([files[i] for i in unknown]), strict=True)
         )
-        # one row a file, the newest one
+        # the newest row of each file
         latest = {key[0]: (*key, content) for key, content in known.items()}
         with suppress(OSError):  # without a cache the files are hashed again
             write_whole(table, np.array(list(latest.values()), dtype=np.int64).tobytes())
@@ -226,7 +258,15 @@ def contents(files: Sequence[str]) -> list[int]:
 
 
 def write_whole(file: Path, *parts: bytes) -> None:
-    """Write a file under a temporary name, and give it its name when it is on the disk; OSError if it cannot be."""
+    """Write a file under a temporary name, and rename it when it is on the disk.
+
+    Args:
+        file: The file.
+        *parts: Its content.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     try:
@@ -236,7 +276,7 @@ def write_whole(file: Path, *parts: bytes) -> None:
         unfinished.replace(file)
     finally:
         with suppress(OSError):
-            unfinished.unlink(missing_ok=True)  # a part of it would fill a disk that is full
+            unfinished.unlink(missing_ok=True)  # a part of a file would fill a full disk
 
 
 def _number(name: str) -> int:
@@ -244,7 +284,7 @@ def _number(name: str) -> int:
 
 
 def _size_and_time(file: str) -> tuple[int, int]:
-    """Return bytes and time (ns): the later one of those of content and attributes, which nobody can set back."""
+    """Return bytes and time (ns): the later time of content and attributes, which nobody can set back."""
     with reading(file):
         status = os.stat(file)
     return status.st_size, max(status.st_mtime_ns, status.st_ctime_ns)

@@ -1,10 +1,8 @@
 """Documents of files, one after another: lines of JSON, rows of Parquet, whole texts; and of the Hugging Face hub.
 
-A reader yields each document, or a `BadRecord` in its place: the run stops there, or leaves it out. The package
+A reader yields each document, or a `BadRecord` instead of it: the run stops there, or leaves it out. The package
 `datasets` reads these formats too, but it cannot name or skip a bad line, and does not compare the check sums of
-Parquet's pages.
-
-Data sets of the hub are streamed file by file, by the package `datasets`. Torch-free.
+Parquet's pages. Data sets of the hub are streamed file by file, by `datasets`. Torch-free.
 """
 
 import gzip
@@ -28,7 +26,7 @@ COMPRESSED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 STREAMED = (*COMPRESSED, ".parquet")
 """Endings of files that can only be read from their start to their end."""
 Where = Callable[[], str]
-"""Returns which record it is, such as "file, line 7". It is called for messages only, because it may take long."""
+"""Returns the place of a record, such as "file, line 7". Only messages call it, because it may take long."""
 
 
 class BadRecord(ConfigError):
@@ -36,31 +34,48 @@ class BadRecord(ConfigError):
 
 
 class Tally:
-    """Counts what is left out. The log has the 1st, 10th, 100th ... with its reason.
+    """Counts documents that are left out. The log has the 1st, 10th, 100th and so on, with its reason.
 
-    number: so far; first: the reason of the first one.
+    Args:
+        kind: The name of the documents, for the log.
+
+    Attributes:
+        number: Documents so far.
+        first: The reason of the first one.
     """
 
-    def __init__(self, what: str = "bad records") -> None:
-        self._what, self.number, self.first = what, 0, ""
+    def __init__(self, kind: str = "bad records") -> None:
+        self._kind = kind
+        self.number = 0
+        self.first = ""
 
     def count(self, reason: object) -> None:
+        """Count one document.
+
+        Args:
+            reason: Why it is left out.
+        """
         self.number += 1
         self.first = self.first or str(reason)
         if self.number == 10 ** (len(str(self.number)) - 1):
-            logger.warning(f"{self._what} left out so far: {self.number:,}; this one: {reason}")
+            logger.warning(f"{self._kind} left out so far: {self.number:,}; this one: {reason}")
 
 
 def lines_of(
     file: str, start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[bytes, Where]]:
-    """Yield the lines of a file that are not blank. start, stop: of the bytes in which they begin.
+    """Yield the lines of a file that are not blank, each with a function that returns its place.
+
+    Args:
+        file: The file.
+        start: First byte in which a line may begin.
+        stop: Byte from which on no line begins; None for the end.
 
     Raises:
-        ConfigError: the file cannot be read to its end.
+        ConfigError: The file cannot be read to its end.
     """
     with reading(file), _opened(file) as stream:
-        if start:  # behind the line that begins before
+        if start:  # skip the line that begins before
             start = stream.seek(start - 1) + len(stream.readline())
         before = cache(lambda: _lines_before(file, start))
         place = start
@@ -73,23 +88,34 @@ def lines_of(
 
 
 def rows_of(file: str, name: str) -> Iterator[str | BadRecord]:
-    """Yield the texts in the column `name` of a Parquet file, of which no other column is read.
+    """Yield the texts in one column of a Parquet file. No other column is read.
+
+    Args:
+        file: The file.
+        name: The column.
 
     Raises:
-        ConfigError: the file cannot be read to its end, has no such column, or needs pyarrow.
+        ConfigError: The file cannot be read to its end, lacks the column, or needs pyarrow.
     """
     parquet = package("pyarrow.parquet", file)
     numbers = count()
     with reading(file), parquet.ParquetFile(file, page_checksum_verification=True) as rows:
         check_column(name, rows.schema_arrow.names, file)
         for batch in rows.iter_batches(batch_size=1024, columns=[name]):
-            # Arrow reads a struct "a" with a field "b" beside a column "a.b".
+            # Arrow also reads a struct "a" with a field "b", for the column "a.b".
             for value, number in zip(_values(batch.column(name)), numbers, strict=False):
                 yield text_of_row(value, name, f"{file}, row {number}")
 
 
 def text_of_file(file: str) -> str | BadRecord:
-    """Return the whole text of a file, or why it is no UTF-8; ConfigError if it cannot be read."""
+    """Return the whole text of a file, or a BadRecord if it is not UTF-8.
+
+    Args:
+        file: The file.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     with reading(file):
         content = Path(file).read_bytes()
     try:
@@ -101,7 +127,13 @@ def text_of_file(file: str) -> str | BadRecord:
 
 
 def text_of_line(content: bytes, name: str, where: Where) -> str | BadRecord:
-    """Return the field `name` of a line of JSON, or why there is none."""
+    """Return one field of a line of JSON, or a BadRecord if there is none.
+
+    Args:
+        content: The line.
+        name: The field.
+        where: Returns the place of the line, for the message.
+    """
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         if isinstance(text := json.loads(content)[name], str):
             return replace_surrogates(text)
@@ -109,7 +141,13 @@ def text_of_line(content: bytes, name: str, where: Where) -> str | BadRecord:
 
 
 def text_of_row(value: object, name: str, where: str) -> str | BadRecord:
-    """Return the text in the column `name` of a row, empty if it is null, or why it is none."""
+    """Return the text in one column of a row, empty if it is null; or a BadRecord if it is no text.
+
+    Args:
+        value: The value in the column.
+        name: The column, for the message.
+        where: The row, for the message.
+    """
     if value is None or isinstance(value, str):
         return replace_surrogates(value or "")
     return BadRecord(
@@ -119,7 +157,16 @@ def text_of_row(value: object, name: str, where: str) -> str | BadRecord:
 
 
 def check_column(name: str, columns: Sequence[str], where: str) -> None:
-    """Check that a table has a column; ConfigError otherwise."""
+    """Check that a table has a column.
+
+    Args:
+        name: The column.
+        columns: The columns of the table.
+        where: The table, for the message.
+
+    Raises:
+        ConfigError: It does not.
+    """
     if name not in columns:
         raise ConfigError(
             f'{where} has no column "{name}" ({", ".join(columns[:8])}); name one with training.dataset_text_field'
@@ -127,7 +174,15 @@ def check_column(name: str, columns: Sequence[str], where: str) -> None:
 
 
 def package(module: str, reader_of: str) -> Any:
-    """Return a module of a package that only some data need; MissingFile if it is not installed."""
+    """Return a module of a package that only some data need.
+
+    Args:
+        module: The module.
+        reader_of: The data that need it, for the message.
+
+    Raises:
+        MissingFile: The package is not installed.
+    """
     try:
         return import_module(module)
     except ImportError:
@@ -157,7 +212,7 @@ def _lines_before(file: str, place: int) -> int:
 
 
 def _values(column: Any) -> Iterator[Any]:
-    """Yield the values of a column of Arrow's; a text that is no UTF-8 as its bytes, where Arrow would stop."""
+    """Yield the values of a column of Arrow. A text that is not UTF-8 comes as its bytes, where Arrow would stop."""
     types = package("pyarrow.types", "")
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -176,9 +231,13 @@ _ANSWER_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class HubData:
-    """A split of a data set, which does not change at one revision.
+    """A split of a data set of the Hugging Face hub. It does not change at one revision.
 
-    config: None: the default one; revision: None: the newest one.
+    Attributes:
+        name: The name of the data set.
+        config: The configuration; None for the default one.
+        split: The split.
+        revision: The revision; None for the newest one.
     """
 
     name: str
@@ -188,15 +247,22 @@ class HubData:
 
     @classmethod
     def of(cls, path: str) -> "HubData":
-        """Return the data set that NAME[:CONFIGURATION[:SPLIT]][@REVISION] names; ConfigError for other words."""
+        """Return the data set of a path.
+
+        Args:
+            path: NAME[:CONFIGURATION[:SPLIT]][@REVISION].
+
+        Raises:
+            ConfigError: The path has another form.
+        """
         place, _, revision = path.partition("@")
-        name, *more = place.split(":")
-        if not name or len(more) > 2:
+        name, *details = place.split(":")
+        if not name or len(details) > 2:
             raise ConfigError(
-                f"{path!r} must be the name of a data set of the Hugging Face hub, with its configuration and split if "
-                "they are not the default ones, such as allenai/c4:en:train"
+                f"{path!r} must be the name of a data set of the Hugging Face hub, with its configuration and split "
+                "if they are not the defaults, such as allenai/c4:en:train"
             )
-        config, split = (*more, "", "")[:2]
+        config, split = (*details, "", "")[:2]
         return cls(name, config or None, split or "train", revision or None)
 
     @property
@@ -204,26 +270,26 @@ class HubData:
         revision = f"@{self.revision}" if self.revision else ""
         return f"{self.name}:{self.config or ''}:{self.split}{revision}"
 
-    def found(self) -> "HubData":
+    def pinned(self) -> "HubData":
         """Return the data set with its revision, by its hash.
 
         Raises:
-            ConfigError: the hub is not reached within seconds, or has no such data set.
+            ConfigError: The hub does not answer within seconds, or has no such data set.
         """
         _package()
         from huggingface_hub import HfApi
 
         try:
-            found = HfApi().dataset_info(
+            info = HfApi().dataset_info(
                 self.name, revision=self.revision, timeout=_ANSWER_SECONDS
             )
         except Exception as error:
-            # of huggingface_hub, and of whichever package it sends requests with
+            # errors of huggingface_hub, and of the package with which it sends requests
             raise ConfigError(
                 f"{self.name!r} is not found at the Hugging Face hub ({_reason(error)}); check name, revision and "
                 "network, log in with `hf auth login` if it is private or needs consent, or give files that are here"
             ) from None
-        return replace(self, revision=found.sha)
+        return replace(self, revision=info.sha)
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.name, self.config, self.split) if part)
@@ -235,7 +301,7 @@ class HubData:
             return datasets.load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=True
             )
-        except Exception as error:  # of `datasets` and of packages below it
+        except Exception as error:  # any error of `datasets` or of a package that it uses
             raise ConfigError(
                 f"{self} cannot be opened ({_reason(error)}); correct the name"
             ) from None
@@ -246,13 +312,17 @@ class HubData:
         return self._rows.num_shards
 
     def texts(self, shard: int, name: str) -> Iterator[str | BadRecord]:
-        """Yield the texts in the column `name` of a shard.
+        """Yield the texts in one column of a shard.
 
-        The packages below repeat requests that fail, for some minutes. Nothing of a shard can be read behind a row that
-        they cannot convert: a `BadRecord` stands for all of these rows.
+        The packages repeat failed requests for some minutes. After a row that they cannot convert, nothing of the shard
+        can be read: one `BadRecord` replaces all these rows.
+
+        Args:
+            shard: The number of the shard.
+            name: The column.
 
         Raises:
-            ConfigError: the hub no longer answers, the shard is damaged, or has no such column.
+            ConfigError: The hub no longer answers, or the shard is damaged or lacks the column.
         """
         number = -1
         try:
@@ -262,7 +332,7 @@ class HubData:
         except ConfigError:
             raise
         except (ValueError, TypeError, NotImplementedError) as error:
-            # of Arrow, too: a wrong type, or no UTF-8
+            # also errors of Arrow: a wrong type, or no UTF-8
             yield BadRecord(
                 f"{self}, shard {shard}, cannot be read from row {number + 1} on ({_reason(error)}); correct its "
                 "file, or download the files and give those that are right with training.dataset = 'jsonl'"

@@ -1,6 +1,6 @@
 """Kinds of data sets by name: which files they have, and how these become documents. Torch-free.
 
-`check_source` checks a data set at once, before the job starts. `token_files` makes token ids of its parts.
+`check_source` checks a data set quickly, before the job starts. `token_files` makes token ids of its parts.
 """
 
 import os
@@ -32,15 +32,22 @@ from trainer.grouping import grouped
 _MODEL = Model()
 _TRAINING = Training()
 _CHAT = Chat()
-_WHOLE = 1 << 62  # bytes of a part that is a whole file
+_WHOLE = 1 << 62  # more bytes than a file has: each file is one part
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """A data set, and how its documents become token ids.
+    """A data set, and the settings that turn its documents into token ids.
 
-    path: file, folder or glob; for the hub NAME[:CONFIGURATION[:SPLIT]][@REVISION]. text_field: of a line of JSON, or
-    column; skips: bad records are left out; keys: of the configuration, for messages.
+    Attributes:
+        dataset: The kind of data.
+        path: File, folder or glob; for the hub NAME[:CONFIGURATION[:SPLIT]][@REVISION].
+        tokenizer: The file of the tokenizer.
+        chat_template: The file of the chat template; None for the tokenizer's.
+        text_field: The field of a line of JSON, or the column, with the text.
+        skips: Whether bad records are left out.
+        chat: The table [chat].
+        keys: Keys of the configuration, for messages.
     """
 
     dataset: str
@@ -61,7 +68,15 @@ class DataSettings:
         training: Training = _TRAINING,
         **others: Any,
     ) -> "DataSettings":
-        """Return what the tables [model] and [training] say. others: the fields `chat` and `keys`, if given."""
+        """Return the settings of the tables [model] and [training].
+
+        Args:
+            dataset: The kind of data.
+            path: The path of the data.
+            model: The table [model].
+            training: The table [training].
+            **others: The fields `chat` and `keys`.
+        """
         tokenizer = model.tokenizer_file
         field = training.dataset_text_field
         skips = training.on_bad_record == "skip"
@@ -70,9 +85,13 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of a shard: whole files, or the lines that begin in the bytes [start, stop) of one.
+    """Documents of a shard: whole files, or the lines that begin in the bytes [start, stop) of one file.
 
-    size: in bytes, 0: not known; start: of a data set of the hub the number of its shard.
+    Attributes:
+        files: The files.
+        size: Bytes; 0 if unknown.
+        start: The first byte. For a data set of the hub, the number of its shard.
+        stop: The end; None for the end of the file.
     """
 
     files: tuple[str, ...]
@@ -82,7 +101,7 @@ class Part:
 
 
 def _encoder_of_texts(settings: DataSettings) -> Callable[[str], Encoded]:
-    """Return what puts a text between the tokens that begin and end it; an empty one has none."""
+    """Return the function that puts a text between begin and end tokens; an empty text has none."""
     tokenizer = open_tokenizer(settings.tokenizer)
     return lambda text: (
         Encoded(tokenizer.encode_to_numpy(text, bos=True, eos=True)) if text else NOTHING
@@ -93,15 +112,16 @@ def _encoder_of_texts(settings: DataSettings) -> Callable[[str], Encoded]:
 class Source:
     """A kind of data set.
 
-    endings: of the files in a folder; empty: the data set has no path.
-    parts: (settings, files, bytes) -> parts of about so many bytes, which processes tokenize one by one; None, as
-    `documents`, if there is no text.
-    documents: (settings, part) -> the documents of a part in their order, a `BadRecord` in the place of a bad one.
-    encoder: settings -> a function that makes token ids of a document.
-    own_files: files of a data set without a path.
-    check: what is checked before the job starts in place of the first document.
-    token_files: the files have token ids.
-    iterable: the place of the function that opens an iterable, see `register_iterable`; it has no files.
+    Attributes:
+        endings: Endings of the files in a folder; empty if the data set has no path.
+        parts: From (settings, files, bytes) to parts of about that size, which processes tokenize one by one. None, as
+            `documents`, if there is no text.
+        documents: From (settings, part) to the documents of a part in order, with a `BadRecord` instead of a bad one.
+        encoder: From the settings to a function that makes token ids of a document.
+        own_files: Returns the files of a data set without a path.
+        check: The check before the job starts, instead of reading the first document.
+        token_files: Whether the files have token ids.
+        iterable: The place of the function that opens an iterable, which has no files; see `register_iterable`.
     """
 
     endings: tuple[str, ...]
@@ -115,10 +135,13 @@ class Source:
 
 
 def files_of(settings: DataSettings) -> list[str]:
-    """Return the files of a data set that are not empty, in their order.
+    """Return the files of a data set that are not empty, in order.
+
+    Args:
+        settings: The data set.
 
     Raises:
-        ConfigError: an unknown data set, or a path that is missing, superfluous, unreadable or matches nothing.
+        ConfigError: The data set is unknown; or its path is missing, superfluous, unreadable or matches nothing.
     """
     name = settings.dataset
     path = settings.path
@@ -135,12 +158,12 @@ def files_of(settings: DataSettings) -> list[str]:
             )
         return list(source.own_files())
     if not path and not source.iterable:
-        what = (
+        needed = (
             f"a {' or '.join(source.endings)} file, a folder, or a glob"
             if source.endings
             else "the data set's name"
         )
-        raise ConfigError(f"{keys.dataset} = {name!r} needs {keys.path}; give {what}")
+        raise ConfigError(f"{keys.dataset} = {name!r} needs {keys.path}; give {needed}")
     if not source.endings:
         return []
     others = {
@@ -151,7 +174,14 @@ def files_of(settings: DataSettings) -> list[str]:
 
 
 def source_of(settings: DataSettings) -> Source:
-    """Return the kind of a data set; ConfigError if there is none of that name."""
+    """Return the kind of a data set.
+
+    Args:
+        settings: The data set.
+
+    Raises:
+        ConfigError: There is no kind of that name.
+    """
     name = settings.dataset
     keys = settings.keys
     if name in DATASETS:
@@ -173,10 +203,15 @@ def source_of(settings: DataSettings) -> Source:
 
 
 def documents_of(settings: DataSettings, part: Part, skipped: Tally) -> Iterator[Any]:
-    """Yield the documents of a part. A bad one is empty if bad records are skipped, and counted in `skipped`.
+    """Yield the documents of a part. If bad records are skipped, a bad document is empty and counted.
+
+    Args:
+        settings: The data set.
+        part: The part.
+        skipped: Counts bad records.
 
     Raises:
-        ConfigError: the data cannot be read, or a record is bad and not to be skipped.
+        ConfigError: The data cannot be read, or a record is bad and not to be skipped.
     """
     for document in source_of(settings).documents(settings, part):
         if not isinstance(document, BadRecord):
@@ -189,18 +224,30 @@ def documents_of(settings: DataSettings, part: Part, skipped: Tally) -> Iterator
 
 
 def all_documents(settings: DataSettings) -> Iterator[Any]:
-    """Yield the documents of a data set, from the first one on; it raises as `files_of` and `documents_of`."""
+    """Yield the documents of a data set, from the first one on.
+
+    Args:
+        settings: The data set.
+
+    Raises:
+        ConfigError: As `files_of` and `documents_of`.
+    """
     skipped = Tally()
     for part in source_of(settings).parts(settings, files_of(settings), _WHOLE):
         yield from documents_of(settings, part, skipped)
 
 
 def check_source(settings: DataSettings, data_streams: int | None = None) -> None:
-    """Check a data set of text without converting it; only the start of large data is read.
+    """Check a data set of text without converting it. Only the start of large data is read.
+
+    The documents of compressed files and of the hub are not counted.
+
+    Args:
+        settings: The data set.
+        data_streams: The configured number of streams, None for the default.
 
     Raises:
-        ConfigError: see `files_of`; no data; a first document that is bad; `data_streams` that do not fit, see
-            `check_streams`. The documents of compressed files, and of the hub, are not counted.
+        ConfigError: As `files_of`; or there are no data, the first document is bad, or `data_streams` does not fit.
     """
     source = source_of(settings)
     files = files_of(settings)
@@ -219,19 +266,24 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
     if isinstance(first, BadRecord) and not settings.skips:
         raise first
     if first is None or not any(file.endswith(STREAMED) for file in files):
-        more = islice(documents, (data_streams or 1) - 1)
-        check_streams(where, first is not None and 1 + sum(1 for _ in more), data_streams)
+        further = islice(documents, (data_streams or 1) - 1)
+        number = 0 if first is None else 1 + sum(1 for _ in further)
+        check_streams(where, number, data_streams)
 
 
 def check_streams(
     where: str, items: int, data_streams: int | None, *, item: str = "document"
 ) -> None:
-    """Check that every data stream has a document; None: the number is chosen to fit.
+    """Check that every data stream has a document.
 
-    where: the data set, as the message names it; item: what it has in place of documents.
+    Args:
+        where: The data set, as the message names it.
+        items: Number of documents.
+        data_streams: Number of streams; None for a number that fits.
+        item: The name of a document, for the message.
 
     Raises:
-        ConfigError: there is none, or there are fewer than streams.
+        ConfigError: There is no document, or there are fewer than streams.
     """
     if not items:
         raise ConfigError(f"{where} holds no text; give at least one {item}")
@@ -253,17 +305,17 @@ def _groups_of_files(_: DataSettings, files: Sequence[str], size: int) -> list[P
 
 
 def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
-    found = []
+    parts = []
     for file in files:
         whole = os.path.getsize(file)
         if file.endswith(STREAMED):
-            found.append(Part((file,), whole))
+            parts.append(Part((file,), whole))
         else:
             edges = [*range(0, whole, size), whole]
-            found += [
+            parts += [
                 Part((file,), stop - start, start, stop) for start, stop in pairwise(edges)
             ]
-    return found
+    return parts
 
 
 # --- documents
@@ -284,8 +336,8 @@ def _lines(settings: DataSettings, part: Part) -> Iterator[Any]:
     )
 
 
-def _of_conversations(read: Callable[[Iterable[Any]], Iterator[Any]]) -> Source:
-    """Return a kind of data set of lines with messages. read: lines, each with where it is -> documents."""
+def _conversations_read_by(read: Callable[[Iterable[Any]], Iterator[Any]]) -> Source:
+    """Return a kind of data set whose lines have messages. `read` turns lines with their places into documents."""
     return Source(
         (".jsonl", *COMPRESSED),
         _ranges_of_lines,
@@ -304,8 +356,8 @@ DATASETS: Registry[Source] = Registry(
         "python_stdlib": Source((), _groups_of_files, _texts, own_files=stdlib_files),
         "text": Source((".txt",), _groups_of_files, _texts),
         "jsonl": Source((".jsonl", *STREAMED), _ranges_of_lines, _lines),
-        "chat": _of_conversations(lambda lines: starmap(conversation, lines)),
-        "preferences": _of_conversations(
+        "chat": _conversations_read_by(lambda lines: starmap(conversation, lines)),
+        "preferences": _conversations_read_by(
             lambda lines: chain.from_iterable(starmap(preference, lines))
         ),
         "hub": Source(

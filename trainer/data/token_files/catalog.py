@@ -1,7 +1,7 @@
-"""What one process of each node finds out about a data set, for all ranks of the node. Torch-free.
+"""The catalog of a data set: everything that one process of each node finds out for all its ranks. Torch-free.
 
-It lists and hashes the files, makes token files if there are none, reads and checks their indices, and writes a catalog
-into the cache. The other ranks open the catalog, and of the token files those that they read.
+The process lists and hashes the files, makes missing token files, reads and checks their indices, and writes the
+catalog into the cache. The other ranks open the catalog, and only the token files that they read.
 """
 
 import json
@@ -48,24 +48,24 @@ _REMEDY = (
 
 
 def catalog_of(settings: DataSettings, *, makes_files: bool = True) -> str | None:
-    """Return the file of the catalog of a data set. An iterable has no files, and no catalog: "".
+    """Return the file of the catalog of a data set; "" for an iterable, which has no files.
 
     Args:
-        settings: the data set.
-        makes_files: whether to make token files that are missing; if not, return None for them.
+        settings: The data set.
+        makes_files: Whether to make missing token files. Otherwise the result is None if some are missing.
 
     Raises:
-        ConfigError: the data set cannot be used.
+        ConfigError: The data set cannot be used.
     """
     if source_of(settings).iterable:
         return ""
     if source_of(settings).token_files:
-        found = _of_token_files(settings)
+        catalog = _catalog_of_pairs(settings)
     elif (folder := cached(settings, makes_files=makes_files)) is not None:
-        found = _of_cache(settings, folder)
+        catalog = _catalog_of_cache(settings, folder)
     else:
         return None
-    content = json.dumps(found).encode()
+    content = json.dumps(catalog).encode()
     name = catalog_name(content)
     for folder in (
         cache_folder() / "catalogs",
@@ -80,7 +80,7 @@ def catalog_of(settings: DataSettings, *, makes_files: bool = True) -> str | Non
 
 
 def _keep(file: Path, content: bytes) -> None:
-    """Write a catalog, if its file is missing or damaged; OSError if it cannot be written."""
+    """Write a catalog if its file is missing or damaged; raise OSError if it cannot be written."""
     with suppress(FileNotFoundError):
         if file.read_bytes() == content:
             return
@@ -89,13 +89,28 @@ def _keep(file: Path, content: bytes) -> None:
 
 
 def open_documents(settings: DataSettings, catalog: str | None = None) -> TokenFiles:
-    """Return the documents of a data set. catalog: its file; None: this process makes it, see `catalog_of`."""
+    """Return the documents of a data set.
+
+    Args:
+        settings: The data set.
+        catalog: The file of its catalog; None to make it here.
+
+    Raises:
+        ConfigError: As `catalog_of`.
+    """
     kind = Pairs if settings.dataset == "preferences" else TokenFiles
     return kind(Catalog.read(catalog or catalog_of(settings)), skips=settings.skips)
 
 
 def documents_in_order(settings: DataSettings) -> Iterator[Encoded]:
-    """Yield the documents of a data set in their order, without making token files; ConfigError as `catalog_of`."""
+    """Yield the documents of a data set in order, without making token files.
+
+    Args:
+        settings: The data set.
+
+    Raises:
+        ConfigError: As `catalog_of`.
+    """
     source = source_of(settings)
     if source.token_files:
         files = open_documents(settings)
@@ -105,10 +120,14 @@ def documents_in_order(settings: DataSettings) -> Iterator[Encoded]:
 
 
 def check_data(settings: DataSettings, data_streams: int | None = None) -> None:
-    """Check a data set without converting it; of large data without an index only the start is read.
+    """Check a data set without converting it. Of large data without an index only the start is read.
+
+    Args:
+        settings: The data set.
+        data_streams: The configured number of streams, None for the default.
 
     Raises:
-        ConfigError: see `check_source`; a token file is damaged or of another tokenizer.
+        ConfigError: As `check_source`; or a token file is damaged or of another tokenizer.
     """
     if not source_of(settings).token_files:
         check_source(settings, data_streams)
@@ -121,7 +140,7 @@ def check_data(settings: DataSettings, data_streams: int | None = None) -> None:
     check_streams(f"{settings.keys.path} = {settings.path!r}", documents, data_streams)
 
 
-def _of_cache(settings: DataSettings, folder: Path) -> Catalog:
+def _catalog_of_cache(settings: DataSettings, folder: Path) -> Catalog:
     shards = _shards(folder, settings)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     if not settings.skips and (
@@ -134,9 +153,9 @@ def _of_cache(settings: DataSettings, folder: Path) -> Catalog:
     return Catalog(pairs, manifest["made_by"], manifest["content"], vocab_size, remedy)
 
 
-def _of_token_files(settings: DataSettings) -> Catalog:
-    found = list(_pairs(settings))
-    others = [pair for pair, content in found if content is None]
+def _catalog_of_pairs(settings: DataSettings) -> Catalog:
+    pairs = list(_pairs(settings))
+    others = [pair for pair, content in pairs if content is None]
     both = zip(
         contents([pair.ids for pair in others]),
         contents([pair.idx for pair in others]),
@@ -145,29 +164,29 @@ def _of_token_files(settings: DataSettings) -> Catalog:
     digest = blake2b(digest_size=8)
     content = []
     documents = 0
-    for pair, own in found:
+    for pair, own in pairs:
         digest.update(f"{own or next(both)}\0".encode())
         documents += pair.documents
         content.append((documents, number_of(digest)))
     vocab_size = vocab_size_of(settings.tokenizer)
-    return Catalog([pair for pair, _ in found], made_by(settings), content, vocab_size, _REMEDY)
+    return Catalog([pair for pair, _ in pairs], made_by(settings), content, vocab_size, _REMEDY)
 
 
 def _pairs(settings: DataSettings) -> Iterator[tuple[Pair, tuple[int, int, int] | None]]:
-    """Yield each pair, and what identifies its content; None: all of its bytes must be hashed."""
+    """Yield each pair with the identity of its content; None if all of its bytes must be hashed."""
     shards_of = cache(partial(_shards, settings=settings))
     for idx in files_of(settings):
         stem = Path(idx).with_suffix("")
         entry = shards_of(stem.parent).get(stem.name)
         if entry is not None:
             pair = _own_pair(idx, entry)
-            # The check sums in the .crc are those of all ids, which are compared when they are read.
+            # The .crc has check sums of all ids, which are compared when they are read.
             yield pair, (os.path.getsize(pair.ids), entry["idx"], entry["crc"])
             continue
         if stem.with_suffix(".crc").exists():
             raise ConfigError(
-                f"{idx} is of `lct tokenize`, and no {MANIFEST} beside it names it; copy the whole folder again, or "
-                "make it again with another --output"
+                f"{idx} is of `lct tokenize`, and no {MANIFEST} in its folder names it; copy the whole folder again, "
+                "or make it again with another --output"
             )
         yield checked_pair(idx), None
 
@@ -178,10 +197,10 @@ def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:
     for ending in ("idx", "crc"):
         file = Path(idx).with_suffix(f".{ending}")
         with reading(str(file)):
-            found = zlib.crc32(file.read_bytes())
-        if found != entry[ending]:
+            checksum = zlib.crc32(file.read_bytes())
+        if checksum != entry[ending]:
             raise ConfigError(
-                f"{file} is damaged: its check sum is not that of {MANIFEST}; copy it again"
+                f"{file} is damaged: its check sum differs from {MANIFEST}; copy it again"
             )
     return pair._replace(
         crc=str(Path(idx).with_suffix(".crc")), answers=str(marks) if marks.exists() else None
@@ -189,7 +208,7 @@ def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:
 
 
 def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
-    """Return what `lct tokenize` says about its shards in a whole folder; empty: another program made them."""
+    """Return the record of `lct tokenize` about the shards of a folder; empty if another program made them."""
     if (folder / UNFINISHED).exists():
         raise ConfigError(
             f"{folder} is not finished; run the same `lct tokenize` again, which makes the shards that are missing"
@@ -216,14 +235,14 @@ def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
             f"{folder} has the token ids of another tokenizer ({tokenizer['name']}, {tokenizer['vocab_size']:,} tokens)"
             "; name that one in model.tokenizer_path, or run `lct tokenize` with this one"
         )
-    _check_files_beside(folder, manifest, settings)
+    _check_tokenizer_files(folder, manifest, settings)
     return shards
 
 
-def _check_files_beside(
+def _check_tokenizer_files(
     folder: Path, manifest: Mapping[str, Any], settings: DataSettings
 ) -> None:
-    """Check that the files beside the tokenizer's say today what they said when the token files were made."""
+    """Check that the files of the tokenizer's folder are the same as when the token files were made."""
     ends = manifest.get("made_by", {}).get("tokenizer")
     template = manifest.get("template")
     changed = ""
@@ -233,6 +252,6 @@ def _check_files_beside(
         changed = "another chat template, or other special tokens in it,"
     if changed:
         raise ConfigError(
-            f"{folder} was made with {changed} than the files beside model.tokenizer_path = {settings.tokenizer!r} "
+            f"{folder} was made with {changed} than the files next to model.tokenizer_path = {settings.tokenizer!r} "
             "have now; restore these files, or run `lct tokenize` again with another --output"
         )

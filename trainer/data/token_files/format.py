@@ -4,24 +4,26 @@ r"""Token ids on disk: pairs of Megatron-LM's format, as this program writes the
       shard-00000.bin       ids, one document after another
       shard-00000.idx       Megatron's index: data type, length and place of every document
       shard-00000.crc       uint32, the check sum (zlib.crc32) of each document
-      shard-00000.answers   of conversations only: a byte for each id, 1 if the token is part of an answer
-      shard-00000.notes     of conversations only: how many answers there are, and how many lack something, as JSON
+      shard-00000.answers   for conversations: a byte for each id, 1 if the token is part of an answer
+      shard-00000.notes     for conversations: how many answers there are, and how many lack something, as JSON
       tokens.json           the tokenizer, and the number of documents and the check sums of each shard
 
-The last four are of this program only. The check sum is that of the ids, and behind them the bytes of the answers.
+The last four belong to this program. The check sum covers the ids, and after them the bytes of the answers.
 
-An .idx is, little-endian: b"MMIDIDX\0\0", version 1 (u64), data type (u8), sequences n (u64), document ends m (u64),
-lengths (n int32), places in the .bin in bytes (n int64), the first sequence of each document and the end (m int64).
+An .idx is little-endian, in this order:
+
+    b"MMIDIDX\0\0", version 1 (u64), data type (u8), sequences n (u64), document ends m (u64)
+    lengths (n int32)
+    places in the .bin in bytes (n int64)
+    the first sequence of each document, and the end (m int64)
 """
 
 import json
 import os
-import resource
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.data.sources.files import reading
 from trainer.data.sources.records import BadRecord, Tally
+from trainer.data.token_files.byte_ranges import ByteRanges
 from trainer.data.tokenizers.chat_notes import sum_of
 from trainer.data.tokenizers.tokenizer import NOTHING, Encoded
 
@@ -39,13 +42,16 @@ HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 MANIFEST, UNFINISHED = "tokens.json", "unfinished.json"
 NOTES = ".notes"
-_OTHER_FILES = 512  # of a process that trains: connections, libraries, devices
-_MOST_FILES = 1 << 16
-_CHECKED = 1 << 20  # places of an index that are checked at once
+_CHECKED = 1 << 20  # places of an index in one check
 
 
 def index_bytes(code: int, lengths: Sequence[int] | np.ndarray) -> tuple[bytes, ...]:
-    """Return the content of an .idx in parts; each document is a sequence."""
+    """Return the content of an .idx in parts. Each document is a sequence.
+
+    Args:
+        code: Megatron's code of the data type.
+        lengths: Tokens of each document.
+    """
     n = len(lengths)
     ends = np.cumsum([0, *lengths], dtype="<i8") * np.dtype(CODES[code]).itemsize
     arrays = (np.asarray(lengths, dtype="<i4"), ends[:-1], np.arange(n + 1, dtype="<i8"))
@@ -53,7 +59,17 @@ def index_bytes(code: int, lengths: Sequence[int] | np.ndarray) -> tuple[bytes, 
 
 
 class Pair(NamedTuple):
-    """An index and its ids. crc, answers: further files of this program; None if absent."""
+    """An index and its ids.
+
+    Attributes:
+        idx: The file of the index.
+        ids: The file of the ids.
+        dtype: The data type of an id, such as "<u2".
+        sequences: Number of sequences.
+        documents: Number of documents.
+        crc: The file of check sums of this program, None if absent.
+        answers: The file of answers of this program, None if absent.
+    """
 
     idx: str
     ids: str
@@ -82,10 +98,17 @@ class Pair(NamedTuple):
 
 
 def open_pair(idx: str) -> Pair:
-    """Return a pair of Megatron's format; ConfigError if the index is damaged, or does not fit the ids."""
+    """Return a pair of Megatron's format.
+
+    Args:
+        idx: The file of the index.
+
+    Raises:
+        ConfigError: The index is damaged, or does not fit the ids.
+    """
     if not idx.endswith(".idx"):
         raise ConfigError(
-            f"{idx} is no index of token ids; name an .idx file beside its .bin (docs/data.md makes one for other ids)"
+            f"{idx} is no index of token ids; name an .idx file next to its .bin (docs/data.md makes one for other ids)"
         )
     ids = str(Path(idx).with_suffix(".bin"))
     with reading(idx), open(idx, "rb") as stream:
@@ -115,7 +138,14 @@ def open_pair(idx: str) -> Pair:
 
 
 def checked_pair(idx: str) -> Pair:
-    """Return a pair of another program; ConfigError if its sequences do not follow each other in the .bin."""
+    """Return a pair of another program.
+
+    Args:
+        idx: The file of the index.
+
+    Raises:
+        ConfigError: As `open_pair`; or its sequences do not follow each other in the .bin.
+    """
     pair = open_pair(idx)
     lengths, places, firsts = pair.arrays
     whole = (
@@ -137,57 +167,24 @@ def checked_pair(idx: str) -> Pair:
     return pair
 
 
-class ByteRanges:
-    """Reads ranges of bytes of files, of which as many stay open as the process may have.
-
-    Files are not mapped: a mapped file that shrinks ends the process without a word (SIGBUS).
-    """
-
-    def __init__(self) -> None:
-        self._opened = lru_cache(maxsize=_open_files_allowed())(
-            partial(open, mode="rb", buffering=0)
-        )
-
-    def read(self, file: str, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of a file; ConfigError if it cannot be read, or is shorter than that."""
-        parts = []
-        here = start
-        with reading(file):
-            opened = self._opened(file)
-            while here < stop and (
-                part := os.pread(opened.fileno(), min(stop - here, 1 << 30), here)
-            ):
-                parts.append(part)
-                here += len(part)
-        if here < stop:
-            raise ConfigError(
-                f"{file} is shorter than when the run began to read it (byte {stop} is missing); restore it"
-            )
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _open_files_allowed() -> int:
-    """Raise this process's limit of open files as far as the system allows, and return how many data may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft := wanted, hard))
-    return max(
-        min(soft if soft != resource.RLIM_INFINITY else wanted, wanted) - _OTHER_FILES, 64
-    )
-
-
 def catalog_name(content: bytes) -> str:
-    """Return the name of a catalog's file, by which its content is checked."""
+    """Return the name of a catalog's file, which is a hash of its content.
+
+    Args:
+        content: The content.
+    """
     return f"{sha256(content).hexdigest()[:32]}.json"
 
 
 class Catalog(NamedTuple):
-    """All that a rank must know about a data set: one process of each node finds it out for the others.
+    """Everything that a rank must know about a data set. One process of each node finds it out for the others.
 
-    made_by: hashes of the settings that decide which tokens the documents become, by name; content: pairs of (number of
-    documents, hash of the content of these), at the end of each file; vocab_size: of the tokenizer; remedy: what to do
-    about a damaged document.
+    Attributes:
+        pairs: The token files.
+        made_by: Hashes of the settings that decide the tokens of documents, by name.
+        content: (number of documents, hash of their content) at the end of each file.
+        vocab_size: Size of the tokenizer's vocabulary.
+        remedy: What to do about a damaged document.
     """
 
     pairs: Sequence[Pair]
@@ -198,7 +195,14 @@ class Catalog(NamedTuple):
 
     @classmethod
     def read(cls, file: str | Path) -> "Catalog":
-        """Return the catalog in a file; ConfigError if its content is not what its name says."""
+        """Return the catalog in a file.
+
+        Args:
+            file: The file.
+
+        Raises:
+            ConfigError: Its content does not fit its name.
+        """
         with reading(str(file)):
             content = Path(file).read_bytes()
         if Path(file).name != catalog_name(content):
@@ -210,7 +214,12 @@ class Catalog(NamedTuple):
 
 
 class TokenFiles:
-    """Documents by number. skips: one that is damaged, or has a wrong id, is as one without text."""
+    """Documents by number.
+
+    Args:
+        catalog: The catalog of the data set.
+        skips: Whether a damaged document, or one with a wrong id, counts as a document without text.
+    """
 
     def __init__(self, catalog: Catalog, *, skips: bool = False) -> None:
         self.made_by = catalog.made_by
@@ -225,13 +234,16 @@ class TokenFiles:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, i: int) -> Encoded:
-        """Return document i.
+        """Return a document.
+
+        Args:
+            i: Its number.
 
         Raises:
-            BadRecord: it is damaged, or has an id that the tokenizer does not have.
-            ConfigError: a file cannot be read.
+            BadRecord: It is damaged, or has an id that the tokenizer lacks.
+            ConfigError: A file cannot be read.
         """
-        if i in self._bad:  # every epoch meets it again
+        if i in self._bad:  # found in an earlier epoch
             return NOTHING
         try:
             return self._document(i)
@@ -244,33 +256,37 @@ class TokenFiles:
 
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each document, (n,) int64, from the indices alone."""
-        found = [np.empty(0, dtype=np.int64)]
+        documents = [np.empty(0, dtype=np.int64)]
         for pair in self._catalog.pairs:
             lengths, _, firsts = pair.arrays
-            found.append(
+            documents.append(
                 np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[firsts])
             )
-        return np.concatenate(found)
+        return np.concatenate(documents)
 
     def answers(self) -> int | None:
-        """Return the number of tokens in answers of conversations; None for texts, of which all tokens are learned."""
+        """Return the number of tokens in answers of conversations; None for texts, where all tokens are learned."""
         files = [pair.answers for pair in self._catalog.pairs if pair.answers is not None]
         if not files:
             return None
         return sum(int(np.count_nonzero(np.fromfile(file, dtype=bool))) for file in files)
 
     def notes(self) -> dict[str, dict[str, Any]]:
-        """Return what conversations lack, see `chat_notes`; empty for files of another program."""
-        found = []
+        """Return the parts that conversations lack, see `chat_notes`; empty for files of another program."""
+        notes = []
         for pair in self._catalog.pairs:
             with suppress(OSError, ValueError):
-                found.append(
+                notes.append(
                     json.loads(Path(pair.idx).with_suffix(NOTES).read_text(encoding="utf-8"))
                 )
-        return sum_of(found)
+        return sum_of(notes)
 
     def fingerprint(self, documents: int) -> int:
-        """Return a 63-bit hash of the content of the first documents; 0: they end within a file."""
+        """Return a 63-bit hash of the content of the first documents; 0 if they end within a file.
+
+        Args:
+            documents: Number of documents.
+        """
         return next((content for end, content in self._catalog.content if end == documents), 0)
 
     def _document(self, i: int) -> Encoded:
@@ -323,13 +339,20 @@ class TokenFiles:
 
 
 class Pairs(TokenFiles):
-    """Token files whose documents 2 i and 2 i + 1 are the sides of pair i."""
+    """Token files in which documents 2 i and 2 i + 1 are the sides of pair i."""
 
     def __len__(self) -> int:
         return super().__len__() // 2
 
     def __getitem__(self, i: int) -> Encoded:
-        """Return the sides one after the other; nothing if one of them is a bad record. It raises as `TokenFiles`."""
+        """Return the sides of a pair one after the other; nothing if one of them is a bad record.
+
+        Args:
+            i: The number of the pair.
+
+        Raises:
+            BadRecord, ConfigError: As `TokenFiles`.
+        """
         sides = [TokenFiles.__getitem__(self, 2 * i + side) for side in range(2)]
         if not all(len(side.ids) for side in sides):
             return NOTHING
@@ -342,5 +365,9 @@ class Pairs(TokenFiles):
         return lengths[::2] + lengths[1::2]
 
     def fingerprint(self, pairs: int) -> int:
-        """Return a 63-bit hash of the content of the first pairs; 0: they end within a file."""
+        """Return a 63-bit hash of the content of the first pairs; 0 if they end within a file.
+
+        Args:
+            pairs: Number of pairs.
+        """
         return super().fingerprint(2 * pairs)

@@ -1,4 +1,4 @@
-"""What token files follow from: the content of the data and the settings, as hashes. Torch-free."""
+"""Everything that decides the content of token files: the data and the settings, as hashes. Torch-free."""
 
 import hashlib
 import os
@@ -23,20 +23,23 @@ _FORMAT = 2
 
 
 LABELS = 1
-"""The number of the code that makes labels of conversations: each change of labels raises it, so that no run takes the
+"""Version of the code that makes labels of conversations. Each change of labels raises it, so that no run takes the
 labels of older code from the cache (tests/unit/test_label_code.py)."""
 
 
-# fewest and most bytes of input for a shard, of which small data have 64
+# Fewest and most bytes of input of a shard. Data of medium size have 64 shards.
 _SHARD_BYTES = 1 << 20, 1 << 28
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What token files follow from.
+    """Everything that decides the content of token files.
 
-    files: of the data set; digests: 63-bit hashes of their content, or of the revision of a data set of the hub;
-    made_by: hashes of the settings that decide which tokens the documents become, by name; see `streams.IDENTITY`.
+    Attributes:
+        settings: The data set.
+        files: Its files.
+        digests: 63-bit hashes of their content, or of the revision of a data set of the hub.
+        made_by: Hashes of the settings that decide the tokens of documents, by name; see `stream_loader.IDENTITY`.
     """
 
     settings: DataSettings
@@ -46,10 +49,13 @@ class Inputs:
 
     @classmethod
     def of(cls, settings: DataSettings) -> "Inputs":
-        """Return the inputs of a data set; that of the hub has a revision.
+        """Return the inputs of a data set.
+
+        Args:
+            settings: The data set; a data set of the hub has a revision.
 
         Raises:
-            ConfigError: data, tokenizer or template cannot be read, or there is no text.
+            ConfigError: Data, tokenizer or template cannot be read, or there is no text.
         """
         if settings.dataset == "hub":
             return cls(settings, (), [hash_of(settings.path)], made_by(settings))
@@ -61,18 +67,26 @@ class Inputs:
         return cls(settings, files, contents(files), made_by(settings))
 
     def parts(self, shard_bytes: int | None) -> list[Part]:
-        """Return the parts of the data set, of which each is a shard. shard_bytes: None: by the size of the data."""
+        """Return the parts of the data set; each becomes a shard.
+
+        Args:
+            shard_bytes: Bytes of a part; None to choose by the size of the data.
+        """
         least, most = _SHARD_BYTES
         size = shard_bytes or min(max(self.size // 64, least), most)
         return source_of(self.settings).parts(self.settings, self.files, size)
 
     @property
     def size(self) -> int:
-        """Bytes of all files; 0: not known."""
+        """Bytes of all files; 0 if unknown."""
         return sum(map(os.path.getsize, self.files))
 
     def plan(self, shard_bytes: int | None) -> dict[str, Any]:
-        """Return what decides the content of the shards."""
+        """Return everything that decides the content of the shards.
+
+        Args:
+            shard_bytes: Bytes of a part, as configured.
+        """
         tokenizer = self.settings.tokenizer
         described = {"hash": tokenizer_hash(tokenizer), "name": Path(tokenizer).name}
         described["vocab_size"] = vocab_size_of(tokenizer)
@@ -93,12 +107,17 @@ class Inputs:
     def content(
         self, parts: Sequence[Part], entries: Sequence[Mapping[str, Any]]
     ) -> list[tuple[int, int]]:
-        """Return the number of documents up to the end of each file, and the hash of the content of these."""
+        """Return the number of documents up to the end of each file, and the hash of their content.
+
+        Args:
+            parts: The parts of the data set.
+            entries: The record of each shard.
+        """
         digest = hashlib.blake2b(digest_size=8)
-        found = []
+        contents = []
         documents = 0
         last = None
-        # as files of other names have the same content on another machine
+        # another machine has the same content in files of other names
         if not self.settings.path:
             for text in map(text_of_file, self.files):
                 digest.update(f"{text}\0".encode("utf-8", "surrogatepass"))
@@ -109,34 +128,45 @@ class Inputs:
             for file, count in zip(part.files, counts, strict=True):
                 if file != last:
                     digest.update(f"{digests[file]}\0".encode())
-                    found.append((documents, 0))
+                    contents.append((documents, 0))
                 documents = documents + count
                 last = file
-                found[-1] = documents, number_of(digest)
-        return found
+                contents[-1] = documents, number_of(digest)
+        return contents
 
 
 def made_by(settings: DataSettings) -> dict[str, int]:
-    """Return hashes of the settings that decide which tokens documents become; ConfigError if one cannot be read."""
+    """Return hashes of the settings that decide the tokens of documents, by name.
+
+    Args:
+        settings: The data set.
+
+    Raises:
+        ConfigError: The tokenizer or the template cannot be read.
+    """
     tokenizer = open_tokenizer(settings.tokenizer)
-    # Files beside that of the tokenizer may name the tokens that begin and end a text.
-    found = {
+    # Other files of the tokenizer's folder may name the tokens that begin and end a text.
+    hashes = {
         "tokenizer": hash_of(
             tokenizer_hash(settings.tokenizer), tokenizer.bos_id, tokenizer.eos_id
         )
     }
     if settings.dataset in ("jsonl", "hub"):
-        found["text_field"] = hash_of(settings.text_field)
+        hashes["text_field"] = hash_of(settings.text_field)
     if settings.dataset in CONVERSATIONS:
         encoder = ConversationEncoder.of(
             settings.tokenizer, settings.chat_template, settings.chat
         )
-        found["template"] = hash_of(encoder.identity)
-    return found
+        hashes["template"] = hash_of(encoder.identity)
+    return hashes
 
 
 def template_hash(settings: DataSettings) -> int | None:
-    """Return a hash of the chat template and of its special tokens; None if there is no template."""
+    """Return a hash of the chat template and of its special tokens; None if there is no template.
+
+    Args:
+        settings: The data set.
+    """
     files = ConversationEncoder.of(
         settings.tokenizer, settings.chat_template, settings.chat
     ).files
@@ -144,7 +174,11 @@ def template_hash(settings: DataSettings) -> int | None:
 
 
 def hash_of(*parts: object) -> int:
-    """Return a 63-bit hash of plain values."""
+    """Return a 63-bit hash of plain values.
+
+    Args:
+        *parts: The values.
+    """
     return number_of(
         hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8)
     )

@@ -1,9 +1,10 @@
-"""Token files that are made of a data set, once: into a folder of the user, or into the cache. Torch-free.
+"""Token files that are made once from a data set: in a folder of the user, or in the cache. Torch-free.
 
-The folder in the cache is named by all that its content follows from: the content of all files, the tokenizer, the text
-field, the chat template. Shards are made by several processes, each of a part of the data set, whose number it has: so
-documents keep the order of the data set. Bad and empty ones keep their place, without tokens. A shard that is whole
-stays when the job is killed, and the next job makes the others; a job that finds another one at work waits for it.
+The name of the folder in the cache is a hash of everything that decides its content: the content of all files, the
+tokenizer, the text field, the chat template. Several processes make shards, each from a part of the data set. A shard
+has the number of its part, so that documents keep the order of the data set. Bad and empty documents keep their place,
+without tokens. A whole shard stays when the job is killed, and the next job makes the others. A job waits for another
+job that works on the same folder.
 """
 
 import hashlib
@@ -39,20 +40,20 @@ from trainer.runtime.console import logger
 from trainer.runtime.dump_folder import wait_for_lock
 from trainer.runtime.launcher_watch import end_with
 
-_ALONE_BYTES = 1 << 24  # input of about a second, in which other processes would only start
+_ALONE_BYTES = 1 << 24  # input of about a second: other processes would take longer to start
 _LOG_SECONDS = 5.0
-_TOKENS_A_BYTE = 0.3  # about what tokenizers make of text
+_TOKENS_A_BYTE = 0.3  # typical number of tokens of a byte of text
 
 
 def cached(settings: DataSettings, *, makes_files: bool = True) -> Path | None:
     """Return the folder of the token files of a data set in the cache.
 
     Args:
-        settings: the data set.
-        makes_files: whether to make files that are missing; if not, return None for them.
+        settings: The data set.
+        makes_files: Whether to make missing files. Otherwise the result is None if some are missing.
 
     Raises:
-        ConfigError: the data cannot be read, a record is bad and not to be skipped, or the cache cannot be written.
+        ConfigError: The data cannot be read, a record is bad and not to be skipped, or the cache cannot be written.
     """
     try:
         inputs = Inputs.of(_pinned(settings))
@@ -82,7 +83,12 @@ def cached(settings: DataSettings, *, makes_files: bool = True) -> Path | None:
 
 
 def described(settings: DataSettings, size: int) -> str:
-    """Return what token files are made of, and about how large they become. size: of the data, in bytes; 0: unknown."""
+    """Return the source of token files, and about how large they become, in words.
+
+    Args:
+        settings: The data set.
+        size: Bytes of the data; 0 if unknown.
+    """
     if not size:
         return f"{settings.dataset} {settings.path or ''}".strip()
     id_bytes = (2 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4) + (
@@ -95,13 +101,13 @@ def described(settings: DataSettings, size: int) -> str:
 
 
 def _pinned(settings: DataSettings) -> DataSettings:
-    """Return the settings with the revision of the hub that the first run found; later runs need no network."""
+    """Return the settings with the hub's revision of the first run. Later runs need no network."""
     path = settings.path or ""
     if settings.dataset != "hub" or HubData.of(path).revision:
         return settings
     note = cache_folder() / "hub" / f"{hash_of(path):016x}"
     if not note.exists():
-        write_whole(note, HubData.of(path).found().path.encode())
+        write_whole(note, HubData.of(path).pinned().path.encode())
     return replace(settings, path=note.read_text(encoding="utf-8"))
 
 
@@ -114,18 +120,24 @@ def tokenize(
     every: float = 0.0,
     shard_bytes: int | None = None,
 ) -> None:
-    """Make the shards that are not in the folder yet, then the manifest.
+    """Make the shards that the folder lacks, then the manifest.
 
-    log: takes lines of progress, at most one in `every` seconds.
+    Args:
+        inputs: Everything that decides the content.
+        folder: The folder.
+        processes: Number of processes.
+        log: Takes lines of progress.
+        every: Fewest seconds between two lines; above 0 for the cache.
+        shard_bytes: Bytes of a part; None to choose by the size of the data.
 
     Raises:
-        ConfigError: data that cannot be read, a bad record, or a folder with other token ids.
-        OSError: the folder cannot be written.
+        ConfigError: The data cannot be read, a record is bad, or the folder has other token ids.
+        OSError: The folder cannot be written.
     """
     plan = inputs.plan(shard_bytes)
     started = time.monotonic()
     with _held(folder, log):
-        # in the cache it is of the same content, and another job made it
+        # another job has made the folder in the cache, with the same content
         if every and (folder / MANIFEST).exists():
             return
         _begin(folder, plan)
@@ -139,7 +151,7 @@ def tokenize(
         shards = dict(zip([stem.name for stem in stems], entries, strict=True))
         manifest = plan | {"content": inputs.content(parts, entries), "shards": shards}
         write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-        # of processes that were killed
+        # files of killed processes
         for file in (folder / UNFINISHED, *folder.glob("*.tmp")):
             file.unlink(missing_ok=True)
     documents, tokens = (
@@ -152,20 +164,24 @@ def tokenize(
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """Return the plan that a folder notes, and the shards if it is finished; empty: none, or it is damaged."""
+    """Return the plan in a folder, with its shards if it is finished; empty if there is none or it is damaged.
+
+    Args:
+        folder: The folder.
+    """
     for name in (UNFINISHED, MANIFEST):
         try:
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            plan = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
         except (ValueError, RecursionError):
-            found = None
-        return found if isinstance(found, dict) else {"damaged": name}
+            plan = None
+        return plan if isinstance(plan, dict) else {"damaged": name}
     return {}
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> None:
-    """Note the plan in the folder, which may have shards of the same plan."""
+    """Write the plan into the folder, which may have shards of the same plan."""
     if before := noted(folder):
         changed = ", ".join(key for key in plan if before.get(key) != plan[key])
         if changed:
@@ -193,14 +209,14 @@ def _held(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
 def _missing(
     stems: Sequence[Path], entries: Mapping[str, Any], log: Callable[[str], None]
 ) -> list[int]:
-    """Return the numbers of the shards that are not there, or are damaged. entries: those of the manifest."""
+    """Return the numbers of the shards that are missing or damaged. `entries` has the records of the manifest."""
     missing = []
     for number, stem in enumerate(stems):
         index = stem.with_suffix(".idx")
         if index.exists():
             with suppress(ConfigError, OSError):
-                found = entry_of(stem)
-                if found == entries.get(stem.name, found):
+                entry = entry_of(stem)
+                if entry == entries.get(stem.name, entry):
                     continue
             log(f"{stem.name} is damaged, and is made again")
             index.unlink()
@@ -242,7 +258,7 @@ def _write(
 def _written(
     work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int
 ) -> Iterator[int]:
-    """Write shards, and yield the number of each when it is written; ConfigError of a process, or if one is killed."""
+    """Write shards and yield the number of each; raise the ConfigError of a process, or if a process is killed."""
     if processes <= 1:
         for number, one in work.items():
             write_shard(*one)

@@ -1,4 +1,4 @@
-"""One shard of token files: made of a part of a data set, and its entry in the manifest. Torch-free."""
+"""One shard of token files, made from a part of a data set; and its entry in the manifest. Torch-free."""
 
 import fcntl
 import json
@@ -30,7 +30,7 @@ from trainer.data.tokenizers.tokenizer import (
 
 @contextmanager
 def _emptied_on_error(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to write at its end, and empty it if it cannot be written: a part of it would keep a disk full."""
+    """Open a file to append, and empty it if a write fails: a part of a file would keep a full disk full."""
     with file.open("ab") as stream:
         try:
             yield stream
@@ -40,11 +40,16 @@ def _emptied_on_error(file: Path) -> Iterator[BinaryIO]:
 
 
 def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
-    """Tokenize a part. Its .idx appears last, when the shard is whole; one process at a time writes it.
+    """Tokenize a part. Its .idx appears last, when the shard is whole. One process at a time writes it.
+
+    Args:
+        settings: The data set.
+        part: The part.
+        stem: The path of the shard's files, without their endings.
 
     Raises:
-        ConfigError: the data cannot be read, or a record is bad and not to be skipped.
-        OSError: a file cannot be written.
+        ConfigError: The data cannot be read, or a record is bad and not to be skipped.
+        OSError: A file cannot be written.
     """
     # uint16, or int32: the format has no uint32
     code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4
@@ -87,11 +92,14 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
 
 
 def entry_of(stem: Path) -> dict[str, Any]:
-    """Return the manifest's entry of a shard: documents, tokens, check sums, and what was skipped in it.
+    """Return the manifest's entry of a shard: documents, tokens, check sums, and skipped records.
+
+    Args:
+        stem: The path of the shard's files, without their endings.
 
     Raises:
-        ConfigError: the index is damaged, or does not fit the ids.
-        OSError: a file is missing.
+        ConfigError: The index is damaged, or does not fit the ids.
+        OSError: A file is missing.
     """
     sums = {
         name: zlib.crc32(stem.with_suffix(f".{name}").read_bytes()) for name in ("idx", "crc")
