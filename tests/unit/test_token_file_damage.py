@@ -17,9 +17,7 @@ from trainer.data import DataSettings
 from trainer.data.sources.registry import files_of, source_of
 from trainer.data.token_files.shards import write_shard
 
-pytestmark = pytest.mark.about("trainer/data/token_files/byte_ranges.py")
-
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = [pytest.mark.usefixtures("cache"), pytest.mark.about("trainer/data/token_files/byte_ranges.py")]
 
 
 @pytest.mark.slow
