@@ -214,8 +214,8 @@ CHAT = (
     Mutant(
         "keys of null that clients send reach the template",
         "trainer/data/tokenizers/chat_messages.py",
-        "for key, value in given.items() if value is not None}",
-        "for key, value in given.items()}",
+        "for key, value in raw.items() if value is not None}",
+        "for key, value in raw.items()}",
         "tests/unit/test_chat_prompts.py::test_a_key_of_null_is_no_key",
     ),
     Mutant(
@@ -277,14 +277,14 @@ CHAT = (
     Mutant(
         "the last answer has no end where a template writes none",
         "trainer/data/tokenizers/chat_template.py",
-        "                if found and end:\n",
+        "                if tail and end:\n",
         "                if False:\n",
         "tests/unit/test_chat_templates.py::test_every_answer_that_is_learned_ends_in_a_special_token",
     ),
     Mutant(
         "reasoning that is lost is not counted",
         "trainer/data/tokenizers/chat_notes.py",
-        "return bool(given) and not any(",
+        "return bool(parts) and not any(",
         "return False and not any(",
         "tests/unit/test_chat_notes.py::test_reasoning_that_no_text_has_is_counted",
     ),

@@ -192,10 +192,10 @@ def test_a_json_without_an_end_of_text_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"eos_token_id": 99999}, "eos_token_id = 99999 beside tokenizer.json is no id of its"),
-        ({"eos_token_id": [-1, 601]}, "eos_token_id = -1 beside"),
-        ({"eos_token_id": "601"}, "eos_token_id = '601' beside"),
-        ({"eos_token_id": True}, "eos_token_id = True beside"),
+        ({"eos_token_id": 99999}, "eos_token_id = 99999 next to tokenizer.json is no id of its"),
+        ({"eos_token_id": [-1, 601]}, "eos_token_id = -1 next to"),
+        ({"eos_token_id": "601"}, "eos_token_id = '601' next to"),
+        ({"eos_token_id": True}, "eos_token_id = True next to"),
     ],
 )
 def test_an_end_that_is_no_id_is_one_sentence(tmp_path: Path, others: dict, message: str) -> None:

@@ -8,7 +8,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.as_json import json_files
 from trainer.data.tokenizers.template_files import end_ids, find_template
-from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, tokenizer_found
+from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, tokenizer_file
 from trainer.families.registry import ModelFolder
 from trainer.hugging_face.folder import GENERATION_FILE
 
@@ -38,7 +38,7 @@ def text_files(config: JobConfig, longest: int, source: ModelFolder | None) -> T
     """
     model = config.model
     tokenizer = open_tokenizer(config.model.tokenizer_file)
-    file = tokenizer_found(model.tokenizer_file)
+    file = tokenizer_file(model.tokenizer_file)
     files = {}
     own = (
         source

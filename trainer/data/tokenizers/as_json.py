@@ -1,7 +1,7 @@
 """A rank file as the files that transformers reads: tokenizer.json and tokenizer_config.json.
 
-Both formats merge the pair first whose merged token has the lowest rank. A rank file has merged tokens alone, so every
-pair of tokens that makes one becomes a merge. A piece of text that is a token as it stands is taken whole.
+In both formats, the pair whose merged token has the lowest rank is merged first. A rank file only lists merged tokens,
+so every pair of tokens that forms a token becomes a merge. A piece of text that is a token itself is one token.
 """
 
 from collections.abc import Iterator
@@ -11,10 +11,14 @@ from trainer.data.tokenizers.tiktoken_format import SPECIAL_TOKENS, SPLIT_PATTER
 
 
 def json_files(file: str, longest: int) -> dict[str, Any]:
-    """Return the files by name, as text or as content of JSON. file: of ranks; longest: tokens of the model.
+    """Return the files by name, as text or as content of JSON.
+
+    Args:
+        file: The rank file.
+        longest: Most tokens of a text of the model.
 
     Raises:
-        ConfigError: the file is no rank file.
+        ConfigError: The file is no rank file.
     """
     from tokenizers import (
         AddedToken,
@@ -57,7 +61,7 @@ def json_files(file: str, longest: int) -> dict[str, Any]:
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield every pair of tokens that makes a token, in the order of the ranks of what they make."""
+    """Yield every pair of tokens that forms a token, in the order of the ranks of the formed tokens."""
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         known = [(left, right) for left, right in pairs if left in ranks and right in ranks]
@@ -65,7 +69,7 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def byte_of_char() -> dict[str, int]:
-    """Return GPT-2's spelling of bytes: printable Latin-1 stands for itself, other bytes are 256, 257, ..."""
+    """Return GPT-2's spelling of bytes: printable Latin-1 is itself, other bytes are characters 256, 257, ..."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {

@@ -1,15 +1,15 @@
-"""Find the answers of a conversation in the text that a chat template writes, and what it has left out. Torch-free.
+"""Find the answers of a conversation in the text of a chat template, and the parts that the text lacks. Torch-free.
 
-A template may write a message otherwise when others follow, such as without its reasoning. So an answer is found by the
-difference between renderings, and not by a rendering that begins with another one:
+A template may write a message differently when others follow, such as without its reasoning. So an answer is located by
+comparing renderings:
 
 text     <user>2 + 2?<end><assistant>4<end>      the whole conversation
 marked   <user>[2 + 2?]<end><assistant>[4]<end>  a mark on both sides of each content
 prompt   <user>[2 + 2?]<end><assistant>          up to an answer, with the generation prompt
-alone    <user>2 + 2?<end><assistant>[4]<end>    up to an answer, with it
+alone    <user>2 + 2?<end><assistant>[4]<end>    up to and with an answer
 
-An answer starts behind the generation prompt, which stands behind the content of the message before. It stops behind
-its end token, which stands behind its content both in the whole text and alone.
+An answer starts after the generation prompt, which follows the content of the message before. It stops after its end
+token, which follows its content both in the whole text and alone.
 """
 
 import json
@@ -38,7 +38,17 @@ Write = Callable[..., str]
 
 
 class Answers:
-    """The answers in one rendered conversation. text: of all messages; special: names of special tokens."""
+    """The answers in one rendered conversation.
+
+    Args:
+        messages: The messages.
+        text: The rendered text of all messages.
+        write: Renders messages.
+        special: Texts of special tokens.
+
+    Raises:
+        ConfigError: The template leaves out a message.
+    """
 
     def __init__(
         self, messages: Messages, text: str, write: Write, special: Iterable[str]
@@ -50,7 +60,7 @@ class Answers:
         self._special = re.compile(rf"\s*({'|'.join(map(re.escape, self._tokens)) or '(?!)'})")
         self._places: dict[tuple[str, int], int] = {}
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        # some templates look at how a content of a user begins
+        # some templates depend on how the content of a user begins
         for numbers in (range(len(messages)), answers):
             marked, places = self._marked(messages, numbers)
             if marked == text:
@@ -65,7 +75,14 @@ class Answers:
                 raise ConfigError(_NOT_WRITTEN.format(i + 1))
 
     def span(self, number: int) -> tuple[int, int]:
-        """Return the characters [start, stop) of the answer that is message `number`, from 0; ConfigError if none."""
+        """Return the characters [start, stop) of an answer.
+
+        Args:
+            number: The number of its message, from 0.
+
+        Raises:
+            ConfigError: The answer cannot be located.
+        """
         start = self._start(number)
         stop = self._stop(number, start)
         # the next message's first token ends the answer
@@ -102,7 +119,7 @@ class Answers:
             common = "".join(character for character, _ in equal)
             if common == header:
                 return behind[0] + len(header)
-            # The prompt goes on with what this answer has not, such as a start of reasoning.
+            # The prompt continues with a part that this answer lacks, such as a start of reasoning.
             start = behind[0] + len(re.match(r"(?s)(?:.*[\s>\]])?", common)[0])
             if content is None or self._has_more(number, text[start:content]):
                 return start
@@ -125,7 +142,7 @@ class Answers:
         )
 
     def _header(self, before: Messages, prompt: str) -> int:
-        """Return the number of characters of a header that the template writes without being asked for a prompt."""
+        """Return the characters of a header that the template writes even without the generation prompt."""
         if (
             self._places.get((_FIRST, len(before))) == len(prompt)
             or prompt != self._marked(before, ())[0]
@@ -147,18 +164,18 @@ class Answers:
         if here is not None and there is not None:
             ends = self._ends(text, here), self._ends(alone, there)
             if all(ends) and not message.get("tool_calls"):
-                # Some models end the last answer by another token than those before.
+                # Some models end the last answer with another token than earlier answers.
                 equal = list(
                     takewhile(lambda pair: pair[0][1] == pair[1][1], zip(*ends, strict=False))
                 )
                 return equal[-1][0][0] if equal else ends[0][0][0]
-            # white space behind an end token is the template's
+            # white space after an end token belongs to the template
             tail = alone[there:].rstrip() or alone[there:]
             if text.startswith(tail, here):
                 return here + len(tail)
         calls = [function_of(call)[0] for call in message.get("tool_calls") or ()]
         needed = message["content"].strip() or next(iter(calls), "")
-        # Alone, the answer may begin with more, such as its reasoning. The longest ending that stands here is taken.
+        # Alone, the answer may have a longer beginning, such as its reasoning. Take the longest ending that fits.
         whole = alone.rstrip()
         last = alone.rfind(needed)
         for match in re.finditer(re.escape(text[start : start + 1]), whole[: last + 1]):
@@ -173,21 +190,21 @@ class Answers:
         )
 
     def _ends(self, text: str, place: int) -> list[tuple[int, str]]:
-        """Return the special tokens that stand at a place, one behind another, each with the place behind it."""
-        found = []
+        """Return the special tokens that follow each other from a place on, each with the place after it."""
+        ends = []
         while match := self._special.match(text, place):
-            if found and match.start(1) > place:  # another line
+            if ends and match.start(1) > place:  # another line
                 break
             place = match.end()
-            found.append((place, match[1]))
-        return found
+            ends.append((place, match[1]))
+        return ends
 
     def _marked(
         self, messages: Messages, numbers: Iterable[int], *, prompts: bool = False
     ) -> tuple[str, dict[tuple[str, int], int]]:
         """Return the text of messages, and where the contents of some of them start and stop in it.
 
-        Contents that the template does not write as they are have no place. The text is empty if it refuses them.
+        Contents that the template changes have no place. The text is empty if the template refuses the messages.
         """
         changed = list(messages)
         for i in numbers:
@@ -214,13 +231,17 @@ class Answers:
         return "".join(parts[::3]), places
 
 
-# ---- what a template has written: many leave out what they lack
+# ---- parts of messages that a template does not write
 
 
 def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
-    """Return what of the messages is not in the rendered text, in words, or '' if all is there.
+    """Return the part of the messages that the rendered text lacks, in words; empty if it lacks none.
 
-    The contents must stand in the order of the messages, so that a short one is not found in another's place.
+    Contents must stand in the order of the messages, so that a short content is not found inside another one.
+
+    Args:
+        messages: The messages.
+        text: The rendered text.
     """
     place = 0
     for number, message in enumerate(messages, 1):
@@ -229,8 +250,8 @@ def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
         start = place
         content = _without_reasoning(message["content"])
         if content and (place := end_of(content, text, start)) < 0:
-            what = "answer" if message["role"] == "assistant" else "content"
-            return f"the {what} of message {number} ({message['role']})"
+            part = "answer" if message["role"] == "assistant" else "content"
+            return f"the {part} of message {number} ({message['role']})"
         for call in message.get("tool_calls") or ():
             function, arguments = function_of(call)
             end = end_of(function, text, start)
@@ -246,7 +267,7 @@ def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
 
 
 def _is_misspelled(arguments: object, text: str) -> bool:
-    """Return whether a text has a string of JSON that is quoted once more, or an object as Python writes it."""
+    """Return whether a text has a string of JSON that is quoted twice, or an object as Python writes it."""
     if isinstance(arguments, str):
         return arguments.strip() not in text and _quoted(arguments) in text
     as_json = json.dumps(arguments, ensure_ascii=False)
@@ -254,15 +275,21 @@ def _is_misspelled(arguments: object, text: str) -> bool:
 
 
 def _without_reasoning(content: str) -> str:
-    """Return a content without the reasoning before it, which many templates take out of earlier answers."""
+    """Return a content without the reasoning before it, which many templates remove from earlier answers."""
     return content.rpartition("</think>")[2].strip()
 
 
 def end_of(content: str, text: str, start: int) -> int:
-    """Return where a content ends that is written as it is, or as a string of JSON; -1 if it is not there."""
+    """Return where a content ends that is written as it is or as a string of JSON; -1 if it is missing.
+
+    Args:
+        content: The content.
+        text: The text.
+        start: The place from which to search.
+    """
     for form in (content, _quoted(content), json.dumps(content)[1:-1]):
-        if (found := text.find(form, start)) >= 0:
-            return found + len(form)
+        if (place := text.find(form, start)) >= 0:
+            return place + len(form)
     return -1
 
 

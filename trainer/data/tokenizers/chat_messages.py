@@ -1,4 +1,4 @@
-"""Read messages, from data or from a client of OpenAI's API, into what chat templates take. Torch-free.
+"""Read messages, of data or of a client of OpenAI's API, into the form that chat templates take. Torch-free.
 
     {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}     {"role": "user", "content": "2 + 2?"}
     {"role": "assistant", "content": null, "tool_calls": [...]}           {"role": "assistant", "content": "", ...}
@@ -18,34 +18,48 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
-def read_messages(given: object) -> list[dict[str, Any]]:
+def read_messages(raw: object) -> list[dict[str, Any]]:
     """Return messages as templates take them: contents are strings, and keys without a value are left out.
 
+    Args:
+        raw: The messages of JSON.
+
     Raises:
-        ConfigError: a message has another form, or a part that is no text.
+        ConfigError: A message has another form, or a part that is no text.
     """
     if (
-        not isinstance(given, list)
-        or not given
-        or not all(isinstance(message, dict) for message in given)
+        not isinstance(raw, list)
+        or not raw
+        or not all(isinstance(message, dict) for message in raw)
     ):
         raise ConfigError(
             f'"messages" must be a list of objects with "role" and "content"; write {EXAMPLE}'
         )
-    return [_message(message, number) for number, message in enumerate(given, 1)]
+    return [_message(message, number) for number, message in enumerate(raw, 1)]
 
 
-def read_template_arguments(given: object) -> dict[str, Any]:
-    """Return arguments of the template, from `chat_template_kwargs`; ConfigError if they are no object."""
-    if given is not None and not isinstance(given, dict):
+def read_template_arguments(raw: object) -> dict[str, Any]:
+    """Return the arguments of the template.
+
+    Args:
+        raw: The value of `chat_template_kwargs`.
+
+    Raises:
+        ConfigError: It is no object.
+    """
+    if raw is not None and not isinstance(raw, dict):
         raise ConfigError(
             '"chat_template_kwargs" must be an object, such as {"enable_thinking": false}'
         )
-    return given or {}
+    return raw or {}
 
 
 def function_of(call: object) -> tuple[str, object] | None:
-    """Return the name and the arguments of a tool call, or None if it is none."""
+    """Return the name and the arguments of a tool call, None if it is none.
+
+    Args:
+        call: The call of JSON.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if (
         not isinstance(function, dict)
@@ -59,10 +73,13 @@ def function_of(call: object) -> tuple[str, object] | None:
 def argument_forms(
     messages: Sequence[Mapping[str, Any]],
 ) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """Yield the messages with arguments of calls as objects, then as they are, then as strings of JSON.
+    """Yield the messages with arguments of calls as objects, then unchanged, then as strings of JSON.
 
-    Clients send strings of JSON. Most templates take objects alone, and some write a string otherwise than an object.
-    A form that is equal to the one before is left out.
+    Clients send strings of JSON. Most templates only take objects, and some write a string differently than an object.
+    A form that equals the form before is left out.
+
+    Args:
+        messages: The messages.
     """
     if not any(message.get("tool_calls") for message in messages):
         yield messages
@@ -76,9 +93,9 @@ def argument_forms(
         yield strings
 
 
-def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
-    role = given.get("role")
-    calls = given.get("tool_calls")
+def _message(raw: Mapping[str, Any], number: int) -> dict[str, Any]:
+    role = raw.get("role")
+    calls = raw.get("tool_calls")
     if role not in ROLES:
         raise ConfigError(
             f'message {number}: "role" = {role!r} must be one of {", ".join(map(repr, ROLES))}'
@@ -88,16 +105,14 @@ def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
             f'message {number}: "tool_calls" must be a list of {{"function": {{"name": ..., "arguments": '
             "{...}}}, with the arguments as an object or a string of JSON"
         )
-    kept = {key: value for key, value in given.items() if value is not None}
+    kept = {key: value for key, value in raw.items() if value is not None}
     if not calls:
         kept.pop("tool_calls", None)
-    return kept | {
-        "content": _content(given.get("content"), number, may_be_missing=bool(calls))
-    }
+    return kept | {"content": _content(raw.get("content"), number, may_be_missing=bool(calls))}
 
 
 def _content(content: object, number: int, *, may_be_missing: bool) -> str:
-    """Return the text of a content. It may be missing beside calls, which then are all that there is."""
+    """Return the text of a content. A message with calls may lack a content."""
     if content is None and may_be_missing:
         return ""
     parts = content if isinstance(content, list) else []
@@ -107,10 +122,10 @@ def _content(content: object, number: int, *, may_be_missing: bool) -> str:
         return content
     kinds = [part.get("type") for part in parts if isinstance(part, dict)]
     other = next((kind for kind in kinds if isinstance(kind, str) and kind != "text"), None)
-    found = f"has a part of type {other!r}" if other else "is neither"
+    problem = f"has a part of type {other!r}" if other else "is neither"
     raise ConfigError(
         f'message {number}: "content" must be a string, or a list of {{"type": "text", "text": "..."}}, and it '
-        f"{found}; other parts, such as images, are not read"
+        f"{problem}; other parts, such as images, are not read"
     )
 
 
@@ -136,8 +151,8 @@ def _with_arguments(
 def _as_object(arguments: Any) -> Any:
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            if isinstance(found := json.loads(arguments), dict):
-                return found
+            if isinstance(content := json.loads(arguments), dict):
+                return content
     return arguments
 
 

@@ -1,7 +1,7 @@
-"""Count what a conversation has and its text has not, and answers that do not end. Torch-free.
+"""Count parts of conversations that their text lacks, and answers that do not end. Torch-free.
 
-A template leaves some fields out by design: most write the reasoning of the last answer alone. So this is told, and not
-refused: see `sentences`.
+A template leaves some fields out by design: most only write the reasoning of the last answer. So these parts are
+reported, and not refused: see `sentences`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from trainer.data.tokenizers.chat_answers import end_of
 from trainer.data.tokenizers.chat_messages import function_of
 
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
-"""Keys of a message that data sets keep reasoning in."""
+"""Keys of a message in which data sets have reasoning."""
 ANSWERS = "answers"
 _WORDS = {
     "end": (
@@ -30,20 +30,24 @@ Notes = Mapping[str, int]
 
 
 def notes_of(
-    found: Mapping[str, Any],
+    conversation: Mapping[str, Any],
     learned: Sequence[Mapping[str, Any]],
     text: str,
     ends: Sequence[bool],
 ) -> dict[str, int]:
-    """Return how many learned answers a conversation has, and how many of them, or of it, lack something.
+    """Return how many learned answers a conversation has, and how many of its parts the text lacks, by kind.
 
-    found: the conversation; learned: its messages that are learned; ends: whether each part that is learned has an end.
+    Args:
+        conversation: The conversation.
+        learned: Its learned messages.
+        text: The rendered text.
+        ends: Whether each learned part has an end.
     """
-    messages = found.get("messages") or ()
+    messages = conversation.get("messages") or ()
     lacks = {
         "end": ends.count(False),
         "reasoning": sum(_loses_reasoning(message, text) for message in learned),
-        "tools": int(not all(map(text.__contains__, _names(found.get("tools") or ())))),
+        "tools": int(not all(map(text.__contains__, _names(conversation.get("tools") or ())))),
         "system": int(
             not all(
                 _has(m["content"], text)
@@ -58,7 +62,13 @@ def notes_of(
 def ends_of_spans(
     text: str, spans: Sequence[tuple[int, int]], special: Sequence[str]
 ) -> list[bool]:
-    """Return whether each learned part of a text ends in a special token. Parts that touch are one part."""
+    """Return whether each learned part of a text ends in a special token. Adjacent parts are one part.
+
+    Args:
+        text: The text.
+        spans: The characters [start, stop) of each learned part.
+        special: Texts of special tokens.
+    """
     joined: list[list[int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:
@@ -70,22 +80,36 @@ def ends_of_spans(
 
 
 def sum_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return for each kind of the notes {"number", "first"}: the sum, and where the first one was."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the sum of notes: for each kind the number, and the place of the first one.
+
+    Args:
+        notes: Sums of several shards or sources.
+    """
+    total: dict[str, dict[str, Any]] = {}
     for one in notes:
         for kind, entry in one.items():
-            add(found, {kind: entry["number"]}, entry["first"])
-    return found
+            add(total, {kind: entry["number"]}, entry["first"])
+    return total
 
 
-def add(notes: dict[str, dict[str, Any]], more: Notes, where: str) -> None:
-    """Add the notes of a conversation to a sum. where: its file and line."""
-    for kind, number in more.items():
+def add(notes: dict[str, dict[str, Any]], new: Notes, where: str) -> None:
+    """Add the notes of a conversation to a sum.
+
+    Args:
+        notes: The sum.
+        new: The notes.
+        where: File and line of the conversation.
+    """
+    for kind, number in new.items():
         notes.setdefault(kind, {"number": 0, "first": where})["number"] += number
 
 
 def sentences(notes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each kind of what is lacking; none if nothing is."""
+    """Return a sentence for each kind of missing part.
+
+    Args:
+        notes: The sum of notes.
+    """
     answers = notes.get(ANSWERS, {"number": 0})["number"]
     return [
         f"{notes[kind]['number']:,}{f' of {answers:,}' if words.startswith('answers') else ''} {words} (first: "
@@ -97,13 +121,13 @@ def sentences(notes: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _loses_reasoning(message: Mapping[str, Any], text: str) -> bool:
     written = message.get("content", "").rpartition("</think>")[0].replace("<think>", "")
-    given = [
+    parts = [
         part
         for part in (written, *(message.get(key) for key in REASONING))
         if isinstance(part, str)
     ]
-    given = [part for part in given if part.strip()]
-    return bool(given) and not any(_has(part, text) for part in given)
+    parts = [part for part in parts if part.strip()]
+    return bool(parts) and not any(_has(part, text) for part in parts)
 
 
 def _has(part: str, text: str) -> bool:

@@ -1,10 +1,10 @@
-r"""Chat templates of tokenizers, in Jinja: messages to text, and which part of the text is an answer. Torch-free.
+r"""Chat templates of tokenizers, in Jinja: messages to text, and the parts of the text that are answers. Torch-free.
 
-Texts equal those of transformers' `apply_chat_template`, with two exceptions. The clock of a template (`strftime_now`)
-is the date chat.date, because data must not depend on the day. Without it templates write a date of their own. And
-arguments of calls are given as objects, if the template takes these, whatever the data has: see `argument_forms`.
+Texts equal transformers' `apply_chat_template`, with two exceptions. The clock of a template (`strftime_now`) is the
+date chat.date, because data must not depend on the day; without it templates write a date of their own. And calls have
+their arguments as objects, if the template takes these, whatever form the data have: see `argument_forms`.
 
-rendered   <|user|>\n2 + 2?<|end|>\n<|assistant|>\n4<|end|>\n     the template writes all but the contents
+rendered   <|user|>\n2 + 2?<|end|>\n<|assistant|>\n4<|end|>\n     the template writes everything but the contents
 answers                                           ------          with the token that ends them
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MARKS = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
 _USER = {"role": "user"}
-# characters of an answer by which its end is found; an earlier one may begin otherwise
+# lengths of the end of an answer that is searched for; an earlier answer may begin differently
 _TAILS = (16, 8, 4, 2, 1)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DEFAULT = Chat()
@@ -36,11 +36,15 @@ _DEFAULT = Chat()
 class ChatTemplate:
     """A compiled template.
 
-    name: its file, for messages; special: names of special tokens of templates, such as `eos_token`, -> their texts;
-    tokens: the texts of all special tokens.
+    Args:
+        source: The text of the template.
+        name: Its file, for messages.
+        special: Texts of special tokens by their names in templates, such as `eos_token`.
+        chat: The table [chat].
+        tokens: Texts of all special tokens.
 
     Raises:
-        ConfigError: it is no Jinja template.
+        ConfigError: It is no Jinja template.
     """
 
     def __init__(
@@ -57,16 +61,13 @@ class ChatTemplate:
         self.name = name
         self._chat = chat
         self._tokens = sorted({*special.values(), *tokens})
-        self._given = special | chat.values
-        how = (
-            ""
-            if (given := (chat.arguments, chat.date, chat.answers)) == ((), None, "all")
-            else f"\0{given}"
-        )
+        self._values = special | chat.values
+        settings = chat.arguments, chat.date, chat.answers
+        how = "" if settings == ((), None, "all") else f"\0{settings}"
         self.files = f"{source}\0{sorted(special.items())}"
-        """The template and the special tokens that files say, without the settings of [chat]."""
+        """The template and the special tokens of its files, without the settings of [chat]."""
         self.identity = f"{self.files}{how}"
-        """What the texts and their answers depend on, beside the conversations."""
+        """Everything except the conversations that decides the texts and their answers."""
         try:
             self._plain = environment_of(("", ""), chat.date).from_string(source)
             marks = _GENERATION.search(source) is not None
@@ -78,69 +79,83 @@ class ChatTemplate:
                 f"the chat template {name} is no Jinja template ({error}); copy it again"
             ) from None
 
-    def render(self, found: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Return a conversation as text, and the characters [start, stop) of its answers with their end tokens.
+    def render(self, conversation: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation.
+
+        Args:
+            conversation: The conversation.
+
+        Returns:
+            The text; and the characters [start, stop) of its answers with their end tokens.
 
         Raises:
-            ConfigError: the template refuses it, leaves out a message, or hides where an answer is.
+            ConfigError: The template refuses it, leaves out a message, or hides where an answer is.
         """
-        messages = _messages_of(found)
-        how = _brought(found)
+        messages = _messages_of(conversation)
+        how = _brought(conversation)
         try:
             messages, text = self._written(messages, how)
             spans = self._answers(messages, text, how)
             return self._ended(messages, text, spans, how)
         except ConfigError as error:
             raise ConfigError(
-                f"{found['where']()}: the chat template {self.name} {error}"
+                f"{conversation['where']()}: the chat template {self.name} {error}"
             ) from None
 
-    def prompt(self, found: Mapping[str, Any]) -> str:
-        """Return the text that asks a model for the next answer: what `render` writes up to it.
+    def prompt(self, conversation: Mapping[str, Any]) -> str:
+        """Return the text that asks a model for the next answer: the text of `render` up to this answer.
 
-        Without the generation prompt if `asks` of `found` is false.
+        Args:
+            conversation: The conversation. Without a generation prompt if its entry `asks` is false.
 
         Raises:
-            ConfigError: the template refuses the messages, or leaves one out.
+            ConfigError: The template refuses the messages, or leaves one out.
         """
         try:
             return self._written(
-                found["messages"], _brought(found), prompts=found.get("asks", True)
+                conversation["messages"],
+                _brought(conversation),
+                prompts=conversation.get("asks", True),
             )[1]
         except ConfigError as error:
             raise ConfigError(f"the chat template {self.name} {error}") from None
 
     def notes(
-        self, found: Mapping[str, Any], text: str, spans: Sequence[tuple[int, int]]
+        self, conversation: Mapping[str, Any], text: str, spans: Sequence[tuple[int, int]]
     ) -> dict[str, int]:
-        """Return what a rendered conversation lacks, see `notes_of`. text, spans: of `render`."""
-        messages = _messages_of(found)
+        """Return the parts of a conversation that its text lacks; see `notes_of`.
+
+        Args:
+            conversation: The conversation.
+            text: The text of `render`.
+            spans: The answers of `render`.
+        """
+        messages = _messages_of(conversation)
         learned = [messages[i] for i in self._learned(messages)]
-        return notes_of(found, learned, text, ends_of_spans(text, spans, self._tokens))
+        return notes_of(conversation, learned, text, ends_of_spans(text, spans, self._tokens))
 
     def ends_of_answers(self) -> list[str]:
-        """Return the special tokens that end an answer, and one that calls a tool; a template may write none."""
+        """Return the special tokens that end an answer and a call of a tool; a template may write none."""
         call = {
             "id": "call00000",
             "type": "function",
             "function": {"name": "f", "arguments": {"a": "3"}},
         }
         answers = [{"content": "2"}, {"content": "", "tool_calls": [call]}]
-        found = []
+        ends = []
         for answer in answers:
             messages = [{"role": "user", "content": "1"}, {"role": "assistant", **answer}]
             with suppress(ConfigError):
                 text, spans = self.render({"messages": messages, "where": str})
                 written = text[spans[-1][0] : spans[-1][1]].rstrip()
-                found += [token for token in self._tokens if token and written.endswith(token)][
-                    -1:
-                ]
-        return found
+                tokens = [token for token in self._tokens if token and written.endswith(token)]
+                ends += tokens[-1:]
+        return ends
 
     def _written(
         self, messages: Messages, how: Mapping[str, Any], *, prompts: bool = False
     ) -> tuple[Messages, str]:
-        """Return the messages, with arguments of calls in the form that the template takes, and the text of all."""
+        """Return the messages, with arguments of calls in the form that the template takes, and their text."""
         reason = None
         for form in argument_forms(messages):
             try:
@@ -176,13 +191,13 @@ class ChatTemplate:
         return [spans[answers.index(i)] for i in learnt]
 
     def _learned(self, messages: Messages) -> list[int]:
-        """Return the numbers of the messages that are learned."""
-        found = [
+        """Return the numbers of the learned messages."""
+        learned = [
             i
             for i, message in enumerate(messages)
             if message["role"] == "assistant" and message.get("weight", 1)
         ]
-        return found[-1:] if self._chat.answers == "last" else found
+        return learned[-1:] if self._chat.answers == "last" else learned
 
     def _ended(
         self,
@@ -191,10 +206,10 @@ class ChatTemplate:
         spans: list[tuple[int, int]],
         how: Mapping[str, Any],
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and the answers; the last answer has the end that earlier ones have.
+        """Return the text and the answers, with the end token of earlier answers after the last one.
 
-        Some templates, as GLM-4.5's, write no end: the start of the next message is the end of an answer, and the last
-        answer has no message behind it.
+        Some templates, such as GLM-4.5's, write no end: the start of the next message ends an answer, and no message
+        follows the last answer.
         """
         is_last = (
             bool(spans) and spans[-1][1] == len(text) and messages[-1]["role"] == "assistant"
@@ -213,13 +228,13 @@ class ChatTemplate:
         with suppress(ConfigError):
             longer = self._text(self._plain, [*messages, {**asks, "content": _MARKS[0]}], **how)
             for size in _TAILS:
-                _, found, behind = longer.partition(_MARKS[0])[0].rpartition(
+                _, tail, after = longer.partition(_MARKS[0])[0].rpartition(
                     text[spans[-1][0] :][-size:]
                 )
                 end = next(
-                    (token for token in self._tokens if token and behind.startswith(token)), ""
+                    (token for token in self._tokens if token and after.startswith(token)), ""
                 )
-                if found and end:
+                if tail and end:
                     return text + end, [*spans[:-1], (spans[-1][0], len(text) + len(end))]
         return text, spans
 
@@ -232,22 +247,22 @@ class ChatTemplate:
         values: Mapping[str, Any],
         prompts: bool = False,
     ) -> str:
-        given = {
+        inputs = {
             "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": prompts,
         }
         try:
-            return template.render(**self._given | values | given)
-        except Exception as error:  # a template is a program: anything can go wrong in it
+            return template.render(**self._values | values | inputs)
+        except Exception as error:  # a template is a program that may raise any error
             reason = str(error).strip().split("\n")[0] or type(error).__name__
-            what = (
+            remedy = (
                 "set chat.date"
                 if "strftime_now" in reason
                 else "change the line or the template"
             )
-            raise ConfigError(f"refuses it ({reason}); {what}") from None
+            raise ConfigError(f"refuses it ({reason}); {remedy}") from None
 
 
 def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
@@ -262,14 +277,14 @@ def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
     return list(zip(ends[:-1:2], ends[1::2], strict=True))
 
 
-def _messages_of(found: Mapping[str, Any]) -> Messages:
+def _messages_of(conversation: Mapping[str, Any]) -> Messages:
     """Return the messages of a conversation, which may be a prompt and an answer."""
-    roles = {"user": found.get("prompt"), "assistant": found.get("answer")}
-    return found.get("messages") or [
+    roles = {"user": conversation.get("prompt"), "assistant": conversation.get("answer")}
+    return conversation.get("messages") or [
         {"role": role, "content": text} for role, text in roles.items()
     ]
 
 
-def _brought(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a conversation gives to the template beside its messages."""
-    return {"tools": found.get("tools"), "values": found.get("values", {})}
+def _brought(conversation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of the template that a conversation has in addition to its messages."""
+    return {"tools": conversation.get("tools"), "values": conversation.get("values", {})}

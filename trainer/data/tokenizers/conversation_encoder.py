@@ -1,4 +1,4 @@
-"""Conversations to token ids, and which of these are learned. Torch-free."""
+"""Conversations to token ids, and which tokens are learned. Torch-free."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,12 @@ from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer, open_tokenizer
 
 
 class ConversationEncoder:
-    """Renders conversations. template: None for prompts and answers that are plain text."""
+    """Renders and encodes conversations.
+
+    Args:
+        tokenizer: The tokenizer.
+        template: The template; None for prompts and answers as plain text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
@@ -23,7 +28,16 @@ class ConversationEncoder:
     def of(
         cls, tokenizer_path: str, chat_template: str | None, chat: Chat
     ) -> "ConversationEncoder":
-        """Return the encoder for a tokenizer and a template; it raises as `open_tokenizer` and `find_template`."""
+        """Return the encoder for a tokenizer and a template.
+
+        Args:
+            tokenizer_path: The file or folder of the tokenizer.
+            chat_template: The value of model.chat_template.
+            chat: The table [chat].
+
+        Raises:
+            ConfigError, MissingFile: As `open_tokenizer` and `find_template`.
+        """
         tokenizer = open_tokenizer(tokenizer_path)
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
@@ -31,16 +45,23 @@ class ConversationEncoder:
 
     @property
     def identity(self) -> str | None:
-        """What the texts depend on, beside the conversations."""
+        """Everything except the conversations that decides the texts."""
         return self._template and self._template.identity
 
     @property
     def files(self) -> str | None:
-        """The template and the special tokens that files say; None without a template."""
+        """The template and the special tokens of its files; None without a template."""
         return self._template and self._template.files
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
-        """Return the tokens of a conversation, and which lie in an answer; ConfigError if the template refuses it."""
+        """Return the tokens of a conversation, and which of them are in an answer.
+
+        Args:
+            document: The conversation.
+
+        Raises:
+            ConfigError: The template refuses it.
+        """
         if self._template is None:
             return self._plain(**plain_text(document))
         rendered, answers = self._template.render(document)
@@ -48,7 +69,14 @@ class ConversationEncoder:
         return encoded._replace(notes=self._template.notes(document, rendered, answers))
 
     def notes(self, document: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return the notes that `encode` would give, without tokens; it raises as `encode`."""
+        """Return the notes of `encode`, without tokens.
+
+        Args:
+            document: The conversation.
+
+        Raises:
+            ConfigError: As `encode`.
+        """
         if self._template is None:
             return self.encode(document).notes
         return self._template.notes(document, *self._template.render(document))
@@ -67,18 +95,25 @@ class ConversationEncoder:
         return _marked(ids, places, [(len(prompt), end + 1)])._replace(notes=notes)
 
 
-def plain_text(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return prompt and answer of a conversation that needs no template; ConfigError if it has messages."""
-    if "messages" in found:
+def plain_text(conversation: Mapping[str, Any]) -> dict[str, str]:
+    """Return prompt and answer of a conversation that needs no template.
+
+    Args:
+        conversation: The conversation.
+
+    Raises:
+        ConfigError: It has messages.
+    """
+    if "messages" in conversation:
         raise ConfigError(
-            f'{found["where"]()} has "messages", which need a chat template, and the tokenizer has none; name its '
-            "Jinja file in model.chat_template, or the folder of an instruction-tuned model in model.tokenizer_path"
+            f'{conversation["where"]()} has "messages", which need a chat template, and the tokenizer has none; name '
+            "its Jinja file in model.chat_template, or the folder of an instruction-tuned model in model.tokenizer_path"
         )
-    return {"prompt": found["prompt"], "answer": found["answer"]}
+    return {"prompt": conversation["prompt"], "answer": conversation["answer"]}
 
 
 def _marked(ids: np.ndarray, places: np.ndarray, answers: Sequence[tuple[int, int]]) -> Encoded:
-    """Return tokens (n,), and which lie in an answer with all characters, [start, stop) of each in places (n, 2)."""
+    """Return tokens (n,), learned if all of their characters are in an answer; places (n, 2) has these characters."""
     starts, stops = places.T
     learned = np.zeros(len(ids), dtype=bool)
     for start, stop in answers:

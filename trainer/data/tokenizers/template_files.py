@@ -1,4 +1,4 @@
-"""Where a chat template is found: in a file, among the registered ones, or in the folder of the tokenizer."""
+"""The search for a chat template: in a file, among the registered ones, or in the tokenizer's folder."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -36,25 +36,27 @@ def find_template(
     chat: Chat = _DEFAULT,
     ends: Mapping[str, str] | None = None,
 ) -> ChatTemplate | None:
-    """Return the template in the file `chat_template`, or the registered one, or that of the tokenizer's folder.
+    """Return the chat template of a tokenizer, None if there is none.
 
-    None if there is none.
-
-    ends: `bos_token` and `eos_token` of a tokenizer without `tokenizer_config.json`.
+    Args:
+        tokenizer_path: The file or folder of the tokenizer.
+        chat_template: A Jinja file, a registered name, or "none"; None for the template of the tokenizer's folder.
+        chat: The table [chat].
+        ends: `bos_token` and `eos_token` of a tokenizer without `tokenizer_config.json`.
 
     Raises:
-        ConfigError: a file that is damaged.
-        MissingFile: `chat_template` is not there.
+        ConfigError: A file is damaged.
+        MissingFile: The file of `chat_template` does not exist.
     """
     if chat_template == NO_TEMPLATE:
         return None
     tokenizer = Path(tokenizer_path)
     folders = [tokenizer if tokenizer.is_dir() else tokenizer.absolute().parent]
-    # Meta's is in a folder inside that of the model
+    # Meta's tokenizer is in a folder inside the model's folder
     if not tokenizer.is_dir() and folders[0].name == "original":
         folders.append(folders[0].parent)
     settings = [(folder, read_settings(folder / "tokenizer_config.json")) for folder in folders]
-    special = next((_special_tokens(found) for _, found in settings if found), ends or {})
+    special = next((_special_tokens(content) for _, content in settings if content), ends or {})
     made = partial(ChatTemplate, special=special, chat=chat)
     with suppress(ConfigError):  # reported when the tokenizer is opened
         made = partial(made, tokens=special_names(tokenizer_path))
@@ -62,15 +64,15 @@ def find_template(
         return made(TEMPLATES[chat_template], chat_template)
     if chat_template is not None:
         return made(_read(chat_template), chat_template)
-    for folder, found in settings:
-        source, file = _source_in(folder, found)
+    for folder, content in settings:
+        source, file = _source_in(folder, content)
         if source is not None:
             return made(source, str(file))
     return None
 
 
 def _read(chat_template: str) -> str:
-    """Return the text of the file that the configuration names."""
+    """Return the text of the configured file."""
     try:
         return Path(os.path.expanduser(chat_template)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +83,7 @@ def _read(chat_template: str) -> str:
 
 
 def _source_in(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, Path]:
-    """Return the template of a folder, None if it has none, and its file. settings: of the tokenizer."""
+    """Return the template of a folder, None if it has none, and its file. `settings` are the tokenizer's."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8"), file
@@ -99,7 +101,13 @@ def _source_in(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, P
 def end_ids(
     tokenizer: Tokenizer, folders: Iterable[HFFolder | None], template: ChatTemplate | None
 ) -> set[int]:
-    """Return the tokenizer's end, all that a `generation_config.json` names, and those of the template's answers."""
+    """Return the ids that end a text: of the tokenizer, of `generation_config.json`, and of the template's answers.
+
+    Args:
+        tokenizer: The tokenizer.
+        folders: Hugging Face folders; None is ignored.
+        template: The chat template, None without one.
+    """
     ends: set[Any] = {tokenizer.eos_id}
     for folder in set(folders) - {None}:
         named = folder.generation.content.get("eos_token_id")

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 def environment_of(marks: tuple[str, str], today: str | None) -> "jinja2.Environment":
     """Return the sandbox in which templates run.
 
-    marks: what stands around an answer that a template marks; today: the date of `strftime_now`, None: it is undefined.
+    Args:
+        marks: Texts before and after an answer that a template marks.
+        today: The date of `strftime_now`, which is undefined if this is None.
     """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension

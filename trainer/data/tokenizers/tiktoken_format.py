@@ -39,8 +39,8 @@ _NAMES = (
 SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES)
 _SPECIAL = re.compile(f"({'|'.join(map(re.escape, SPECIAL_TOKENS))})")
 
-# The longest run of white space, or of anything else, that is passed to tiktoken (characters, as Llama 3 has it). Its
-# regex overflows its stack on a million blanks, and its merges are slow on very long words.
+# Most characters of a run of white space, or of other characters, that tiktoken gets (the limit of Llama 3). Its regex
+# overflows its stack on a million blanks, and its merges are slow on very long words.
 MAX_RUN = 25_000
 _BLANKS = (
     *range(9, 14),
@@ -55,24 +55,26 @@ _BLANKS = (
     0x205F,
     0x3000,
 )
-# by code point; the last entry stands for all that are higher
+# by code point; the last entry is for all higher code points
 _IS_BLANK = np.zeros(0x3002, dtype=bool)
 _IS_BLANK[list(_BLANKS)] = True
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Text <-> token ids with the ranks of one file; 256 special tokens follow, the first two begin and end a text.
+    """A tokenizer with the ranks of one file. 256 special tokens follow; the first two begin and end a text.
 
-    given: the path as the user gave it, for messages.
+    Args:
+        file: The rank file.
+        shown: The path of the user, for messages.
 
     Raises:
-        ConfigError: the file is no rank file.
+        ConfigError: The file is no rank file.
     """
 
-    def __init__(self, file: str, given: str) -> None:
+    def __init__(self, file: str, shown: str) -> None:
         import tiktoken
 
-        ranks = read_ranks(file, given)
+        ranks = read_ranks(file, shown)
         special = self._special = {
             name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)
         }
@@ -84,12 +86,23 @@ class TiktokenTokenizer(Tokenizer):
         self.eos_id = special["<|end_of_text|>"]
 
     def ids_of(self, text: str) -> Sequence[np.ndarray]:
+        """Return the token ids of a text in parts; see `Tokenizer.ids_of`.
+
+        Args:
+            text: Legal Unicode.
+        """
         return [
             self._encoding.encode_to_numpy(piece, disallowed_special=())
             for piece in split_long_runs(text)
         ]
 
     def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids and their characters; see `Tokenizer.encode_with_places`.
+
+        Args:
+            text: Legal Unicode.
+            special: Whether to read names of special tokens as these tokens.
+        """
         parts = _SPECIAL.split(text) if special else [text]
         ids: list[int] = []
         for number, part in enumerate(parts):
@@ -107,13 +120,21 @@ class TiktokenTokenizer(Tokenizer):
         return np.array(ids, dtype=np.int64), places.astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids; see `Tokenizer.decode`.
+
+        Args:
+            ids: Token ids.
+        """
         return self._encoding.decode(list(ids))
 
 
 def split_long_runs(text: str) -> Iterator[str]:
-    """Yield pieces of `text`, cut only inside runs of more than MAX_RUN characters.
+    """Yield pieces of a text, which is cut only inside runs of more than MAX_RUN characters.
 
-    A run is a maximal stretch of white space, or of anything else. Ordinary text is one piece.
+    A run is a maximal stretch of white space, or of other characters. Ordinary text is one piece.
+
+    Args:
+        text: The text.
     """
     if len(text) <= MAX_RUN:
         yield text
@@ -130,8 +151,16 @@ def split_long_runs(text: str) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later
-def read_ranks(file: str, given: str) -> dict[bytes, int]:
-    """Return the bytes of each token -> rank: 0, 1, 2, ... in any order; ConfigError if the file is no rank file."""
+def read_ranks(file: str, shown: str) -> dict[bytes, int]:
+    """Return the rank of each token, by its bytes; the ranks are 0, 1, 2, ... in any order.
+
+    Args:
+        file: The rank file.
+        shown: The path of the user, for messages.
+
+    Raises:
+        ConfigError: The file is no rank file.
+    """
     lines = Path(file).read_bytes().splitlines()
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):
@@ -142,24 +171,29 @@ def read_ranks(file: str, given: str) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise ConfigError(
-                f"model.tokenizer_path = {given!r} is no tokenizer of tiktoken's format (line {number} must be"
+                f"model.tokenizer_path = {shown!r} is no tokenizer of tiktoken's format (line {number} must be"
                 f" `base64 rank`){HINT}"
             ) from None
     if len(set(ranks.values())) != len(ranks) or set(ranks.values()) != set(range(len(ranks))):
         raise ConfigError(
-            f"model.tokenizer_path = {given!r} must number its tokens 0, 1, 2, ... without a gap{HINT}"
+            f"model.tokenizer_path = {shown!r} must number its tokens 0, 1, 2, ... without a gap{HINT}"
         )
     missing = sum(bytes([value]) not in ranks for value in range(256))
     if missing:
         raise ConfigError(
-            f"model.tokenizer_path = {given!r} lacks {missing} of the 256 single-byte tokens{HINT}"
+            f"model.tokenizer_path = {shown!r} lacks {missing} of the 256 single-byte tokens{HINT}"
         )
     return ranks
 
 
-def facts(file: str, given: str) -> tuple[int, tuple[str, ...]]:
-    """Return the size of the vocabulary, and the texts of the special tokens, without tiktoken."""
-    return len(read_ranks(file, given)) + NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
+def facts(file: str, shown: str) -> tuple[int, tuple[str, ...]]:
+    """Return the size of the vocabulary, and the texts of the special tokens, without tiktoken.
+
+    Args:
+        file: The rank file.
+        shown: The path of the user, for messages.
+    """
+    return len(read_ranks(file, shown)) + NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 
 
 FORMAT = TiktokenTokenizer

@@ -1,10 +1,10 @@
-"""Text <-> token ids. The format of a tokenizer is known by its file, or by what lies in its folder.
+"""Text to token ids and back. The format of a tokenizer follows from its file, or from the files of its folder.
 
-    tokenizer.json             of Hugging Face's tokenizers: tokenizer_json.py
+    tokenizer.json             Hugging Face's tokenizers: tokenizer_json.py
     original/tokenizer.model   Meta's rank file of Llama 3: tiktoken_format.py
     tokenizer.model            likewise
 
-The first one that a folder has is taken. All other modules know tokenizers by `Tokenizer` alone.
+The first file that a folder has is used. All other modules only know `Tokenizer`.
 """
 
 import hashlib
@@ -28,10 +28,13 @@ HINT = (
 
 
 class Encoded(NamedTuple):
-    """A document. ids: (n,) integers; answers: (n,) bool, whether a token is learned; None: all are.
+    """A document.
 
-    lengths: of its parts, which do not see each other but are packed together; empty: it is one part. notes: of a
-    conversation, how many answers it has, and how many lack something; see `chat_notes`.
+    Attributes:
+        ids: Token ids, (n,) integers.
+        answers: Whether each token is learned, (n,) bool; None if all are.
+        lengths: Tokens of its parts, which do not see each other but are packed together; empty for one part.
+        notes: For a conversation, how many answers it has, and how many lack something; see `chat_notes`.
     """
 
     ids: np.ndarray
@@ -47,7 +50,10 @@ NOTHING = Encoded(np.empty(0, dtype=np.int64))
 class Tokenizer(ABC):
     """A tokenizer.
 
-    vocab_size: every id is below it. bos_id, eos_id: ids of the tokens that begin and end a text; None: it has none.
+    Attributes:
+        vocab_size: One more than the largest id.
+        bos_id: The id of the token that begins a text; None if there is none.
+        eos_id: The id of the token that ends a text; None if there is none.
     """
 
     vocab_size: int
@@ -56,33 +62,54 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def ids_of(self, text: str) -> Sequence[np.ndarray | Sequence[int]]:
-        """Return the token ids of legal Unicode in parts, one after another, without `bos_id` and `eos_id`.
+        """Return the token ids of a text in successive parts, without `bos_id` and `eos_id`.
 
-        Special-token strings inside `text` are ordinary text.
+        Names of special tokens inside the text are ordinary text.
+
+        Args:
+            text: Legal Unicode.
 
         Raises:
-            UnicodeEncodeError: the text has a lone surrogate.
+            UnicodeEncodeError: The text has a lone surrogate.
         """
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, with special tokens by name, and bytes that are not UTF-8 as U+FFFD."""
+        """Return the text of token ids, with special tokens by name, and bytes that are not UTF-8 as U+FFFD.
+
+        Args:
+            ids: Token ids.
+        """
 
     @abstractmethod
     def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids (n,) of legal Unicode, and the characters [start, stop) of each token, (n, 2), int64.
+        """Return the token ids of a text and the characters of each token.
 
-        special: read the names of special tokens in `text` as these tokens.
+        Args:
+            text: Legal Unicode.
+            special: Whether to read names of special tokens as these tokens.
+
+        Returns:
+            Token ids, (n,) int64; and characters [start, stop), (n, 2) int64.
         """
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Return the token ids of `text` as a list; see `encode_to_numpy`."""
+        """Return the token ids of a text as a list; see `encode_to_numpy`.
+
+        Args:
+            text: The text.
+            bos: Whether to begin with `bos_id`.
+            eos: Whether to end with `eos_id`.
+        """
         return self.encode_to_numpy(text, bos=bos, eos=eos).tolist()
 
     def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> np.ndarray:
-        """Return the token ids (n,) int64 of `text`, optionally between the tokens that begin and end a text.
+        """Return the token ids of a text, (n,) int64. A lone surrogate becomes U+FFFD.
 
-        A token that this tokenizer does not have is left out. A lone surrogate becomes U+FFFD.
+        Args:
+            text: The text.
+            bos: Whether to begin with `bos_id`, if the tokenizer has it.
+            eos: Whether to end with `eos_id`, if the tokenizer has it.
         """
         try:
             parts = self.ids_of(text)
@@ -96,7 +123,11 @@ class Tokenizer(ABC):
 
 
 def replace_surrogates(text: str) -> str:
-    """Return `text` as legal Unicode: surrogate pairs joined, lone surrogates as U+FFFD (tiktoken's rule)."""
+    """Return a text as legal Unicode: surrogate pairs joined, lone surrogates as U+FFFD (tiktoken's rule).
+
+    Args:
+        text: The text.
+    """
     return (
         text
         if text.isascii()
@@ -105,31 +136,54 @@ def replace_surrogates(text: str) -> str:
 
 
 def open_tokenizer(path: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a file or folder, by default the shipped one; ConfigError if it is missing or damaged."""
-    module, *found = _found(path)
-    return module.FORMAT(*found)
+    """Return the tokenizer of a file or folder.
+
+    Args:
+        path: The file or folder; None for the shipped tokenizer.
+
+    Raises:
+        ConfigError: It is missing or damaged.
+    """
+    module, *names = _format_of(path)
+    return module.FORMAT(*names)
 
 
 def vocab_size_of(path: str) -> int:
-    """Return `open_tokenizer(path).vocab_size`, from the file alone, without the tokenizer's library."""
-    module, *found = _found(path)
-    return module.facts(*found)[0]
+    """Return the size of a tokenizer's vocabulary, without the tokenizer's library.
+
+    Args:
+        path: The file or folder.
+    """
+    module, *names = _format_of(path)
+    return module.facts(*names)[0]
 
 
 def special_names(path: str) -> Sequence[str]:
-    """Return the texts of the special tokens of `open_tokenizer(path)`, likewise."""
-    module, *found = _found(path)
-    return module.facts(*found)[1]
+    """Return the texts of a tokenizer's special tokens, without the tokenizer's library.
+
+    Args:
+        path: The file or folder.
+    """
+    module, *names = _format_of(path)
+    return module.facts(*names)[1]
 
 
 def tokenizer_hash(path: str) -> str:
-    """Return the SHA-256 of the tokenizer's file."""
-    return hashlib.sha256(Path(_found(path)[1]).read_bytes()).hexdigest()
+    """Return the SHA-256 of a tokenizer's file.
+
+    Args:
+        path: The file or folder.
+    """
+    return hashlib.sha256(Path(_format_of(path)[1]).read_bytes()).hexdigest()
 
 
-def tokenizer_found(path: str) -> Path:
-    """Return the file of a tokenizer."""
-    return Path(_found(path)[1])
+def tokenizer_file(path: str) -> Path:
+    """Return the file of a tokenizer.
+
+    Args:
+        path: The file or folder.
+    """
+    return Path(_format_of(path)[1])
 
 
 def default_tokenizer_path() -> str:
@@ -137,8 +191,8 @@ def default_tokenizer_path() -> str:
     return Model().tokenizer_file
 
 
-def _found(path: str | None) -> tuple[Any, str, str]:
-    """Return the module of a tokenizer's format, its file, and the path that the user gave."""
+def _format_of(path: str | None) -> tuple[Any, str, str]:
+    """Return the module of a tokenizer's format, its file, and the path of the user."""
     file = path = path or default_tokenizer_path()
     try:
         if os.path.isdir(path):
@@ -157,7 +211,7 @@ def _found(path: str | None) -> tuple[Any, str, str]:
         raise ConfigError(
             f"model.tokenizer_path = {path!r} cannot be read ({error.strerror}){HINT}"
         ) from None
-    # A message of protobuf, whose first field is a piece: a tag, a length, a tag.
+    # A message of protobuf that begins with a piece: a tag, a length, a tag.
     if start[:1] == b"\n" and start[2:3] == b"\n":
         raise ConfigError(
             f"model.tokenizer_path = {path!r} is a model of sentencepiece, which is not read; name the tokenizer.json "
