@@ -102,7 +102,7 @@ def missing_parts(owner: ast.Module | ast.ClassDef) -> Iterator[tuple[int, str, 
         text = ast.get_docstring(owner if node.name == "__init__" else node) or ""
         listed = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         arguments = [ast.unparse(argument) for argument in listed if argument.arg not in ("self", "cls")]
-        returns = node.returns is not None and ast.unparse(node.returns) != "None"
+        returns = node.returns is not None and ast.unparse(node.returns) not in ("None", "NoReturn")
         says_result = re.search("^(Return|Yield)|(Returns|Yields):", text)
         if (arguments and "Args:" not in text) or (returns and not says_result):
             yield node.lineno, "sections", node.name

@@ -1,1 +1,1 @@
-"""The commands of `lct`. What a user gives wrong is a ConfigError, whose sentence the command prints."""
+"""The commands of `lct`. A wrong input is a ConfigError, and the command prints its sentence."""

@@ -1,6 +1,6 @@
-"""Write the answers of requests on all ranks: one request after the other, whatever becomes of one of them.
+"""Write the answers of requests on all ranks, one request after the other. A failed request does not stop the others.
 
-After each token the ranks agree in a group of their own: go on, or the client has left, or a rank has failed.
+After each token the ranks agree in their own group: go on, or the client has left, or a rank has failed.
 
 rank 0   forward  draw  send  agree(left)     agree(end)
 rank 1   forward  draw        agree(on)       agree(end)     both end the answer
@@ -45,9 +45,13 @@ class Writer:
     control: dist.ProcessGroup
 
     def answer(self, asked: Request, waiting: Waiting | None) -> None:
-        """Write the answer of a request. A collective over all ranks; `waiting`, of rank 0, takes it.
+        """Write the answer of a request. A collective over all ranks.
 
-        An error is the request's own: the client gets it, and all ranks go on.
+        An error belongs to this request: its client gets it, and all ranks go on.
+
+        Args:
+            asked: The request.
+            waiting: Takes the answer on rank 0; None on other ranks.
         """
         try:
             ended = self._written(asked, waiting)
@@ -109,7 +113,7 @@ class Writer:
         return Ended(len(written), "length" if is_full else "stop")
 
     def _agree(self, status: int) -> int:
-        """Return the gravest status of all ranks; _OtherRankError if one has failed."""
+        """Return the gravest status of all ranks; raise _OtherRankError if a rank has failed."""
         agreed = highest(status, self.control)
         if agreed == _FAILED:
             raise _OtherRankError("another rank has failed in this request")
@@ -117,12 +121,12 @@ class Writer:
 
 
 def scores_of(logits: torch.Tensor, tokens: list[int], likeliest: int) -> tuple[Score, ...]:
-    """Return how likely tokens were by the model, at temperature 1 and among all tokens.
+    """Return the log-probabilities of tokens by the model, at temperature 1 and among all tokens.
 
     Args:
-        logits: (N, V), what each token was drawn by.
-        tokens: N of them.
-        likeliest: how many of the likeliest tokens are told with each.
+        logits: The logits from which each token was drawn, (N, V).
+        tokens: N tokens.
+        likeliest: Number of the likeliest tokens to report with each token.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     values = logits.to(dtype).log_softmax(-1)

@@ -38,7 +38,11 @@ def parser() -> Parser:
 
 
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
-    """Return the arguments and the job of all ranks."""
+    """Return the options and the job of all ranks.
+
+    Args:
+        argv: The words of the command line, without the command.
+    """
     args = parser().parse_args(argv)
     job = job_of(args, command="lct chat")
     Talk.of(job.config, args.tools)
@@ -75,7 +79,14 @@ class Conversation:
         self._messages = list(self._first)
 
     def prompt(self, line: str) -> list[int] | None:
-        """Do what a line says; return the tokens that ask for an answer, or None if none is asked for."""
+        """Follow a line of the user.
+
+        Args:
+            line: The line.
+
+        Returns:
+            The tokens that ask for an answer, None if the line asks for none.
+        """
         command, _, rest = line.partition(" ")
         if command == "/reset":
             self._messages = list(self._first)
@@ -105,7 +116,12 @@ class Conversation:
         return prompt
 
     def answered(self, prompt: list[int], written: list[int]) -> None:
-        """Keep an answer."""
+        """Keep an answer.
+
+        Args:
+            prompt: The tokens of the prompt.
+            written: The tokens of the answer.
+        """
         if len(written) < self.tokens and len(prompt) + len(written) >= self.window:
             self.say(f"note: the answer ends here, as the model takes {self.window:,} tokens")
         self._messages.append(self.talk.answer(prompt, written))
@@ -113,7 +129,7 @@ class Conversation:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Take Ctrl-C inside, and yield the list of the signals that came."""
+    """Yield the list of signals so far; catch Ctrl-C inside."""
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
@@ -123,7 +139,7 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Talk until the input ends. A collective over all ranks; rank 0 reads and prints."""
+    """Talk until the input ends, and return an empty text. A collective over all ranks; rank 0 reads and prints."""
     from trainer.commands.finished_run import loaded_model
     from trainer.components.generation import Sampling, Writing, generate
     from trainer.runtime.agreement import control_group, highest, read_once

@@ -25,7 +25,15 @@ from trainer.stores.folder import step_to_load
 
 
 def acted(command: CommandLine, start: Start) -> bool:
-    """Do what --print-config and --check-config ask for, and return whether they were given."""
+    """Obey --print-config and --check-config.
+
+    Args:
+        command: The parsed command line.
+        start: The ranks to start.
+
+    Returns:
+        Whether one of them was given.
+    """
     if command.print_config:
         print(to_toml(command.config), flush=True)
     if command.check_config:
@@ -34,10 +42,17 @@ def acted(command: CommandLine, start: Start) -> bool:
 
 
 def check(command: CommandLine, start: Start) -> ResolvedJob:
-    """Check the configuration, print its summary (but not beside --print-config), and return the job.
+    """Check the configuration and print its summary, unless --print-config is given.
 
     Without --world-size this is the job that `lct train` would start here. With it the job may be for another machine:
-    `job.device = "auto"` then means GPUs, and files that are not here yet are notes.
+    `job.device = "auto"` then means GPUs, and missing files are notes.
+
+    Args:
+        command: The parsed command line.
+        start: The ranks to start.
+
+    Returns:
+        The resolved job.
     """
     machine = this_machine()
     config = command.config
@@ -75,9 +90,16 @@ def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, s
 
 
 def main(argv: list[str]) -> int:
-    """`check [FILE] [--world-size N] [--ngpu N] [--table.key value ...]`: FILE and variables as of `train`.
+    """Run `check [FILE] [--world-size N] [--ngpu N] [--table.key value ...]`.
 
-    --ngpu: ranks of this machine; beside --world-size, of each node.
+    FILE and variables are the same as for `train`. --ngpu is the number of ranks of this machine; with --world-size, of
+    each node.
+
+    Args:
+        argv: The words of the command line, without the command.
+
+    Returns:
+        The exit code.
     """
     start = parse(argv)
     arguments = ["--check-config", *start.arguments]
@@ -97,8 +119,11 @@ def main(argv: list[str]) -> int:
 def check_tensors(job: ResolvedJob) -> None:
     """Compare names and shapes of a Hugging Face folder with the model, by the headers of its files.
 
+    Args:
+        job: The resolved job.
+
     Raises:
-        ConfigError: a tensor is missing, unknown or of another shape.
+        ConfigError: A tensor is missing, unknown or of another shape.
     """
     config = job.user_config
     start = config.checkpoint.initial_load_path
@@ -114,10 +139,15 @@ def check_tensors(job: ResolvedJob) -> None:
 def peak_of_a_step(
     arguments: list[str], ranks: int, device_type: str, *, node: int | None = None
 ) -> tuple[str, str]:
-    """Return in words what a rank needs at the peak of a step, or why it is not known, and a note on time-outs.
+    """Return the memory of a rank at the peak of a step in words, or why it is unknown; and a note on time-outs.
 
-    The note is empty where the time-outs are long enough, and on CPUs, whose speed is not known. node: ranks on one
-    node, None for those of most GPUs.
+    The note is empty where the time-outs are long enough, and on CPUs, where the time is unknown.
+
+    Args:
+        arguments: Settings of the job.
+        ranks: Ranks of the job.
+        device_type: "cuda" or "cpu".
+        node: Ranks on one node; None for the number of most GPUs.
     """
     from lct_planner import shim
     from lct_planner.estimate import estimate

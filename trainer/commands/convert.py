@@ -20,7 +20,14 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def to_hf(given: argparse.Namespace) -> str:
-    """Write the weights of a run as a Hugging Face folder."""
+    """Write the weights of a run as a Hugging Face folder.
+
+    Args:
+        given: The options of the command line.
+
+    Returns:
+        What to do next, in words.
+    """
     config = _configuration(given)
     args = resolve_model(config)
     import torch  # when the run is known to be there
@@ -41,7 +48,14 @@ def _configuration(given: argparse.Namespace) -> JobConfig:
 
 
 def to_peft(given: argparse.Namespace) -> str:
-    """Write the adapters of a run in the format of Hugging Face's peft."""
+    """Write the adapters of a run in the format of Hugging Face's peft.
+
+    Args:
+        given: The options of the command line.
+
+    Returns:
+        What to do next, in words.
+    """
     config = _configuration(given)
     run = given.folder
     if not config.lora.rank:
@@ -60,7 +74,14 @@ def to_peft(given: argparse.Namespace) -> str:
 
 
 def add_tokens(given: argparse.Namespace) -> str:
-    """Write a copy of a Hugging Face folder with more special tokens."""
+    """Write a copy of a Hugging Face folder with further special tokens.
+
+    Args:
+        given: The options of the command line.
+
+    Returns:
+        What to do next, in words.
+    """
     from trainer.hugging_face.writer import add_tokens
 
     output = given.output
@@ -70,7 +91,14 @@ def add_tokens(given: argparse.Namespace) -> str:
 
 
 def size(text: str) -> int:
-    """Return the bytes that a size means, such as 5GB; argparse.ArgumentTypeError if it is no size."""
+    """Return the number of bytes of a size, such as 5GB.
+
+    Args:
+        text: The size.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no size.
+    """
     match = re.fullmatch(r"([1-9]\d*) ?(KB|MB|GB)", text, re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 5GB, 500MB or 10KB")
@@ -113,7 +141,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert, and say what can be done next."""
+    """Convert, and print what can be done next.
+
+    Args:
+        argv: The words of the command line, without the command.
+
+    Returns:
+        The exit code.
+    """
     args = parser().parse_args(argv)
     if args.way is None:
         raise ConfigError(

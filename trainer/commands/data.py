@@ -55,7 +55,12 @@ def parser() -> Parser:
 
 
 def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
-    """Yield the documents of the packed sequence in a batch of one."""
+    """Yield the documents of the packed sequence in a batch of one.
+
+    Args:
+        batch: The batch.
+        tokenizer: The tokenizer.
+    """
     tokens, labels, positions, ids = (
         batch[name][0].numpy() for name in ("tokens", "labels", "positions", "document_ids")
     )
@@ -80,7 +85,12 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
 
 
 def shortened(parts: list[tuple[str, bool]], most: int) -> list[tuple[str, bool]]:
-    """Return the first and the last characters of a text, `most` in all; 0: all of it."""
+    """Return the first and the last characters of a text.
+
+    Args:
+        parts: Parts of the text, and whether each is learned.
+        most: Number of characters; 0 for all.
+    """
     length = sum(len(text) for text, _ in parts)
     if not most or length <= most:
         return parts
@@ -101,7 +111,12 @@ def _cut(parts: list[tuple[str, bool]], start: int, stop: int) -> list[tuple[str
 
 
 def on_console(documents: list[Document], *, color: bool) -> str:
-    """Return the documents as text for a terminal."""
+    """Return the documents as text for a terminal.
+
+    Args:
+        documents: The documents.
+        color: Whether to use colours.
+    """
     first, last = (_GREEN, _PLAIN) if color else ("⟦", "⟧")
     lines = []
     for head, parts in documents:
@@ -114,7 +129,12 @@ def on_console(documents: list[Document], *, color: bool) -> str:
 
 
 def page(documents: list[Document], title: str) -> str:
-    """Return the documents as a page of HTML."""
+    """Return the documents as a page of HTML.
+
+    Args:
+        documents: The documents.
+        title: The title of the page.
+    """
     body = (
         f"<h2>{escape(head)}</h2>"
         + "".join(
@@ -127,7 +147,12 @@ def page(documents: list[Document], title: str) -> str:
 
 
 def show(config: JobConfig, args: argparse.Namespace) -> str:
-    """Return the table of a job's data and one of its sequences, which is also written as a page if that is wanted."""
+    """Return the table of a job's data and one of its sequences, and write the page if it is requested.
+
+    Args:
+        config: The configuration of the run.
+        args: The options of the command line.
+    """
     from trainer.data.job_data import open_training_data
     from trainer.data.loader import BatchLoader
 
@@ -160,7 +185,14 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """`data show [FILE] [options] [--table.key value ...]`."""
+    """Run `data show [FILE] [options] [--table.key value ...]`.
+
+    Args:
+        argv: The words of the command line, without the command.
+
+    Returns:
+        The exit code.
+    """
     if argv[:1] in (["-h"], ["--help"]):
         argv = ["show", *argv]
     if argv[:1] != ["show"]:

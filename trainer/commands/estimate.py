@@ -42,7 +42,7 @@ _HOST_OF_A_GPU = 200e9
 
 
 def main(argv: list[str]) -> int:
-    """Estimate, print, and return the exit code."""
+    """Estimate, print the result, and return the exit code."""
     started = time.monotonic()
     try:
         options, start = _options(argv)
@@ -153,7 +153,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
 
 
 def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Estimate:
-    """Print the longest sequence that fits, and return its estimate, or that of the shortest tried."""
+    """Print the longest sequence that fits; return its estimate, or the estimate of the shortest tried one."""
     longest, beyond = longest_sequence(of, arguments, begin, unit=128 * ranks)
     wall = next(iter(beyond.by_purpose))
     if longest is not None:
@@ -168,13 +168,13 @@ def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Est
 
 
 def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Estimate:
-    """Print the job as it is given and the fastest choices, and write the best one if a path is given.
+    """Print the job as it is written and the fastest choices; write the best one if a path is given.
 
     Returns:
         The estimate of the best choice.
 
     Raises:
-        ConfigError: nothing that was tried fits.
+        ConfigError: No choice fits.
     """
     given = of(arguments)
     print(_row(given, "as given" if given.fits else "as given, which does not fit"))
@@ -206,7 +206,7 @@ def _row(found: Estimate, settings: str) -> str:
 
 
 def _show_progress(count: int, best: float) -> None:
-    """Say on stderr how many jobs were traced: each of them on a terminal, else every tenth."""
+    """Print on stderr how many jobs were traced: each job on a terminal, else every tenth."""
     text = f"{count} settings traced; the best has {best:,.0f} tokens a second and rank"
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
@@ -215,7 +215,15 @@ def _show_progress(count: int, best: float) -> None:
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """Draw the memory that is alive over the step, by what it is for; ConfigError if matplotlib is not installed."""
+    """Draw the memory that is alive over the step, by purpose.
+
+    Args:
+        profile: The memory over the step.
+        path: The file of the picture.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""The model of a finished run, or of a Hugging Face folder: for commands that use its weights."""
+"""The model of a finished run, or of a Hugging Face folder, for commands that use its weights."""
 
 import argparse
 import sys
@@ -48,7 +48,12 @@ _TEXT_COMMANDS = ("lct generate", "lct chat", "lct serve", "lct evaluate")
 
 
 def model_options(parser: Parser, *, seed: str) -> None:
-    """Add the options of all commands that use a language model. seed: what it is for."""
+    """Add the options of all commands that use a language model.
+
+    Args:
+        parser: The parser of the command.
+        seed: The use of the seed, for the help.
+    """
     add = parser.add_argument
     add("--seed", type=int, default=0, help=f"{seed} (default: 0)")
     add("--step", type=int, default=-1, help="saved step of the run (default: the latest)")
@@ -57,7 +62,11 @@ def model_options(parser: Parser, *, seed: str) -> None:
 
 
 def imports_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option of all commands that read a run."""
+    """Add the option of all commands that read a run.
+
+    Args:
+        parser: The parser of the command.
+    """
     text = "import the packages that the run names (job.imports); their code runs"
     parser.add_argument("--allow-imports", action="store_true", help=text)
 
@@ -65,12 +74,17 @@ def imports_option(parser: argparse.ArgumentParser) -> None:
 def configuration(
     folder: Path, step: int, *, command: str, task: str = "tokens", allow_imports: bool = False
 ) -> JobConfig:
-    """Return the configuration of the run in `folder`, changed for one device and whole weights.
+    """Return the configuration of a run, changed for one device and whole weights.
 
-    command: the one that asks, for messages; task: the one whose runs it is for; allow_imports: see `imports_option`.
+    Args:
+        folder: The folder of the run.
+        step: The saved step; -1 for the latest.
+        command: The command, for messages.
+        task: The task for whose runs the command is.
+        allow_imports: Whether to import the packages of the run.
 
     Raises:
-        ConfigError: there is no run, no such step, or one of other data than `command` is for.
+        ConfigError: There is no run or no such step, or the run is of another task.
     """
     config = _saved(
         folder, step, command=command, task=task, settings=["--allow-imports"] * allow_imports
@@ -103,13 +117,12 @@ def text_configuration(
 ) -> tuple[JobConfig, tuple[str, str | None]]:
     """Return a configuration with the language model of a run, or of a Hugging Face folder, and its weights.
 
-    Of a run, its model, precision and parallelism are kept. Its data need not be there: their kind and path, those of
-    the validation if it had one, are returned too. Weights of a Hugging Face folder keep their data type.
-    step: saved step of a run, -1 for the latest; tokenizer: in place of the folder's; settings: of the command line,
-    over those of the folder.
+    A run keeps its model, precision and parallelism, and its data need not exist: kind and path of the validation data,
+    or of the training data without them, are returned too. Weights of a Hugging Face folder keep their data type.
+    `step` -1 is the latest; `tokenizer` replaces the folder's; `settings` of the command line replace the folder's.
 
     Raises:
-        ConfigError: the folder holds neither, or no weights, or no tokenizer; or there is no such step.
+        ConfigError: The folder is neither, lacks weights or a tokenizer, or has no such step.
     """
     named = [] if tokenizer is None else ["--model.tokenizer_path", tokenizer]
     there = ModelFolder(folder)
@@ -145,7 +158,7 @@ def text_configuration(
 
 
 def _of_hugging_face(there: ModelFolder, step: int, settings: Sequence[str]) -> JobConfig:
-    """Return the configuration of a Hugging Face folder; ConfigError if it has no tokenizer, and none is named."""
+    """Return the configuration of a Hugging Face folder; raise a ConfigError if there is no tokenizer."""
     given = parse_command_line([*_hf_settings(there, step), *settings]).config
     if given.model.tokenizer_path is None and not there.has_tokenizer:
         files = ", ".join(TOKENIZER_FILES)
@@ -158,7 +171,7 @@ def _of_hugging_face(there: ModelFolder, step: int, settings: Sequence[str]) -> 
 def _saved(
     folder: Path, step: int, *, command: str, task: str, settings: Sequence[str]
 ) -> JobConfig:
-    """Return the configuration that a run has saved, with settings of the command line over it, to load a step."""
+    """Return the saved configuration of a run, with settings of the command line over it, to load a step."""
     file = folder / RUN_FILE
     if not file.is_file():
         also = f", or a Hugging Face folder with its {CONFIG_FILE}" * (
@@ -178,13 +191,16 @@ def _saved(
 
 
 def step_configuration(file: Path, step: int, settings: Sequence[str] = ()) -> JobConfig:
-    """Return the configuration with which a step was saved, to load that step from the folder where it is now.
+    """Return the configuration with which a step was saved, to load this step from its present folder.
 
-    file: of the folder's last run, which says where checkpoints are, and all else of a step without a configuration of
-    its own; step: -1 for the latest; settings: of the command line, over those of the step.
+    Args:
+        file: The configuration of the folder's last run, which says where checkpoints are. It replaces the missing
+            configuration of a step.
+        step: The saved step; -1 for the latest.
+        settings: Settings of the command line, over the settings of the step.
 
     Raises:
-        ConfigError: there is no such step, or it is damaged.
+        ConfigError: There is no such step, or it is damaged.
     """
 
     def to_load(config: JobConfig, where: str) -> JobConfig:
@@ -203,7 +219,14 @@ def step_configuration(file: Path, step: int, settings: Sequence[str] = ()) -> J
 
 
 def folder_of_checkpoints(file: Path) -> str:
-    """Return `checkpoint.folder` of a run's configuration; nothing else of it is used. ConfigError if it is wrong."""
+    """Return `checkpoint.folder` of a run's configuration, without using anything else of it.
+
+    Args:
+        file: The file of the configuration.
+
+    Raises:
+        ConfigError: The value is wrong.
+    """
     for source, content in with_bases(file):
         table = content.get("checkpoint", {})
         place = table.get("folder") if isinstance(table, dict) else table
@@ -218,7 +241,13 @@ def folder_of_checkpoints(file: Path) -> str:
 
 @contextmanager
 def file_of_step(folder: Store, step: int | None, last: Path) -> Iterator[Path]:
-    """Give a file with the configuration of a saved step; without one in the step, or without a step, `last`."""
+    """Yield a file with the configuration of a saved step.
+
+    Args:
+        folder: The checkpoints.
+        step: The step; None for no step.
+        last: The file to use if there is no step, or the step has no configuration.
+    """
     content = None if step is None else saved_configuration(folder, step)
     if content is None:
         yield last
@@ -230,9 +259,10 @@ def file_of_step(folder: Store, step: int | None, last: Path) -> Iterator[Path]:
 
 
 def _saved_weights(config: JobConfig) -> str:
-    """Return the saved step of a run; ConfigError if it has saved none: weights that it started from are not its own.
+    """Return the saved step of a run; raise a ConfigError if it has saved none.
 
-    A run that was killed early, or had no `checkpoint.enable`, has saved none.
+    A run that was killed early, or had no `checkpoint.enable`, has saved none. The weights that it started from are not
+    its own.
     """
     step = step_to_load(config)
     if step is not None:
@@ -245,7 +275,11 @@ def _saved_weights(config: JobConfig) -> str:
 
 
 def weights_of(config: JobConfig) -> str:
-    """Return in words which weights `open_weights` reads."""
+    """Return in words which weights `open_weights` reads.
+
+    Args:
+        config: The configuration of the run.
+    """
     settings = config.checkpoint
     start = settings.initial_load_path
     step = step_to_load(config) if settings.enable else None
@@ -256,7 +290,7 @@ def weights_of(config: JobConfig) -> str:
 
 
 def _hf_settings(folder: ModelFolder, step: int) -> list[str]:
-    """Return the settings of a Hugging Face folder's model, for the longest sequences that it is made for."""
+    """Return the settings of a Hugging Face folder's model, for its longest sequences."""
     if step != -1:
         raise ConfigError(
             f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave "
@@ -273,11 +307,18 @@ def _hf_settings(folder: ModelFolder, step: int) -> list[str]:
 def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, ParallelDims]":
     """Return this rank's part of the model, parallelised, with its weights. A collective over all ranks.
 
-    The weights are those of the run's checkpoint, or with `checkpoint.enable` off of `checkpoint.initial_load_path`.
-    Rank 0 says on stderr which ones they are.
+    The weights are from the run's checkpoint, or with `checkpoint.enable` off from `checkpoint.initial_load_path`.
+    Rank 0 reports on stderr which they are.
+
+    Args:
+        job: The resolved job.
+        device: The device of this rank.
+
+    Returns:
+        The model, and the meshes.
 
     Raises:
-        SharedConfigError: on every rank, if one cannot read the weights.
+        SharedConfigError: On every rank, if one rank cannot read the weights.
     """
     import torch
 

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 
 def model_parser(command: str, text: str, *, tokens: int = 1024) -> Parser:
-    """Return the parser of the options of all commands that write with a model. tokens: written by default."""
+    """Return the parser of the options of all commands that write with a model.
+
+    Args:
+        command: The name of the command.
+        text: Its description.
+        tokens: Default number of tokens to write.
+    """
     described = Parser(command, text)
     add = described.add_argument
     add("folder", type=Path, help="job.dump_folder of the run, or a Hugging Face folder")
@@ -74,7 +80,11 @@ def parser() -> Parser:
 
 
 def prompts_of(args: argparse.Namespace) -> list[str]:
-    """Return the prompts of the command line and of the file."""
+    """Return the prompts of the command line and of the file.
+
+    Args:
+        args: The options of the command line.
+    """
     prompts = list(args.prompt or ())
     if args.prompts is not None:
         try:
@@ -92,7 +102,13 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
 def to_write(
     args: argparse.Namespace, config: JobConfig, tokenizer: "Tokenizer"
 ) -> tuple[list[str], list[list[int]], Collection[int]]:
-    """Return what is printed before each text, the tokens of each prompt, and the tokens that end a text."""
+    """Return the printed beginning of each text, the tokens of each prompt, and the tokens that end a text.
+
+    Args:
+        args: The options of the command line.
+        config: The configuration of the run.
+        tokenizer: The tokenizer.
+    """
     prompts = prompts_of(args)
     if args.chat:
         talk = Talk.of(config, args.tools)
@@ -113,7 +129,11 @@ def to_write(
 
 
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
-    """Return the arguments and the job of all ranks."""
+    """Return the options and the job of all ranks.
+
+    Args:
+        argv: The words of the command line, without the command.
+    """
     args = parser().parse_args(argv)
     for name, given in (("--tools", args.tools), ("--argument", " ".join(args.argument))):
         if given and not args.chat:
@@ -127,7 +147,12 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 
 def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
-    """Return the job of all ranks that write with the model of a folder."""
+    """Return the job of all ranks that write with the model of a folder.
+
+    Args:
+        args: The options of the command line.
+        command: The command, for messages.
+    """
     ranks = all_ranks(args.ngpu)
     cp = args.context_parallel
     if ranks % cp:
@@ -160,7 +185,13 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Return each prompt and what the model writes after it, up to the end of the text. A collective over all ranks."""
+    """Return each prompt and the text that the model writes after it. A collective over all ranks.
+
+    Args:
+        args: The options of the command line.
+        job: The resolved job.
+        device: The device of this rank.
+    """
     from trainer.components.generation import Sampling, Writing, generate
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks

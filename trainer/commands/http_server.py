@@ -1,4 +1,4 @@
-"""The HTTP server of `lct serve`: what a request may be, and how its answer is sent. It runs in a thread of its own.
+"""The HTTP server of `lct serve`: which requests it takes, and how it sends their answers. It runs in its own thread.
 
 A request is bounded before it is read: the size and the time of its headers and of its body, and the number of
 connections. A client that leaves ends its answer.
@@ -86,7 +86,11 @@ class Server:
         self._reading = threading.Lock()
 
     def start(self) -> None:
-        """Listen, and print where; ConfigError if the address is not available."""
+        """Listen, and print the address.
+
+        Raises:
+            ConfigError: The address is not available.
+        """
         import uvicorn
 
         host = self.args.host
@@ -112,7 +116,7 @@ class Server:
         print(f"{self._name} answers at http://{host}:{port}/v1; Ctrl-C ends", flush=True)
 
     def next(self) -> bytes:
-        """Wait for the next request whose client is there, and return it. `current` is then this request."""
+        """Return the next request of a present client, after waiting for it. `current` is then this request."""
         while True:
             with suppress(queue.Empty):
                 self.current = self._requests.get(timeout=0.5)  # so that a signal ends the wait
@@ -282,7 +286,12 @@ class Server:
 
 
 def check_origin(headers: Mapping[str, str], host: str) -> None:
-    """Refuse requests that a page in a browser on this machine sends to a server at a loopback address."""
+    """Refuse requests that a page in a browser on this machine sends to a server at a loopback address.
+
+    Args:
+        headers: The headers of the request.
+        host: The address of the server.
+    """
     if host not in _LOOPBACK:
         return
     for name in ("Host", "Origin"):
@@ -299,7 +308,14 @@ def check_origin(headers: Mapping[str, str], host: str) -> None:
 
 
 def read_body(content: bytes) -> dict[str, Any]:
-    """Return the object of a request; ConfigError if it is none, or has text that is no Unicode."""
+    """Return the object of a request.
+
+    Args:
+        content: The body.
+
+    Raises:
+        ConfigError: It is no object, or has text that is not Unicode.
+    """
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
@@ -342,7 +358,7 @@ async def _all(
 
 
 def _bounded_protocol() -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol, which closes connections that send no whole header in time."""
+    """Return uvicorn's protocol, which closes connections that do not send a whole header in time."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(H11Protocol):

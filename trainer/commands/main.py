@@ -1,4 +1,4 @@
-"""The program `lct`: its commands, each in a module of its own that is imported when it is called."""
+"""The program `lct`. Each command is a module, which is imported when it is called."""
 
 import sys
 from importlib import import_module
@@ -86,7 +86,14 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the arguments name, and return its exit code."""
+    """Run a command.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+
+    Returns:
+        The exit code.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     with outlasting_readers(is_log=arguments[:1] in _LOGS):
         return _run(arguments)

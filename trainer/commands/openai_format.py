@@ -12,7 +12,7 @@ _LEAST = -9999.0  # as OpenAI writes minus infinity, for which JSON has no numbe
 
 @dataclass(frozen=True)
 class Score:
-    """The log-probability of a token, None at the start of a text, and the likeliest tokens with theirs."""
+    """The log-probability of a token, None at the start of a text; and the likeliest tokens with theirs."""
 
     token: int
     log_probability: float | None
@@ -21,7 +21,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer: text, and the scores of its tokens if they were asked for."""
+    """A part of an answer: text, and the scores of its tokens if they are requested."""
 
     text: str
     scores: tuple[Score, ...] = ()
@@ -29,23 +29,32 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an answer has ended: its tokens, and "stop" or "length"."""
+    """The end of an answer: its number of tokens, and "stop" or "length"."""
 
     tokens: int
     reason: str
 
 
 class AnswerError(Exception):
-    """Says why an answer could not be written; the fault is not the request's."""
+    """An answer could not be written, and the request is not the cause."""
 
 
 def error_object(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """Return an error as clients of OpenAI's API expect it."""
+    """Return an error as clients of OpenAI's API expect it.
+
+    Args:
+        message: The message.
+        kind: The type of the error.
+    """
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def model_object(name: str) -> dict[str, Any]:
-    """Return the model as clients expect it in the list of models."""
+    """Return the model as clients expect it in the list of models.
+
+    Args:
+        name: The name of the model.
+    """
     return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "lct"}
 
 
@@ -154,7 +163,7 @@ class Reply:
         }
 
     def _by_text(self, score: Score) -> dict[str, float] | None:
-        """Return the likeliest tokens and the one that was taken; of two with the same text the likelier one."""
+        """Return the likeliest tokens and the drawn one. Of two tokens with the same text, the likelier one counts."""
         if score.log_probability is None:
             return None
         found: dict[str, float] = {}

@@ -1,6 +1,6 @@
 """Requests in the format of OpenAI's API (platform.openai.com/docs/api-reference). Torch-free.
 
-Each field of a request is obeyed, or has no meaning for a model on this machine (`_UNUSED`), or is refused by its name.
+Each field of a request is obeyed, or has no meaning for a model on this machine (`_UNUSED`), or is refused by name.
 """
 
 from collections.abc import Mapping
@@ -84,10 +84,14 @@ class Request:
 
 
 def check_fields(body: Mapping[str, Any], *, chat: bool) -> None:
-    """Refuse the fields of a request that are not offered; null stands for a field that is left out.
+    """Refuse the fields of a request that are not offered. A field of null counts as missing.
+
+    Args:
+        body: The request.
+        chat: Whether it is a request for a chat.
 
     Raises:
-        ConfigError: it names the field.
+        ConfigError: A field is not offered; the message names it.
     """
     used = _USED | (_USED_BY_CHAT if chat else _USED_BY_TEXTS)
     for key, value in body.items():
@@ -125,12 +129,12 @@ def request_of(
     *,
     chat: bool = False,
 ) -> Request:
-    """Return what a request asks for; its fields have been checked.
+    """Return the record of a request with checked fields, in which missing fields have the values of `usual`.
 
-    usual: the values that it may leave out; longest: tokens of prompt and answer that the model takes.
+    `longest`: most tokens of prompt and answer of the model.
 
     Raises:
-        ConfigError: a wrong value.
+        ConfigError: A value is wrong.
     """
 
     def given(

@@ -1,4 +1,4 @@
-"""What the options of all commands share: numbers with bounds, and errors of one sentence. Torch-free."""
+"""The common part of the options of all commands: numbers with bounds, and errors of one sentence. Torch-free."""
 
 import argparse
 import math
@@ -13,7 +13,13 @@ Number = TypeVar("Number", int, float)
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command's options. It raises ConfigError where argparse would end the process."""
+    """The parser of a command's options. It raises ConfigError where argparse would end the process.
+
+    Args:
+        command: The name of the command.
+        text: What the command does, in one line. Further lines follow the options unchanged.
+        **settings: Arguments of argparse.ArgumentParser.
+    """
 
     def __init__(self, command: str, text: str, **settings: object) -> None:
         """text: what the command does, in one line; lines below it stand as they are behind the options."""
@@ -28,6 +34,14 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        """Raise an error instead of ending the process.
+
+        Args:
+            message: The message of argparse.
+
+        Raises:
+            ConfigError: Always.
+        """
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
@@ -38,7 +52,14 @@ def number(
     *,
     above: float = -math.inf,
 ) -> Callable[[str], Number]:
-    """Return the `type` of an option that takes a finite number from `least` to `most`, and more than `above`."""
+    """Return the `type` of an option that takes a finite number.
+
+    Args:
+        kind: int or float.
+        least: The smallest number.
+        most: The largest number.
+        above: A number that it must exceed.
+    """
     bounds = (
         (least, f"at least {least:g}"),
         (above, f"above {above:g}"),
@@ -63,7 +84,11 @@ def number(
 
 @contextmanager
 def given_as(**options: str) -> Iterator[None]:
-    """Add to an error about a key the option under which the user gave its value. options: the last word of keys."""
+    """Yield; add to an error about a key the option of the command line.
+
+    Args:
+        **options: The option for the last word of each key.
+    """
     try:
         yield
     except ConfigError as error:

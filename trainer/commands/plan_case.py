@@ -87,12 +87,21 @@ class Case:
         return np.repeat(np.array(pairs, dtype=np.int64), self.head_degree)
 
     def stages(self, rank: int, direction: str | None = None) -> tuple[Stage, ...]:
-        """Return the stages of `rank` in a direction, by default in the one that is shown."""
+        """Return the stages of a rank.
+
+        Args:
+            rank: The rank.
+            direction: "forward" or "backward"; None for the shown one.
+        """
         plan = self.plans[rank]
         return plan.forward if (direction or self.direction) == "forward" else plan.backward
 
     def queries(self, rank: int) -> Ranges:
-        """Return the queries of the rank's head group, in order."""
+        """Return the queries of a rank's head group, in order.
+
+        Args:
+            rank: The rank.
+        """
         return self._queries[rank // self.head_degree]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Draw a plan: the square of queries and keys by rank and stage, and who owns the sequence. See plan.py."""
+"""Draw a plan: the square of queries and keys by rank and stage, and the owners of the sequence. See plan.py."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,7 +41,12 @@ _SIDE = 720
 
 
 def draw(case: Case, output: Path) -> None:
-    """Write the picture, SVG or PNG by the file's ending; the same case gives the same file."""
+    """Write the picture. The same case gives the same file.
+
+    Args:
+        case: The case.
+        output: The file; its ending chooses SVG or PNG.
+    """
     with matplotlib.rc_context(_SETTINGS):
         # No date, and no version of the program that drew it. White behind all, so that it can be read on any page.
         metadata = (
@@ -51,7 +56,11 @@ def draw(case: Case, output: Path) -> None:
 
 
 def picture(case: Case) -> Figure:
-    """Return the figure: the square with strips of owners on the left, the ranks' numbers on the right."""
+    """Return the figure: the square with strips of owners on the left, the ranks' numbers on the right.
+
+    Args:
+        case: The case.
+    """
     width, height, side = 9.7, 6.05, 4.7  # inches
     strip, gap, left, bottom = 0.15, 0.04, 0.75, 0.15
     with matplotlib.rc_context(_SETTINGS):
@@ -78,7 +87,12 @@ def picture(case: Case) -> Figure:
 
 
 def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
-    """Return the place of each token where the ranges lie one after another; -1 if it is in none."""
+    """Return the place of each token, where the ranges lie one after another; -1 outside of all ranges.
+
+    Args:
+        tokens: Tokens.
+        ranges: Ranges of tokens.
+    """
     places = np.full(len(tokens), -1)
     before = 0
     for start, stop in ranges:
@@ -91,7 +105,14 @@ def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
 def areas_of(
     case: Case, rank: int, stage: Stage, tokens: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield for each tile of a stage its pairs (query, key) among `tokens`, as indices of these."""
+    """Yield for each tile of a stage its pairs (query, key) among some tokens, as indices of these.
+
+    Args:
+        case: The case.
+        rank: The rank.
+        stage: The stage.
+        tokens: The tokens.
+    """
     queries = places_of(tokens, case.queries(rank))
     keys = places_of(tokens, stage.held)
     for tile in stage.tiles:
@@ -108,7 +129,7 @@ def areas_of(
 
 
 def _draw_square(axes: Axes, upright: Axes, across: Axes, case: Case) -> None:
-    """Which rank computes which pairs, and strips of who owns which tokens; queries run down, keys to the right."""
+    """Draw which rank computes which pairs, and strips of owners. Queries run down, keys to the right."""
     seq_len = case.layout.length
     side = min(seq_len, _SIDE)
     tokens = (2 * np.arange(side) + 1) * seq_len // (2 * side)
@@ -138,7 +159,7 @@ def _draw_square(axes: Axes, upright: Axes, across: Axes, case: Case) -> None:
 
 
 def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
-    """Ranks run down: the pairs of each stage, as a share of the mean rank's, all of its pairs, and what it sends."""
+    """Draw the pairs of each stage, relative to the mean rank's total, and the sent bytes. Ranks run down."""
     degree = case.degree
     few = case.degree <= _FEW
     stages = max(len(case.stages(r)) for r in range(degree))
@@ -182,7 +203,7 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
 
 
 def _draw_loads(loads: Sequence[Axes], case: Case, *, few: bool) -> None:
-    """Draw a bar for each rank: all of its pairs, and what it sends."""
+    """Draw a bar for each rank: all of its pairs, and the bytes that it sends."""
     degree = case.degree
     mean = float(case.pairs.mean()) or 1
     sent = [case.costs[case.direction][r].bytes_sent.total() / 2**20 for r in range(degree)]
@@ -221,7 +242,12 @@ def _caption(case: Case) -> str:
 
 
 def rank_color(case: Case, rank: int) -> Color:
-    """Return a colour of its own for each of a few ranks; of many, neighbours differ in lightness."""
+    """Return the colour of a rank: distinct for a few ranks; for many ranks neighbours differ in lightness.
+
+    Args:
+        case: The case.
+        rank: The rank.
+    """
     if case.degree <= len(_RANKS):
         return to_rgb(_RANKS[rank])
     red, green, blue, _ = matplotlib.colormaps["turbo"](0.05 + 0.9 * rank / (case.degree - 1))
@@ -229,7 +255,7 @@ def rank_color(case: Case, rank: int) -> Color:
 
 
 def _stage_color(case: Case, rank: int, stage: int) -> Color:
-    """Return the colour of a rank, or of the first rank of its head group; of few ranks lighter with each stage."""
+    """Return the colour of a rank, or of the first rank of its head group; for few ranks lighter with each stage."""
     if case.head_degree == case.degree > 1:
         return _GREY  # nobody's
     white = 0.75 * stage / max(len(case.stages(rank)) - 1, 1) * (case.degree <= _FEW)
@@ -241,6 +267,6 @@ def _lighter(color: Color, white: float) -> Color:
 
 
 def _ink(color: Color) -> str:
-    """Black, or white on what is dark."""
+    """Return black, or white on a dark colour."""
     red, green, blue = color
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.42 else "white"

@@ -51,9 +51,14 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLO
 
 
 def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
-    """Parse and check the configuration, then train; return the exit code. Only training imports torch.
+    """Parse and check the configuration, then train. Only training imports torch.
 
-    launched: our launcher started this rank.
+    Args:
+        argv: The words of the command line; None for the words of this process.
+        launched: Whether our launcher started this rank.
+
+    Returns:
+        The exit code.
     """
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | os.environ
     rank, local_rank, world_size = (
@@ -177,7 +182,7 @@ def _left_early(reports: "Reports", error: SystemExit) -> int:
 def _report_lost_peers(reports: "Reports", error: Exception) -> None:
     """Print the line of the reports, if any, and give other ranks time to end first.
 
-    A launcher ends all ranks when the first one has ended. The first should be the rank that has the cause, or else the
+    A launcher ends all ranks when the first one has ended. This first rank should be the rank that failed, or else the
     rank that prints the line.
     """
     started = time.monotonic()
@@ -190,7 +195,7 @@ def _report_lost_peers(reports: "Reports", error: Exception) -> None:
 
 @contextmanager
 def _shared_errors_printed_once(rank: int) -> Iterator[None]:
-    """Rank 0 prints an error that every rank has. No rank ends before, because the launcher would end the others."""
+    """Let rank 0 print an error that every rank has. Other ranks wait: the launcher would end them all."""
     try:
         yield
     except SharedConfigError as error:
@@ -203,9 +208,13 @@ def _shared_errors_printed_once(rank: int) -> Iterator[None]:
 
 
 def set_allocator(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let the GPU allocator expand its segments, which sequences of changing lengths fragment, unless the user set it.
+    """Let the GPU allocator expand its segments, unless the user set it.
 
-    Every launcher's ranks call it, before they import torch, which reads the variable once.
+    Sequences of changing lengths fragment segments of fixed sizes. The ranks of every launcher call this function
+    before they import torch, which reads the variable once.
+
+    Args:
+        environ: The variables of the process.
     """
     if not any(name in environ for name in _ALLOCATOR):
         environ[_ALLOCATOR[-1]] = "expandable_segments:True"
@@ -216,12 +225,22 @@ def set_connections(environ: MutableMapping[str, str] = os.environ) -> None:
 
     CUDA makes 8 queues by default. Computation, FSDP, keys and values, their gradients and copies run on about ten
     streams, and two streams in one queue wait for each other. CUDA reads the variable when it starts.
+
+    Args:
+        environ: The variables of the process.
     """
     environ.setdefault(CUDA_CONNECTIONS, "32")  # CUDA has no more
 
 
 def command_line(program: Callable[..., int] = main) -> int:
-    """Run the program of a rank in a shell: Ctrl-C ends it without a trace, and output may lose its reader."""
+    """Run the program of a rank in a shell: Ctrl-C ends it without a trace, and output may lose its reader.
+
+    Args:
+        program: The program.
+
+    Returns:
+        The exit code.
+    """
     set_allocator()
     set_connections()
     outlast_readers(buffered=False, is_log=False)
@@ -240,10 +259,10 @@ def command_line(program: Callable[..., int] = main) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End this process without taking the interpreter down.
+    """End this process without ending the interpreter.
 
-    Gloo's threads outlive their process group, and one that drops a tensor while Python ends aborts the process
-    (pytorch#190489). After a failure, threads that save, and NCCL, could wait for ever for a peer.
+    Gloo's threads outlive their process group. A thread that drops a tensor while Python ends aborts the process
+    (pytorch#190489). After a failure, threads that save, and NCCL, could wait for a peer without end.
     """
     if code in (0, 2):
         atexit._run_exitfuncs()
@@ -253,7 +272,7 @@ def _end(code: int) -> NoReturn:
 
 
 def rank_process() -> int:
-    """Run a rank that a launcher has started, whose arguments are in sys.argv, and return its exit code."""
+    """Return the exit code of a rank that a launcher has started, with the arguments of sys.argv."""
     return command_line(main)
 
 

@@ -1,4 +1,4 @@
-"""What every command does that starts ranks on this machine. Torch-free."""
+"""The common part of commands that start ranks on this machine. Torch-free."""
 
 import os
 import sys
@@ -21,7 +21,16 @@ _CPP_LOGS = "TORCH_CPP_LOG_LEVEL"
 
 
 def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
-    """Set the variables of the ranks, and return the options of the launcher. here: ranks on this machine."""
+    """Set the variables of the ranks.
+
+    Args:
+        config: The configuration of the run.
+        here: Ranks on this machine.
+        device_type: "cuda" or "cpu".
+
+    Returns:
+        The options of the launcher.
+    """
     # Ranks share the cores instead of fighting over them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // here, 1)))
     if (ROOT / "train.py").is_file():  # a clone, which need not be installed
@@ -50,7 +59,14 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
 
 
 def launch(arguments: list[str]) -> int:
-    """Start the launcher, and return the exit code of the job."""
+    """Start the launcher.
+
+    Args:
+        arguments: Its options.
+
+    Returns:
+        The exit code of the job.
+    """
     given = os.environ.get(_CPP_LOGS)
     # torch reads it once; the store of a node that ends prints C++ traces
     os.environ.setdefault(_CPP_LOGS, "ERROR")
@@ -62,15 +78,24 @@ def launch(arguments: list[str]) -> int:
 
 
 def all_ranks(here: int) -> int:
-    """Return the ranks of a command that has `here` ranks on each node."""
+    """Return the number of ranks of a command on all nodes.
+
+    Args:
+        here: Ranks on each node.
+    """
     return here * Nodes.from_environment().count
 
 
 def run(module: str, argv: list[str]) -> int:
-    """Run a command on the ranks of this machine, and return the exit code.
+    """Run a command on the ranks of this machine.
 
-    module: of the command. It has `checked`, which returns what is wanted and the job of all ranks for the arguments,
-    and `work` of one rank (wanted, job, device), which returns what rank 0 prints.
+    Args:
+        module: The module of the command. Its function `checked` returns the options and the job of all ranks. Its
+            function `work` does the work of one rank (options, job, device), and returns what rank 0 prints.
+        argv: The words of the command line, without the command.
+
+    Returns:
+        The exit code.
     """
     _, job = import_module(module).checked(argv)
     if job.degrees.world_size == 1:
@@ -81,7 +106,15 @@ def run(module: str, argv: list[str]) -> int:
 
 
 def work_on_rank(argv: list[str], *, launched: bool = False) -> int:
-    """Do the work of one rank of a command, see `run`, and return the exit code. Rank 0 reports a wrong setting."""
+    """Do the work of one rank of a command, see `run`. Rank 0 reports a wrong setting.
+
+    Args:
+        argv: The module and the words of the command line.
+        launched: Whether our launcher started this rank.
+
+    Returns:
+        The exit code.
+    """
     from trainer.commands.rank import on_rank
 
     command = import_module(argv[0])
@@ -102,7 +135,7 @@ def work_on_rank(argv: list[str], *, launched: bool = False) -> int:
 
 
 def rank_process() -> int:
-    """Run a rank of a command, whose arguments are in sys.argv, and return its exit code."""
+    """Return the exit code of a rank of a command, run with the arguments of sys.argv."""
     from trainer.commands.rank import command_line
 
     return command_line(work_on_rank)

@@ -1,4 +1,4 @@
-"""How a model draws tokens if the command line does not say it: as its `generation_config.json` does. Torch-free."""
+"""Default sampling of a model, as its `generation_config.json` says. Torch-free."""
 
 import argparse
 
@@ -12,10 +12,14 @@ USUAL: dict[str, float] = {"temperature": 0.7, "top_k": 0, "top_p": 1.0}
 
 
 def set_sampling(args: argparse.Namespace, config: JobConfig) -> None:
-    """Set temperature, top_k and top_p where the command line has none (None), by the folder of the model.
+    """Set missing values of temperature, top_k and top_p (None) by the model's folder.
+
+    Args:
+        args: The options of the command line.
+        config: The configuration of the run.
 
     Raises:
-        ConfigError: the file has a value that is out of bounds.
+        ConfigError: The file has a value that is out of bounds.
     """
     folder = start_folder(config)
     named = {} if folder is None else _named(folder.generation)

@@ -45,7 +45,11 @@ def parser() -> Parser:
 
 
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
-    """Return the arguments and the job of all ranks."""
+    """Return the options and the job of all ranks.
+
+    Args:
+        argv: The words of the command line, without the command.
+    """
     args = parser().parse_args(argv)
     if missing := [
         package for package in ("starlette", "uvicorn") if find_spec(package) is None
@@ -58,7 +62,11 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 
 def talk_of(job: ResolvedJob) -> Talk | ConfigError:
-    """Return how the model is talked to, or why it cannot be: one without a chat template completes texts."""
+    """Return the chat template, or the error that says why this model has none. Without it, texts are completed.
+
+    Args:
+        job: The resolved job.
+    """
     try:
         return Talk.of(job.config)
     except ConfigError as error:
@@ -66,7 +74,16 @@ def talk_of(job: ResolvedJob) -> Talk | ConfigError:
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Answer requests for ever. A collective over all ranks; rank 0 has the server."""
+    """Answer requests for ever. A collective over all ranks; rank 0 has the server.
+
+    Args:
+        args: The options of the command line.
+        job: The resolved job.
+        device: The device of this rank.
+
+    Returns:
+        An empty text.
+    """
     from trainer.commands.answering import Writer
     from trainer.commands.finished_run import loaded_model
     from trainer.commands.http_server import Server

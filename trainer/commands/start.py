@@ -1,4 +1,4 @@
-"""What a command line and its variables start on this machine, and what is said of it first. Torch-free."""
+"""The ranks that a command line and its variables start on this machine, and the notes before the start. Torch-free."""
 
 import argparse
 import os
@@ -28,10 +28,13 @@ FINE_TUNING = ROOT / "train_configs" / "finetune.toml"
 
 @dataclass(frozen=True)
 class Start:
-    """What to start on this machine.
+    """The ranks to start on this machine.
 
-    ranks: None for one per GPU; arguments: the settings, for every rank; of_job: ranks of the job, if a launcher has
-    counted them.
+    Attributes:
+        ranks: Their number; None for one per GPU.
+        log_rank: The ranks whose log is shown.
+        arguments: The settings, for every rank.
+        of_job: Ranks of the job, if a launcher has counted them.
     """
 
     ranks: int | None
@@ -40,16 +43,30 @@ class Start:
     of_job: int | None = None
 
     def ranks_here(self, config: JobConfig, machine: Machine) -> int:
-        """Return the number of ranks on this machine."""
+        """Return the number of ranks on this machine.
+
+        Args:
+            config: The configuration of the run.
+            machine: This machine.
+        """
         return self.ranks or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
 
     def world_size(self, config: JobConfig, machine: Machine) -> int:
-        """Return the number of ranks of the job: as many on each node as here."""
+        """Return the number of ranks of the job; all nodes have the same number.
+
+        Args:
+            config: The configuration of the run.
+            machine: This machine.
+        """
         return self.of_job or self.ranks_here(config, machine) * Nodes.from_environment().count
 
 
 def check_here(config: JobConfig) -> None:
-    """Check that this machine finds the first node, and can write the folders of the job."""
+    """Check that this machine reaches the first node, and can write the folders of the job.
+
+    Args:
+        config: The configuration of the run.
+    """
     nodes = Nodes.from_environment()
     if nodes.count > 1:
         nodes.check_address()
@@ -58,7 +75,11 @@ def check_here(config: JobConfig) -> None:
 
 
 def parse(argv: list[str]) -> Start:
-    """Return what the arguments and the variables NGPU, CONFIG_FILE and LOG_RANK start."""
+    """Return the ranks that the arguments and the variables NGPU, CONFIG_FILE and LOG_RANK start.
+
+    Args:
+        argv: The words of the command line, without the command.
+    """
     config, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     if rest and not rest[0].startswith("--") and rest[0] != "-h":
         beside = f" beside {config!r}" if config else ""
@@ -87,14 +108,26 @@ def parse(argv: list[str]) -> Start:
 
 
 def opening(config: JobConfig, ranks: int, device_type: str) -> str:
-    """Return the first line: what starts, on what, and where its output goes."""
+    """Return the first line: the run, its ranks, and the folder of its output.
+
+    Args:
+        config: The configuration of the run.
+        ranks: Ranks of the job.
+        device_type: "cuda" or "cpu".
+    """
     what = config.job.description or config.job.config_file or "training with default settings"
     device = {"cuda": "GPU", "cpu": "CPU rank"}[device_type]
     return f"{what} on {ranks} {device}{'s' * (ranks > 1)}; output goes to {config.job.dump_folder}"
 
 
 def job_notes(job: ResolvedJob, machine: Machine, ranks_here: int) -> list[str]:
-    """Return a line for each thing of this job on this machine that may surprise. ranks_here: ranks on this machine."""
+    """Return a line for each surprising property of this job on this machine.
+
+    Args:
+        job: The resolved job.
+        machine: This machine.
+        ranks_here: Ranks on this machine.
+    """
     available = machine.memory(job.device_type)
     if available is not None and job.device_type == "cpu":
         available //= ranks_here

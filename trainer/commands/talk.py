@@ -1,4 +1,4 @@
-"""How commands talk to a model: its chat template, its tools, and the tokens that end its texts and answers."""
+"""How commands talk to a model: by its chat template, its tools, and the tokens that end texts and answers."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -30,19 +30,38 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 def ends_of(
     config: JobConfig, tokenizer: "Tokenizer", template: ChatTemplate | None = None
 ) -> set[int]:
-    """Return the tokens that end a text; with a template also the one that ends an answer."""
+    """Return the tokens that end a text; with a template, also the tokens that end an answer.
+
+    Args:
+        config: The configuration of the run.
+        tokenizer: The tokenizer.
+        template: The chat template, None without one.
+    """
     file = Path(config.model.tokenizer_file)
     folders = (HFFolder(file), HFFolder(file.parent), start_folder(config))
     return end_ids(tokenizer, folders, template)
 
 
 def text_tokens(tokenizer: "Tokenizer", text: str) -> list[int]:
-    """Return the tokens of a text that is to be continued, behind the one that begins texts if there is one."""
+    """Return the tokens of a text to be continued, after the token that begins texts, if there is one.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The text.
+    """
     return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
 
 
 def check_length(prompt: Sequence[int], longest: int) -> None:
-    """Raise a ConfigError unless a prompt, and a token behind it, fits the tokens that the model takes."""
+    """Check that the model takes a prompt and one more token.
+
+    Args:
+        prompt: The tokens of the prompt.
+        longest: Most tokens of the model.
+
+    Raises:
+        ConfigError: It does not.
+    """
     if not 0 < len(prompt) < longest:
         raise ConfigError(
             f"the prompt has {len(prompt)} tokens, and the model takes 1 to {longest - 1}"
@@ -50,7 +69,13 @@ def check_length(prompt: Sequence[int], longest: int) -> None:
 
 
 def talk_options(described: Parser, when: str = "", *, tools: bool = True) -> None:
-    """Add the options of how a model is talked to. tools: whether the command, and not each request, brings them."""
+    """Add the options of commands that talk to a model.
+
+    Args:
+        described: The parser of the command.
+        when: When the options have an effect, for the help.
+        tools: Whether the command has an option for tools; otherwise each request names them.
+    """
     if tools:
         described.add_argument(
             "--tools",
@@ -75,7 +100,15 @@ class Talk:
 
     @classmethod
     def of(cls, config: JobConfig, tools: Path | None = None) -> "Talk":
-        """Return it for the tokenizer and template of a model. tools: a file of JSON; ConfigError if one is missing."""
+        """Return the talk for the tokenizer and template of a model.
+
+        Args:
+            config: The configuration of the run.
+            tools: A file of JSON with tools, None without one.
+
+        Raises:
+            ConfigError: A file or the template is missing.
+        """
         from trainer.data.tokenizers.tokenizer import open_tokenizer
 
         template = find_template(
@@ -102,10 +135,15 @@ class Talk:
         return cls(tokenizer, template, given, ends)
 
     def prompt(self, messages: object, more: Mapping[str, Any] = _NOTHING) -> list[int]:
-        """Return the tokens that ask for the next answer; ConfigError if the template refuses the messages.
+        """Return the tokens that ask for the next answer.
 
-        messages: as of data; more: fields of a request, which may have tools, tool_choice, chat_template_kwargs with
-        arguments of the template, and add_generation_prompt.
+        Args:
+            messages: The messages, as in data.
+            more: Fields of a request: tools, tool_choice, chat_template_kwargs with arguments of the template, and
+                add_generation_prompt.
+
+        Raises:
+            ConfigError: The template refuses the messages.
         """
         values = read_template_arguments(more.get("chat_template_kwargs"))
         tools = (
@@ -129,15 +167,15 @@ class Talk:
         A turn begins with a message of the user. System messages before the first turn, and the last turn, stay.
 
         Args:
-            messages: of the conversation, which asks for an answer.
-            longest: tokens of prompt and answer that the model takes.
-            room: tokens to keep for the answer, if leaving out turns can do that.
+            messages: The conversation, which asks for an answer.
+            longest: Most tokens of prompt and answer of the model.
+            room: Tokens to keep for the answer, if leaving out turns can do that.
 
         Returns:
-            The messages that are left, their prompt, and the number of turns that were left out.
+            The remaining messages, their prompt, and the number of dropped turns.
 
         Raises:
-            ConfigError: the template refuses the messages, or the last turn alone is too long.
+            ConfigError: The template refuses the messages, or the last turn alone is too long.
         """
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
         before = list(messages[: starts[0]])
@@ -153,14 +191,23 @@ class Talk:
         return kept, prompt, left_out
 
     def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
-        """Return what the model has written as a message. Reasoning that the prompt has begun is part of it."""
+        """Return the text of the model as a message. Reasoning that the prompt has begun is part of it.
+
+        Args:
+            prompt: The tokens of the prompt.
+            tokens: The tokens of the answer.
+        """
         return {
             "role": "assistant",
             "content": self.opening(prompt) + self.tokenizer.decode(tokens),
         }
 
     def opening(self, prompt: Sequence[int]) -> str:
-        """Return the beginning of the answer that the prompt ends with."""
+        """Return the beginning of the answer with which the prompt ends.
+
+        Args:
+            prompt: The tokens of the prompt.
+        """
         return (
             f"{_OPENED}\n"
             if self.tokenizer.decode(prompt[-8:]).rstrip().endswith(_OPENED)
@@ -169,9 +216,13 @@ class Talk:
 
 
 class Pieces:
-    """Text of tokens, as soon as they are whole characters, up to the first of the texts that end it (`stops`).
+    """Text of tokens, as soon as they are whole characters, up to the first text that ends it.
 
-    Some tokens before tell how a new one is written.
+    Some earlier tokens decide how a new token is written.
+
+    Args:
+        decode: Returns the text of tokens.
+        stops: Texts that end it.
     """
 
     def __init__(
@@ -183,7 +234,11 @@ class Pieces:
         self._stops, self._held, self.stopped = stops, "", False
 
     def put(self, token: int) -> str:
-        """Return the text that is certain with this token: what may be the beginning of a stop waits."""
+        """Return the text that is certain with this token. The possible beginning of a stop waits.
+
+        Args:
+            token: The token.
+        """
         self._tokens.append(token)
         text = self._decode(self._tokens)
         if text.endswith("\ufffd"):  # the rest of a character is to come
@@ -194,7 +249,7 @@ class Pieces:
         return self._certain(piece, max(map(len, self._stops), default=1) - 1)
 
     def finish(self) -> str:
-        """Return the rest of the text."""
+        """Return the remaining text."""
         return (
             "" if self.stopped else self._certain(self._decode(self._tokens)[self._given :], 0)
         )

@@ -40,7 +40,11 @@ from trainer.runtime.launcher_watch import end_with
 
 
 def of_job(argv: list[str]) -> None:
-    """Make the token files of a job that are not in the cache."""
+    """Make the token files of a job that the cache lacks.
+
+    Args:
+        argv: The words of the command line, without the command.
+    """
     config = from_path(parse_command_line(parse(argv).arguments).config)
     set_up_logging(0)
     for settings in all_data(config):
@@ -48,7 +52,11 @@ def of_job(argv: list[str]) -> None:
 
 
 def into_folder(args: argparse.Namespace) -> None:
-    """Make the shards that are not in the folder yet, then the manifest, and print what was done."""
+    """Make the shards that the folder lacks, then the manifest, and print a line.
+
+    Args:
+        args: The options of the command line.
+    """
     if args.processes < 1 or args.shard_mb < 1:
         raise ConfigError(
             f"--processes {args.processes} and --shard-mb {args.shard_mb} must be at least 1; leave them out"
@@ -86,7 +94,14 @@ def into_folder(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """`tokenize [FILE] [--table.key value ...]` for a job, `tokenize --output FOLDER ...` for a folder."""
+    """Run `tokenize [FILE] [--table.key value ...]` for a job, `tokenize --output FOLDER ...` for a folder.
+
+    Args:
+        argv: The words of the command line, without the command.
+
+    Returns:
+        The exit code.
+    """
     if not any(word.partition("=")[0] in ("--output", "-h", "--help") for word in argv):
         of_job(argv)
     else:

@@ -36,7 +36,14 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: list[str]) -> int:
-    """Check, say what starts, start the ranks of this machine, and return the exit code of the job."""
+    """Check the configuration, print what starts, and start the ranks of this machine.
+
+    Args:
+        argv: The words of the command line, without the command.
+
+    Returns:
+        The exit code of the job.
+    """
     start = parse(argv)
     command = parse_command_line(start.arguments)
     if acted(command, start):
@@ -66,9 +73,10 @@ def _train(start: Start, command: CommandLine) -> int:
 
 
 def _tokenized(start: Start, config: JobConfig) -> bool:
-    """Make the catalogs of the data of a job, and the token files that are missing; return whether it worked.
+    """Make the catalogs of the data of a job, and missing token files; return whether it worked.
 
-    Another process makes token files, because it may start more: this one must not have threads before it forks.
+    Another process makes token files, because it may start more processes: this one must not have threads before it
+    forks.
     """
     data = all_data(from_path(config))
     if all(catalog_of(settings, makes_files=False) is not None for settings in data):
@@ -78,7 +86,7 @@ def _tokenized(start: Start, config: JobConfig) -> bool:
 
 
 def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] | None:
-    """Start to predict the memory of a run on GPUs of one node, which its first log line is compared with."""
+    """Start to predict the memory of a run on GPUs of one node, for its first log line."""
     machine = this_machine()
     folder = Path(config.job.dump_folder)
     remove_estimate(config)
@@ -93,7 +101,7 @@ def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] 
 
 
 def _to_resume(config: JobConfig) -> str:
-    """Return what a failed run has saved, and how it resumes; empty for addresses, whose stores may answer late."""
+    """Return what a failed run has saved, and how it resumes; empty for addresses, where stores may answer late."""
     if is_address(config.checkpoint.folder):
         return ""
     if not config.checkpoint.enable:

@@ -23,7 +23,11 @@ from trainer.stores.store import Store, named_step, reason_of, saved_step, store
 
 
 def steps_of(given: str) -> tuple[Store, list[int], Path]:
-    """Return the folder of checkpoints that a path means, the steps in it, and the file of its run's configuration."""
+    """Return the folder of checkpoints of a path, the steps in it, and the file of the run's configuration.
+
+    Args:
+        given: The path of the user.
+    """
     own = Path(given).absolute() / RUN_FILE
     if (step := saved_step("path", given)) is not None:
         folder = named_step("path", given)[0]
@@ -47,12 +51,15 @@ def steps_of(given: str) -> tuple[Store, list[int], Path]:
 def model_of(
     folder: Store, step: int, last: Path
 ) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
-    """Return configuration and model of a saved step, or None and why they are not known.
+    """Return configuration and model of a saved step, or None and why they are unknown.
 
-    last: the configuration of the folder's last run, for a step without one of its own.
+    Args:
+        folder: The checkpoints.
+        step: The step.
+        last: The configuration of the folder's last run, for a step without one.
 
     Raises:
-        ConfigError: the step's configuration is damaged.
+        ConfigError: The step's configuration is damaged.
     """
     missing: list[str] = []
     with file_of_step(folder, step, last) as run:
@@ -78,7 +85,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print a line for each saved step, and return 1 if one is damaged."""
+    """Print a line for each saved step.
+
+    Args:
+        argv: The words of the command line, without the command.
+
+    Returns:
+        The exit code: 1 if a step is damaged.
+    """
     args = parser().parse_args(argv)
     try:
         folder, steps, file = steps_of(args.path)
