@@ -28,8 +28,8 @@ from trainer.models.cached import cached
 from trainer.models.linear_attention import InnerLinearAttention
 from trainer.models.short_convolution import InnerConvolution
 
-_LINEAR_INPUTS = Tokens._fields.index("positions")
-"""The first fields of `Tokens`, which hold a row for each token: q, k, v, log_decay and beta."""
+_LINEAR_INPUTS = 5
+"""Number of the first fields of `Tokens` that have a row for each token: q, k, v, log_decay and beta."""
 
 
 class GenerationCache:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,15 @@ from trainer.data.tokenizers.tokenizer import (
     vocab_size_of,
 )
 from trainer.data.whole_stream import WholeStream
+
+
+@runtime_checkable
+class _ByNumber(Protocol):
+    """A sequence, or a data set of PyTorch with documents by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Any: ...
 
 
 class _Iterable(IterableDataset):
@@ -95,8 +104,7 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
     """
     if hasattr(iterable, "set_epoch"):
         iterable.set_epoch(epoch)
-    is_sequence = hasattr(iterable, "__len__") and hasattr(iterable, "__getitem__")
-    if not is_sequence:  # and no data set of PyTorch with documents by number
+    if not isinstance(iterable, _ByNumber):
         iterable = _Iterable(iterable)
     with warnings.catch_warnings():
         # PyTorch warns of torchdata
