@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule, wrapped
-from longshard.sharding.exchange import exchange
 from longshard.sharding.layout import AxisLayout
+from longshard.sharding.row_exchange import exchange
 from longshard.sharding.rows import connected, layout_of, plan_pieces, plan_rows, put_together
 from longshard.sharding.tensors import to_device, wide_type
 from longshard.sharding.windows import (

@@ -190,7 +190,7 @@ EXECUTION = (
     Mutant(
         "gradients of some rows pass for everything",
         f"{_CP}/planning/lowering.py",
-        "len(found) == 1 and found[0].rows == slice(0, count)",
+        "len(runs) == 1 and runs[0].rows == slice(0, count)",
         "len(found) == 1",
         "tests/unit/test_launches.py",
     ),
@@ -385,7 +385,7 @@ EXECUTION = (
     ),
     Mutant(
         "rows of other ranks are read before they have arrived",
-        "longshard/sharding/exchange.py",
+        "longshard/sharding/row_exchange.py",
         "    pending.wait()\n    for rank, (piece, places)",
         "    for rank, (piece, places)",
         _THREADS,
@@ -434,7 +434,7 @@ EXECUTION = (
     ),
     Mutant(
         "the adjoint of an exchange does not add",
-        "longshard/sharding/exchange.py",
+        "longshard/sharding/row_exchange.py",
         "piece.view(size(places), *shape), add=add)",
         "piece.view(size(places), *shape), add=False)",
         "tests/distributed/test_exchange.py",

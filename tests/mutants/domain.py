@@ -53,14 +53,14 @@ DOMAIN = (
     ),
     Mutant(
         "gradients of rows that went to other ranks are dropped",
-        "longshard/sharding/exchange.py",
+        "longshard/sharding/row_exchange.py",
         "if rank != own:",
         "if rank != own and not add:",
         _CONVOLUTION,
     ),
     Mutant(
         "the gradient of a row is that of its last copy",
-        "longshard/sharding/exchange.py",
+        "longshard/sharding/row_exchange.py",
         "rows[start:stop].add_(part)",
         "rows[start:stop] = part",
         _CONVOLUTION,

@@ -26,9 +26,10 @@ from longshard.context.planning.mask import full
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
 from longshard.context.regions import context_parallel
 from longshard.sharding import exchange as door
-from longshard.sharding.exchange import Pending, exchange
+from longshard.sharding.exchange import Pending
 from longshard.sharding.layout import AxisLayout, sized
 from longshard.sharding.placement import replicate
+from longshard.sharding.row_exchange import exchange
 from scripts.gpu_blocks.block import largest
 from tests.covering import Row, covering_array
 from tests.distributed.attention_cases import BATCH, Case, random, relative

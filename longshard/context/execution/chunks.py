@@ -18,8 +18,9 @@ import torch
 from longshard.context.execution.kernels.base import OutLse, Terms
 from longshard.context.execution.ring import Held, Item, Returning, StagedExecution
 from longshard.context.execution.stages import fold_batch, pack, unpack
-from longshard.sharding.exchange import Pending, put_rows
+from longshard.sharding.exchange import Pending
 from longshard.sharding.ranges import Offsets, Ranges, size, union
+from longshard.sharding.row_exchange import put_rows
 
 
 class KeptTensor(Protocol):

@@ -48,11 +48,11 @@ from longshard.sharding.exchange import (
     Pending,
     Transfer,
     gather_shards,
-    put_rows,
     reduce_shards,
     send_receive,
 )
 from longshard.sharding.ranges import Offsets, Range, Ranges, intersection
+from longshard.sharding.row_exchange import put_rows
 
 
 class Item(NamedTuple):
