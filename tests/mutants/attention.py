@@ -191,7 +191,7 @@ EXECUTION = (
         "gradients of some rows pass for everything",
         f"{_CP}/planning/lowering.py",
         "len(runs) == 1 and runs[0].rows == slice(0, count)",
-        "len(found) == 1",
+        "len(runs) == 1",
         "tests/unit/test_launches.py",
     ),
     Mutant(
@@ -531,8 +531,8 @@ CONVOLUTIONS = (
     Mutant(
         "a tap reads one row too late",
         _TAPS,
-        "_of_tiles(rows, tiles, last - tap)",
-        "_of_tiles(rows, tiles, last - tap + 1)",
+        "_tile_rows(rows, tiles, last - tap)",
+        "_tile_rows(rows, tiles, last - tap + 1)",
         "tests/unit/test_short_convolution.py",
     ),
     Mutant(
@@ -559,8 +559,8 @@ CONVOLUTIONS = (
     Mutant(
         "layers are not told where documents begin",
         "trainer/models/decoder.py",
-        "of_layer(attention_plan, int(number)), positions,",
-        "of_layer(attention_plan, int(number)), None,",
+        "with_layer(attention_plan, int(number)), positions,",
+        "with_layer(attention_plan, int(number)), None,",
         "tests/unit/test_short_convolution.py",
     ),
 )

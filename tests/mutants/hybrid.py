@@ -100,8 +100,8 @@ HYBRID = (
     Mutant(
         "the entry state is lost in the backward",
         f"{_CP}/linear_pass.py",
-        "self._chunks.states(Given(entries), self._maps_of_runs())",
-        "self._chunks.states(Given(torch.zeros_like(entries)), self._maps_of_runs())",
+        "self._chunks.states(Given(entries), self._maps_if_runs())",
+        "self._chunks.states(Given(torch.zeros_like(entries)), self._maps_if_runs())",
         f"{_RANDOM}[gathered-4-0]",
     ),
     Mutant(

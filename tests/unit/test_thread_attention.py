@@ -26,6 +26,7 @@ from longshard.context.planning.mask import full
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
 from longshard.context.regions import context_parallel
 from longshard.sharding import exchange as door
+from longshard.sharding import row_exchange
 from longshard.sharding.exchange import Pending
 from longshard.sharding.layout import AxisLayout, sized
 from longshard.sharding.placement import replicate
@@ -244,7 +245,7 @@ def test_attention_without_a_wait_is_nan(method: str, module: Any, name: str, wr
 def test_an_exchange_without_a_wait_is_nan(device: str) -> None:
     results: dict[int, list] = {}
     with (
-        mock.patch.object(door, "all_to_all", without_wait(door.all_to_all)),
+        mock.patch.object(row_exchange, "all_to_all", without_wait(row_exchange.all_to_all)),
         pytest.raises(AssertionError, match="no wait for"),
     ):
         run_ranks(2, kept, results, exchanged, 9, device=device)

@@ -196,10 +196,12 @@ class _Circle:
     def _cuts(
         self, places: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return what cuts at `places`, (n,) in [0, length), cost.
+        """Return the cost of cuts at `places`, (n,) in [0, length).
 
-        The result is: the work before each cut (n,); the first key that the token after the cut sees (sequences, n);
-        how many tokens before the cut that token sees (sequences, n); whether the cut leaves a too short part (n,).
+        * The work before each cut, (n,).
+        * The first key that the token after the cut sees, (sequences, n).
+        * The number of tokens before the cut that this token sees, (sequences, n).
+        * Whether the cut leaves a part that is too short, (n,).
         """
         part = np.searchsorted(self.places, places, side="right") - 1
         inside = places - self.places[part]

@@ -157,8 +157,7 @@ def attention_cost(
 ) -> Cost:
     """Return the cost of one attention call in one direction.
 
-    The workspace counts the rows of a stage and of the next one, and the receive buffers of collectives and all-to-all,
-    but not the inputs and results.
+    The workspace counts the rows of a stage and of the next one, and receive buffers, but not inputs and results.
 
     Args:
         plan: The plan of the rank.
