@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 
 from longshard.context.attention import add_autocast_rules
-from longshard.context.execution.linear_chunks import Given, Tokens
+from longshard.context.execution.linear_chunks import Tokens
 from longshard.context.execution.linear_kernels import KernelPass, runs_kernels
+from longshard.context.execution.linear_states import KnownStates
 from longshard.context.linear_pass import ChunkedPass, Place
 from longshard.context.linear_scan import states_before
 from longshard.context.planning.options import ContextParallelError
@@ -38,8 +39,8 @@ def linear_attention(
         plan: The handle, (B,) int64; None if the rows are the whole sequence.
 
     Returns:
-        Scale times the outputs, in the shape of v; 1-D bytes of the states that the backward needs; the state after
-        this rank's last row, (B, G, K, V). States are in float32 at least.
+        Scale times the outputs, in the shape of v. The bytes of the states that the backward needs, 1-D. The state
+        after this rank's last row, (B, G, K, V). States are in float32 at least.
 
     Raises:
         ContextParallelError: The inputs do not fit each other, or the plan did not cut them.
@@ -76,7 +77,7 @@ def operator(
     if place.has_maps:
         maps = local.maps()
         transitions = [maps[..., v_dim:]]
-        ends = Given(states_before(maps, place.axis, v_dim, reverse=False))
+        ends = KnownStates(states_before(maps, place.axis, v_dim, reverse=False))
     else:
         ends = place.ends(local.zeros, reverse=False)
     out, entries, last = local.forward(ends)
@@ -104,7 +105,7 @@ def _operator_backward(
         *_, k_dim, v_dim = local.shape
         transitions = kept[size:].view(*local.shape[:-1], 1 if beta is None else k_dim)
         maps = torch.cat((local.biases(), transitions), -1)
-        ends = Given(states_before(maps, place.axis, v_dim, reverse=True))
+        ends = KnownStates(states_before(maps, place.axis, v_dim, reverse=True))
     else:
         ends = place.ends(local.zeros, reverse=True)
     *wide_gradients, dbeta = local.backward(ends)

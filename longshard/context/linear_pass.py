@@ -19,14 +19,11 @@ from longshard.context.execution.linear_chunks import (
     LONGEST_RUN,
     Chunks,
     Fragments,
-    Given,
     Inputs,
     Tokens,
-    joined,
-    stacked,
-    through_runs,
 )
 from longshard.context.execution.linear_pairs import BLOCK
+from longshard.context.execution.linear_states import KnownStates, joined, stacked, through_runs
 from longshard.context.linear_scan import InOrder, aligned, fragments_of
 from longshard.context.live import resolve
 from longshard.context.planning.options import ContextParallelError
@@ -123,14 +120,14 @@ class Place:
         """Whether some fragment has several runs."""
         return any(end - first > self.run for first, end in self.fragments)
 
-    def ends(self, zeros: torch.Tensor, *, reverse: bool) -> Given:
+    def ends(self, zeros: torch.Tensor, *, reverse: bool) -> KnownStates:
         """Return the states before fragments: zeros, or the states that go from fragment to fragment in order.
 
         Args:
             zeros: Zeros for all fragments, (B, F, H, K, V).
             reverse: Whether states go from the last fragment to the first.
         """
-        known = Given(zeros)
+        known = KnownStates(zeros)
         return (
             known
             if self.has_maps or not self.sends
@@ -212,7 +209,7 @@ class ChunkedPass:
         like = x.k.new_empty(*x.k.shape[:2], x.k.shape[-1], columns)
         return stacked([joined(maps, v_dim) for maps in self._run_maps], like)
 
-    def forward(self, ends: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, ends: KnownStates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the outputs, (B, S, H, V), the states before fragments, and the state after the last fragment.
 
         Args:
@@ -232,7 +229,7 @@ class ChunkedPass:
             dout: The gradient of the outputs, (B, S, H, V).
             entries: The states before fragments, (B, F, H, K, V).
         """
-        self._before, _ = self._chunks.states(Given(entries), self._maps_if_runs())
+        self._before, _ = self._chunks.states(KnownStates(entries), self._maps_if_runs())
         self._dout = self._place.chunked(dout.to(entries.dtype))
         self._read = self._chunks.read(self._dout)
 
@@ -252,13 +249,13 @@ class ChunkedPass:
 
     def biases(self) -> torch.Tensor:
         """Return the gradients of the states before fragments, of `shape`, if the gradients after them are zero."""
-        zero = Given(self.zeros).zero
+        zero = KnownStates(self.zeros).zero
         if not self._place.has_runs:
             return stacked([bias.squeeze(2) for bias in self._run_biases], zero)
         maps = self._maps_back
         return stacked([through_runs(zero, x, reverse=True)[1] for x in maps], zero)
 
-    def backward(self, ends: Given) -> tuple[torch.Tensor, ...]:
+    def backward(self, ends: KnownStates) -> tuple[torch.Tensor, ...]:
         """Return the gradients of q, k, v, log_decay and beta; without beta, the last one has no meaning.
 
         Args:

@@ -26,7 +26,7 @@ from functools import lru_cache
 import torch
 
 from longshard.context.execution.build import own_group
-from longshard.context.execution.linear_chunks import Given, changed, stacked
+from longshard.context.execution.linear_states import KnownStates, changed, stacked
 from longshard.sharding.exchange import Transfer, send_receive
 from longshard.sharding.layout import AxisLayout
 from longshard.sharding.ranges import Wanted, union
@@ -72,7 +72,7 @@ def aligned(layout: AxisLayout, size: int) -> AxisLayout:
     return AxisLayout(f"{layout.name} in chunks of {size}", layout.length, tuple(shards))
 
 
-class InOrder(Given):
+class InOrder(KnownStates):
     """States that go from fragment to fragment, and from rank to rank, one after another; a collective.
 
     Args:

@@ -155,7 +155,7 @@ EXECUTION = (
     Mutant(
         "gradients of keys are those of the last part of their queries",
         "longshard/context/execution/ulysses.py",
-        "            total.add_(more)",
+        "            total.add_(gradient)",
         "            total.copy_(more)",
         "tests/distributed/test_context_parallel.py::test_a_few_heads_at_a_time",
     ),
@@ -371,14 +371,14 @@ EXECUTION = (
     ),
     Mutant(
         "gradients that come home replace each other",
-        f"{_CP}/execution/ring.py",
+        f"{_CP}/execution/stage_rows.py",
         "put_rows(target, places.places(message.ranges), buffer, add=True)",
         "put_rows(target, places.places(message.ranges), buffer, add=False)",
         _ATTENTION,
     ),
     Mutant(
         "gradients that come home are added before they have arrived",
-        f"{_CP}/execution/ring.py",
+        f"{_CP}/execution/stage_rows.py",
         "        self.pending.wait()\n        if self.reduced is not None:",
         "        if self.reduced is not None:",
         _THREADS,
@@ -428,8 +428,8 @@ EXECUTION = (
     Mutant(
         "sinks learn the wrong way",
         f"{_CP}/execution/stages.py",
-        "return -(share * (given.dout",
-        "return (share * (given.dout",
+        "-(share * (inputs.dout",
+        "(share * (inputs.dout",
         _ATTENTION,
     ),
     Mutant(
@@ -600,8 +600,8 @@ EMPTY_GROUPS = (
     Mutant(
         "a head group judges its own layouts",
         f"{_CP}/execution/ulysses.py",
-        "if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
-        "if keep and len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
+        "if self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
+        "if len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
         _THREADS,
     ),
     Mutant(
@@ -613,7 +613,7 @@ EMPTY_GROUPS = (
     ),
     Mutant(
         "gradients are added to sums of some rows as if they were of all",
-        f"{_CP}/execution/ring.py",
+        f"{_CP}/execution/stage_rows.py",
         " and stage.places.places(ranges) == ((0, stage.rows),)",
         "",
         _ATTENTION,

@@ -132,7 +132,7 @@ def kept_of_cross_attention(rank: int, mesh: ThreadMesh) -> str:
 
 def test_no_head_group_raises_alone() -> None:
     for message in run_ranks(4, kept_of_cross_attention, limit=20):
-        assert "only in self-attention; use keep_exchanged = False" in message
+        assert "as in self-attention; use keep_exchanged = False" in message
 
 
 # ---- the exchange, regions, the context
