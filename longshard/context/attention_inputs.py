@@ -59,33 +59,31 @@ class AttentionInputs(NamedTuple):
             ContextParallelError: They do not fit each other.
         """
         q, k, v, up = self
-        if up is not None:
-            _check_latents(q, k, v, up)
+        if up is None:
+            alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
+            if (
+                not alike
+                or q.shape[0] != k.shape[0]
+                or q.shape[3] != k.shape[3]
+                or q.shape[1] % max(k.shape[1], 1)
+            ):
+                raise ContextParallelError(
+                    f"context-parallel attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of "
+                    f"types {q.dtype}, {k.dtype}, {v.dtype}. Give (B, H, S, D) and twice (B, K, T, D) of one type, "
+                    "K dividing H"
+                )
             return
-        alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
-        if (
-            not alike
-            or q.shape[0] != k.shape[0]
-            or q.shape[3] != k.shape[3]
-            or q.shape[1] % max(k.shape[1], 1)
-        ):
-            raise ContextParallelError(
-                f"context-parallel attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of types "
-                f"{q.dtype}, {k.dtype}, {v.dtype}. Give (B, H, S, D) and twice (B, K, T, D) of one type, K dividing H"
-            )
-
-
-def _check_latents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, up: torch.Tensor) -> None:
-    alike = q.dtype == k.dtype == up.dtype and (q.ndim, k.ndim, v.ndim, up.ndim) == (4, 4, 4, 3)
-    fits = (
-        alike
-        and k.shape[:2] == (q.shape[0], 1)
-        and up.shape[0] == q.shape[1]
-        and v.shape == (*k.shape[:3], 0)
-    )
-    if not fits or up.shape[2] > k.shape[3] or not 0 < value_dim(q, k, up) <= q.shape[3]:
-        raise ContextParallelError(
-            f"latent attention got q {tuple(q.shape)}, latents {tuple(k.shape)}, values {tuple(v.shape)} and up "
-            f"{tuple(up.shape)} of types {q.dtype}, {k.dtype}, {v.dtype}, {up.dtype}. Give (B, H, S, N + P), "
-            "(B, 1, T, R + P), (B, 1, T, 0) and (H, N + V, R) of one type, V at most N + P"
+        dims = q.ndim, k.ndim, v.ndim, up.ndim
+        fits = (
+            q.dtype == k.dtype == up.dtype
+            and dims == (4, 4, 4, 3)
+            and k.shape[:2] == (q.shape[0], 1)
+            and up.shape[0] == q.shape[1]
+            and v.shape == (*k.shape[:3], 0)
         )
+        if not fits or up.shape[2] > k.shape[3] or not 0 < value_dim(q, k, up) <= q.shape[3]:
+            raise ContextParallelError(
+                f"latent attention got q {tuple(q.shape)}, latents {tuple(k.shape)}, values {tuple(v.shape)} and up "
+                f"{tuple(up.shape)} of types {q.dtype}, {k.dtype}, {v.dtype}, {up.dtype}. Give (B, H, S, N + P), "
+                "(B, 1, T, R + P), (B, 1, T, 0) and (H, N + V, R) of one type, V at most N + P"
+            )

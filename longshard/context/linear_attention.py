@@ -109,8 +109,9 @@ def _operator_backward(
     else:
         ends = place.ends(local.zeros, reverse=True)
     *wide_gradients, dbeta = local.backward(ends)
-    both = zip(wide_gradients, tokens, strict=True)
-    gradients = [gradient.to(like.dtype).view(like.shape) for gradient, like in both]
+    gradients = [
+        x.to(y.dtype).view(y.shape) for x, y in zip(wide_gradients, tokens, strict=True)
+    ]
     dbeta = dout.new_empty(0) if beta is None else dbeta.to(beta.dtype).view(beta.shape)
     return *gradients, dbeta
 

@@ -23,8 +23,10 @@ _WITHOUT_EFFECT = frozenset(
         "output_attentions",
         "output_hidden_states",
         "return_dict",
+        "output_router_logits",
+        "num_items_in_batch",
+        "sliding_window",
     }
-    | {"output_router_logits", "num_items_in_batch", "sliding_window"}
 )
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.row_exchange import exchange
+from longshard.sharding.rows import exchange
 from longshard.sharding.tensors import TensorFunction, to_device, wide_type, with_adjoint
 
 PLACEMENTS = ("partial", "replicated")

@@ -19,7 +19,7 @@ from longshard.context.planning.options import ContextParallelError, ContextPara
 from longshard.context.regions import Region, region, replicate, shard, unshard
 from longshard.sharding import exchange as door
 from longshard.sharding.layout import AxisLayout, head_tail
-from longshard.sharding.row_exchange import exchange
+from longshard.sharding.rows import exchange
 from scripts.gpu_blocks.block import largest
 from tests.distributed.attention_cases import mesh_of_all, random, relative
 from tests.distributed.pool import WorkerPool

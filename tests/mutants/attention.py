@@ -156,7 +156,7 @@ EXECUTION = (
         "gradients of keys are those of the last part of their queries",
         "longshard/context/execution/ulysses.py",
         "            total.add_(gradient)",
-        "            total.copy_(more)",
+        "            total.copy_(gradient)",
         "tests/distributed/test_context_parallel.py::test_a_few_heads_at_a_time",
     ),
     Mutant(
@@ -371,21 +371,21 @@ EXECUTION = (
     ),
     Mutant(
         "gradients that come home replace each other",
-        f"{_CP}/execution/stage_rows.py",
+        f"{_CP}/execution/stages.py",
         "put_rows(target, places.places(message.ranges), buffer, add=True)",
         "put_rows(target, places.places(message.ranges), buffer, add=False)",
         _ATTENTION,
     ),
     Mutant(
         "gradients that come home are added before they have arrived",
-        f"{_CP}/execution/stage_rows.py",
+        f"{_CP}/execution/stages.py",
         "        self.pending.wait()\n        if self.reduced is not None:",
         "        if self.reduced is not None:",
         _THREADS,
     ),
     Mutant(
         "rows of other ranks are read before they have arrived",
-        "longshard/sharding/row_exchange.py",
+        "longshard/sharding/rows.py",
         "    pending.wait()\n    for rank, (piece, places)",
         "    for rank, (piece, places)",
         _THREADS,
@@ -434,7 +434,7 @@ EXECUTION = (
     ),
     Mutant(
         "the adjoint of an exchange does not add",
-        "longshard/sharding/row_exchange.py",
+        "longshard/sharding/rows.py",
         "piece.view(size(places), *shape), add=add)",
         "piece.view(size(places), *shape), add=False)",
         "tests/distributed/test_exchange.py",
@@ -613,7 +613,7 @@ EMPTY_GROUPS = (
     ),
     Mutant(
         "gradients are added to sums of some rows as if they were of all",
-        f"{_CP}/execution/stage_rows.py",
+        f"{_CP}/execution/stages.py",
         " and stage.places.places(ranges) == ((0, stage.rows),)",
         "",
         _ATTENTION,

@@ -17,11 +17,10 @@ import torch
 
 from longshard.context.execution.kernels.base import OutLse, Terms
 from longshard.context.execution.ring import StagedExecution
-from longshard.context.execution.stage_rows import Held, Item, Returning
-from longshard.context.execution.stages import fold_batch, pack, unpack
+from longshard.context.execution.stages import Held, Item, Returning, fold_batch, pack, unpack
 from longshard.sharding.exchange import Pending
 from longshard.sharding.ranges import Offsets, Ranges, size, union
-from longshard.sharding.row_exchange import put_rows
+from longshard.sharding.rows import put_rows
 
 
 class KeptTensor(Protocol):

@@ -24,9 +24,11 @@ from longshard.context.execution.kernels.base import (
 )
 from longshard.context.execution.latent import Expansion, value_dim
 from longshard.context.execution.merging import Merge, merge
-from longshard.context.execution.stage_rows import Held, Item, Returning
 from longshard.context.execution.stages import (
+    Held,
+    Item,
     Merged,
+    Returning,
     add_parts,
     attend,
     fold_batch,
@@ -52,7 +54,7 @@ from longshard.sharding.exchange import (
     send_receive,
 )
 from longshard.sharding.ranges import Offsets, Range, Ranges, intersection
-from longshard.sharding.row_exchange import put_rows
+from longshard.sharding.rows import put_rows
 
 
 @dataclass(frozen=True)

@@ -209,9 +209,8 @@ class HeadExchange:
         for each in returning:
             each.wait()
         gradients = into[0][0], *(summed(x, kv_heads) for x in into[1])
-        both = zip(gradients, likes, strict=True)
         optional = [x for x in optional_gradients if x is not None]
-        return *(restore_shape(x, like) for x, like in both), *optional
+        return *map(restore_shape, gradients, likes), *optional
 
     def _exchanged(
         self, inputs: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]

@@ -52,15 +52,15 @@ class ContextParallelOptions:
     def __post_init__(self) -> None:
         if self.hybrid_degrees is not None:
             object.__setattr__(self, "hybrid_degrees", tuple(self.hybrid_degrees))
-        for name, value, choices in (
-            ("method", self.method, METHODS),
-            ("load_balancer", self.load_balancer, ("auto", *LOAD_BALANCERS)),
-            ("kernel", self.kernel, ("auto", *CAPABILITIES)),
-            ("gradient_dtype", self.gradient_dtype, ("float32", "bfloat16")),
+        for name, choices in (
+            ("method", METHODS),
+            ("load_balancer", ("auto", *LOAD_BALANCERS)),
+            ("kernel", ("auto", *CAPABILITIES)),
+            ("gradient_dtype", ("float32", "bfloat16")),
         ):
-            if value not in choices:
+            if getattr(self, name) not in choices:
                 raise ContextParallelError(
-                    f"{name} = {value!r} is none of {', '.join(map(repr, choices))}"
+                    f"{name} = {getattr(self, name)!r} is none of {', '.join(map(repr, choices))}"
                 )
         degrees = self.hybrid_degrees
         if (degrees is not None) != self.spread.two_level or (

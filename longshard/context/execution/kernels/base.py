@@ -199,8 +199,7 @@ class ManyTiles:
         Returns:
             dq, dk and dv.
         """
-        launch = _one_call(inputs.q, inputs.k, relation)
-        return self.backward_many(inputs, launch, scale=scale)
+        return self.backward_many(inputs, _one_call(inputs.q, inputs.k, relation), scale=scale)
 
 
 def _one_call(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Launch:

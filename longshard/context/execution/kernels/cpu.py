@@ -1,7 +1,6 @@
 """The kernel of CPUs, and the definition of attention for any device. Interface and shapes: see `base.py`."""
 
 import torch
-from typing_extensions import override
 
 from longshard.context.execution.kernels.base import (
     QKV,
@@ -24,15 +23,29 @@ class CpuFlash(OneTile):
     name = "cpu_flash"
     capabilities = CAPABILITIES["cpu_flash"]
 
-    @override
     def forward(self, q, k, v, *, relation, scale):
+        """Return output and log-sum-exp of one tile.
+
+        Args:
+            q: The queries, (B, H, S, D).
+            k: The keys, (B, K, T, D).
+            v: The values, (B, K, T, D).
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
         causal, mask = self._mask(q, k, relation)
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
 
-    @override
     def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        """Return dq, dk and dv of one tile.
+
+        Args:
+            inputs: The rows of the tile.
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
         causal, mask = self._mask(inputs.q, inputs.k, relation)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *inputs, 0.0, causal, attn_mask=mask, scale=scale
@@ -63,15 +76,29 @@ class Math(OneTile):
     def __init__(self, softcap: float = 0.0) -> None:
         self._softcap = softcap
 
-    @override
     def forward(self, q, k, v, *, relation, scale):
+        """Return output and log-sum-exp of one tile.
+
+        Args:
+            q: The queries, (B, H, S, D).
+            k: The keys, (B, K, T, D).
+            v: The values, (B, K, T, D).
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
         scores = self._scores(q, k, relation, scale)
         lse = scores.logsumexp(-1)
         values = repeated(v, q.shape[1]).to(scores.dtype)
         return ((scores - lse[..., None]).exp() @ values).to(q.dtype), lse
 
-    @override
     def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        """Return dq, dk and dv of one tile.
+
+        Args:
+            inputs: The rows of the tile.
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
         dout, q, k, v, out, lse = inputs
         scores = self._scores(q, k, relation, scale)
         p = (scores - lse[..., None]).exp()

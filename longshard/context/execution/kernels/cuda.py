@@ -87,22 +87,22 @@ class CudaFlash(_Flash, OneTile):
 
     @override
     def forward(self, q, k, v, *, relation, scale):
-        n = q.shape[2]
+        *_, n, size = q.shape
         m = k.shape[2]
         out, lse = self._attend(
             map(_rows, (q, k, v)), (None, None, n, m), (relation, m - n), scale
         )
-        return _heads(out, q.shape[3]), lse
+        return _heads(out, size), lse
 
     @override
     def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
         dout, q, k, v, out, lse = inputs
-        n = q.shape[2]
+        *_, n, size = q.shape
         m = k.shape[2]
         rows = map(_rows, (dout.to(q.dtype), q, k, v, out.to(q.dtype)))
         inputs = BackwardInputs(*rows, lse.contiguous())
         grads = self._differentiate(inputs, (None, None, n, m), (relation, m - n), scale)
-        return tuple(_heads(x, q.shape[3]) for x in grads)
+        return tuple(_heads(x, size) for x in grads)
 
 
 class Efficient(_Aten, OneTile):
@@ -113,9 +113,8 @@ class Efficient(_Aten, OneTile):
 
     @override
     def forward(self, q, k, v, *, relation, scale):
-        n = q.shape[2]
+        *_, n, size = q.shape
         m = k.shape[2]
-        size = q.shape[3]
         out, lse, *_ = self._ops._efficient_attention_forward(
             *map(_rows, (q, repeated(k, q.shape[1]), repeated(v, q.shape[1]))), self._bias(q, m, relation),
             None, None, n, m, 0.0, self._mask_type(relation), True, scale=scale,
@@ -125,9 +124,8 @@ class Efficient(_Aten, OneTile):
     @override
     def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
         dout, q, k, v, out, lse = inputs
-        n = q.shape[2]
+        *_, n, size = q.shape
         m = k.shape[2]
-        size = q.shape[3]
         k_, v_ = (repeated(x, q.shape[1]) for x in (k, v))
         dout, out = (_rows(x.to(q.dtype)).contiguous() for x in (dout, out))
         # A padded row has probabilities exp(score - inf) = 0, as with the operator's own padding.

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from typing_extensions import override
 
 from longshard.context.execution.kernels.base import (
     QKV,
@@ -33,11 +32,18 @@ class HeadGroups(ManyTiles):
         self.name = kernel.name
         self.capabilities = kernel.capabilities
 
-    @override
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
-        """Return output, (B, H, rows, D), and log-sum-exp, (B, H, rows), group by group of the heads."""
+        """Return output, (B, H, rows, D), and log-sum-exp, (B, H, rows), group by group of the heads.
+
+        Args:
+            q: The queries, (B, H, S, D).
+            k: The keys, (B, K, T, D).
+            v: The values, (B, K, T, D).
+            launch: The launch.
+            scale: The factor of the scores.
+        """
         run = partial(self._kernel.forward_many, launch=launch, scale=scale)
         groups = self._groups(q, k, launch)
         if len(groups) == 1:
@@ -52,9 +58,14 @@ class HeadGroups(ManyTiles):
             )
         return out, lse
 
-    @override
     def backward_many(self, inputs: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
-        """Return dq, (B, H, rows, D), dk and dv, (B, K, keys, D), group by group of the heads."""
+        """Return dq, (B, H, rows, D), dk and dv, (B, K, keys, D), group by group of the heads.
+
+        Args:
+            inputs: The rows of all calls.
+            launch: The launch.
+            scale: The factor of the scores.
+        """
         run = partial(self._kernel.backward_many, launch=launch, scale=scale)
         q = inputs.q
         k = inputs.k
