@@ -11,7 +11,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "sharding.layout": "AxisLayout contiguous head_tail",
         "context.attention": "AttentionResult ContextParallelAttention context_parallel_attention",
-        "context.live": "AttentionSettings Scores",
+        "context.attention_inputs": "AttentionSettings",
+        "context.live": "Scores",
         "context.regions": "Region context_parallel region replicate shard unshard",
         "context.convolution": "ContextParallelConvolution context_parallel_convolution",
         "context.planning.balance": "LOAD_BALANCERS balanced build_layout",

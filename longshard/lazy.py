@@ -8,7 +8,12 @@ from typing import Any
 def lazy_exports(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` for a package (PEP 562). modules: module -> its names, in words."""
+    """Return `__getattr__`, `__dir__` and `__all__` for a package (PEP 562).
+
+    Args:
+        package: The full name of the package.
+        modules: Module, relative to the package, to its public names, separated by spaces.
+    """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:

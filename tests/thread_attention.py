@@ -12,10 +12,11 @@ from unittest import mock
 import torch
 
 from longshard.context.attention import context_parallel_attention
+from longshard.context.attention_inputs import AttentionSettings
 from longshard.context.execution import build
 from longshard.context.execution.kernels.cuda import CudnnVarlen
 from longshard.context.execution.kernels.head_groups import HeadGroups
-from longshard.context.live import AttentionSettings, LivePlan, flat_mesh, opened
+from longshard.context.live import LivePlan, flat_mesh, opened
 from longshard.context.planning.balance import LOAD_BALANCERS
 from longshard.context.planning.capabilities import CAPABILITIES
 from longshard.context.planning.options import ContextParallelOptions

@@ -2,7 +2,7 @@
 
 The operator finds its plan by a handle, an argument of the model's forward (`live.py`). It is a `torch.library`
 operator, so that `torch.compile(fullgraph=True)` works, and selective activation checkpointing can keep its output and
-log-sum-exp instead of communicating again. With `keep_exchanged` it keeps what an exchange of heads has brought.
+log-sum-exp instead of communicating again. With `keep_exchanged` it keeps the exchanged heads.
 """
 
 import math
@@ -17,16 +17,11 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from longshard.context.attention_inputs import AttentionInputs, AttentionSettings
 from longshard.context.execution.kernels.base import BackwardInputs, Terms, rows_first
 from longshard.context.execution.latent import value_dim
 from longshard.context.execution.ulysses import HeadExchange, Kept
-from longshard.context.live import (
-    AttentionInputs,
-    AttentionSettings,
-    Mark,
-    layer_of,
-    resolve,
-)
+from longshard.context.live import Mark, layer_of, resolve
 from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.forward import replace_forward
 from longshard.sharding.tensors import wide_type
@@ -36,9 +31,10 @@ class AttentionResult(NamedTuple):
     """The results of one call of context-parallel attention."""
 
     output: torch.Tensor
-    """As the queries: (B, H, S, D), or of latents (B, H, S, V). A query that sees no key has the output 0."""
+    """Shape of the queries: (B, H, S, D), or with latents (B, H, S, V). A query that sees no key has the output 0."""
     lse: torch.Tensor
-    """(B, H, S), log-sum-exp of the scores with the sink's share, in float32 at least. -inf: no key and no sink."""
+    """(B, H, S), log-sum-exp of the scores, with the sink's share, in float32 at least. -inf without any key and sink.
+    """
 
 
 def context_parallel_attention(
@@ -51,26 +47,27 @@ def context_parallel_attention(
     sinks: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> AttentionResult:
-    """Compute attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
+    """Return attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
 
-    Gradients flow through the output alone.
+    Gradients flow through the output only.
 
     Args:
         q: (B, H, S, D), S this rank's rows.
         k: (B, K, T, D), T this rank's rows; K divides H.
         v: (B, K, T, D), as k.
-        plan: the handle of the open context, (B,) int64.
-        settings: of this attention. Its mask is intersected with the mask of the context.
+        plan: The handle of the open context, (B,) int64.
+        settings: The settings of this attention. Its mask is intersected with the mask of the context.
         sinks: (H,) logits, each of one more key with value zero for all queries of its head (GPT-OSS; Xiao et al.,
-            arXiv 2309.17453). They are applied once, after all results are merged.
+            arXiv 2309.17453). They are applied once, after all results are merged. None if absent.
         up: (H, N + V, R), with which k is a latent, (B, 1, T, R + P), v has no width, (B, 1, T, 0), and D = N + P.
-            Ranks send each other latents, and the output is (B, H, S, V). See `execution/latent.py`.
+            Ranks send each other latents, and the output is (B, H, S, V). See `execution/latent.py`. None if absent.
 
     Raises:
-        ContextParallelError: no context is open or it did not cut the inputs, the method cannot divide the heads, the
-            scale is not above 0, forward-mode differentiation is used, or keep_exchanged and no heads are exchanged, or
-            latents are.
-        OptionError: the kernel cannot do it.
+        ContextParallelError: No context is open, or it did not cut the inputs.
+        ContextParallelError: The method cannot divide the heads, or the scale is not above 0.
+        ContextParallelError: Forward-mode differentiation is used.
+        ContextParallelError: keep_exchanged is set, and no heads are exchanged, or latents are.
+        OptionError: The kernel cannot compute it.
     """
     output, lse, *_ = operator(q, k, v, plan, [float(x) for x in settings], sinks, up)
     return AttentionResult(output, lse)
@@ -86,10 +83,20 @@ def operator(
     sinks: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `context_parallel_attention`, whose record of settings is a list of numbers here.
+    """Compute `context_parallel_attention`, with its settings as a list of numbers.
 
-    -> output, log-sum-exp, and two tensors of bytes: q, k, v and the results for all rows of this rank's heads. How
-    many bytes depends on the batch's layout; none unless keep_exchanged.
+    Args:
+        q: As for `context_parallel_attention`, (B, H, S, D).
+        k: (B, K, T, D).
+        v: (B, K, T, D).
+        plan: The handle, (B,) int64.
+        settings: The fields of `AttentionSettings`, in order.
+        sinks: (H,); None if absent.
+        up: (H, N + V, R); None if absent.
+
+    Returns:
+        Output, log-sum-exp, and two 1-D tensors of bytes: q, k, v and the results, for all rows of this rank's heads.
+        Their lengths depend on the layout of the batch; they are empty unless keep_exchanged.
     """
     how = AttentionSettings.of(settings)
     _check_call(how.scale)
@@ -100,9 +107,8 @@ def operator(
     kept = {"keep": True} if how.keep_exchanged else {}
     if kept and not isinstance(run, HeadExchange):
         raise ContextParallelError(
-            "attention is asked to keep what was exchanged, and its context exchanges no heads; use "
-            "keep_exchanged in both or in neither, with method = 'all_to_all' or 'hybrid' on more "
-            "than one rank"
+            "keep_exchanged is set for an attention, but its context exchanges no heads. Set it for "
+            "both or for neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
         )
     out, lse, *exchanged = run.forward(*inputs[:3], terms=Terms(how.scale, sinks, up), **kept)
     live.show_scores(layer_of(plan), lse, sequences)
@@ -119,23 +125,23 @@ def _operator_backward(
     sinks: torch.Tensor | None,
     up: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk, dv, and this rank's parts of the gradients of sinks and of `up` ((0,) without them).
+    """Return dq, dk, dv, and this rank's parts of the gradients of `sinks` and of `up` ((0,) if absent).
 
-    saved: q, k, v, output and log-sum-exp; or the two tensors of bytes of what was exchanged. kv_heads: K.
+    saved: q, k, v, output and log-sum-exp; or the two tensors of bytes of exchanged heads. kv_heads: K.
     """
     how = AttentionSettings.of(settings)
     live, sequences = resolve(plan)
     dout, *saved = map(_rows_contiguous, (dout, *saved))
     if len(saved) == 2:
-        given = Kept(dout, *saved, kv_heads)
+        inputs = Kept(dout, *saved, kv_heads)
         b, _, s, d = dout.shape
         k = dout.new_empty(()).expand(b, kv_heads, s, d)  # for its shape and dtype
     else:
-        given = BackwardInputs(dout, *saved)
-        k = given.k
-    q, v = (dout, k) if up is None else given[1:4:2]
+        inputs = BackwardInputs(dout, *saved)
+        k = inputs.k
+    q, v = (dout, k) if up is None else inputs[1:4:2]
     run = live.execution(AttentionInputs(q, k, v, up), how, sequences, layer_of(plan))
-    dq, dk, dv, *others = run.backward(given, Terms(how.scale, sinks, up))
+    dq, dk, dv, *others = run.backward(inputs, Terms(how.scale, sinks, up))
     return dq, dk, dv, *(dout.new_empty(0) if x is None else others.pop(0) for x in (sinks, up))
 
 
@@ -154,7 +160,7 @@ def _check_call(scale: float) -> None:
 
 
 def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Return x as kernels read it: the elements of a row lie one after another; other strides may be any."""
+    """Return x as kernels read it: the elements of a row lie one after another; other strides are free."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -190,7 +196,7 @@ def _save(ctx, inputs, output) -> None:
     keep_exchanged = AttentionSettings.of(ctx.settings).keep_exchanged
     ctx.save_for_backward(*(kept if keep_exchanged else (q, k, v, out, lse)), plan, sinks, up)
     ctx.mark_non_differentiable(lse, *kept)
-    ctx.set_materialize_grads(False)  # else the backward fills zeros of their sizes
+    ctx.set_materialize_grads(False)  # else the backward allocates zeros for unused gradients
 
 
 def _differentiate(ctx, dout: torch.Tensor, *_: None):
@@ -209,9 +215,14 @@ _LIBRARY = torch.library.Library("longshard", "FRAGMENT")
 
 
 def add_autocast_rules(operator: Any, casts: Collection[int] = ()) -> None:
-    """Cast these arguments of an operator, but not float64, as F.scaled_dot_product_attention does.
+    """Register how an operator runs under autocast.
 
-    Inside the operator autocast is off, so that its float32 tensors stay float32.
+    Some arguments are cast to the type of autocast, except float64, as F.scaled_dot_product_attention does. Inside the
+    operator autocast is off, so that its float32 tensors stay float32.
+
+    Args:
+        operator: The operator.
+        casts: The positions of the arguments to cast.
     """
 
     def run(device_type: str, *args: Any) -> Any:
@@ -234,20 +245,24 @@ add_autocast_rules(torch.ops.longshard.context_parallel_attention.default, _QKV_
 add_autocast_rules(torch.ops.longshard.context_parallel_attention_backward.default)
 
 
-# ---- the style
+# ---- The style
 
 
 class ContextParallelAttention(ParallelStyle):
     """Style that makes an attention module attend over the sequence of all ranks of the mesh.
 
-    The module's forward is `(q, k, v, *, scale=None, sinks=None, plan=None, up=None)`, with q (B, H, S, D), unrepeated
-    k, v (B, K, S, D), sinks (H,), and `up` of latents, as the operator takes them. Inside `context_parallel(...)`, the
+    The module's forward is `(q, k, v, *, scale=None, sinks=None, plan=None, up=None)`. Shapes are as for
+    `context_parallel_attention`: q (B, H, S, D), unrepeated k and v (B, K, S, D). Inside `context_parallel(...)`, the
     model passes the context's `attention_plan` as `plan`.
-    is_causal: whether later tokens are hidden; sliding_window: how many keys a token sees, None for all;
-    keep_exchanged: the option of the context, `ContextParallelOptions.keep_exchanged`; softcap: of the scores.
+
+    Args:
+        is_causal: Whether later tokens are hidden.
+        sliding_window: Number of keys that a token sees; None means all.
+        keep_exchanged: The same as `ContextParallelOptions.keep_exchanged` of the context.
+        softcap: The soft-cap of the scores; None if absent.
 
     Raises:
-        ContextParallelError: a window below 1; a module with dropout, when the style is applied.
+        ContextParallelError: The window is below 1; or, when the style is applied, the module has dropout.
     """
 
     def __init__(
@@ -285,7 +300,7 @@ class ContextParallelAttention(ParallelStyle):
 
 @dataclass(frozen=True)
 class _Forward:
-    """The forward of parallelised modules, which can be pickled. settings: with any scale."""
+    """The forward of parallelised modules, which can be pickled. The scale of its settings is replaced in each call."""
 
     settings: AttentionSettings
 

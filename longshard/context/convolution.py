@@ -1,12 +1,12 @@
 """Short causal convolution over a sequence that many ranks share, as one operator, and the style that applies it.
 
-Each range of tokens that a rank owns needs the kernel - 1 rows before it, from whatever ranks own them:
+Each range of tokens that a rank owns needs the kernel - 1 rows before it, from the ranks that own them:
 
     head_tail, 16 tokens on 2 ranks, kernel 4:   rank 0: [0, 4) [12, 16)   wants [9, 12) of rank 1, and zeros
                                                  rank 1: [4, 12)           wants [1, 4) of rank 0
 
-In the backward each range needs the gradients of the kernel - 1 outputs after it, so that nothing but the input is
-kept, and forward and backward are one exchange each. As an operator it finds its plan by the handle (`live.py`).
+In the backward each range needs the gradients of the kernel - 1 outputs after it. So nothing but the input is kept,
+and forward and backward are one exchange each. As an operator it finds its plan by the handle (`live.py`).
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,20 @@ def context_parallel_convolution(
 ) -> torch.Tensor:
     """Convolve each channel of this rank's rows with the rows before them; a collective over the plan's mesh.
 
-    x: (B, S, C), S this rank's rows; weight: (C, 1, kernel), the last tap of the row itself; plan: the handle, (B,)
-    int64; positions: (B, S), of each token in its document, whose earlier tokens alone count -> (B, S, C). Rows before
-    the sequence are zeros. The gradient of the weight is this rank's part.
+    Rows before the sequence are zeros. The gradient of the weight is this rank's part.
+
+    Args:
+        x: (B, S, C), S this rank's rows.
+        weight: (C, 1, kernel); the last tap multiplies the row itself.
+        plan: The handle, (B,) int64.
+        positions: (B, S), the position of each token in its document; taps before the document are zero. None if
+            absent.
+
+    Returns:
+        (B, S, C).
 
     Raises:
-        ContextParallelError: no context is open, or it did not cut the inputs.
+        ContextParallelError: No context is open, or it did not cut the inputs.
     """
     kernel = weight.shape[2]
     rows, tiles = _fetched(x, x, plan, Window(kernel, before=kernel - 1))
@@ -73,7 +81,7 @@ def _context_parallel_convolution_backward(
 def _fetched(
     rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Window
 ) -> tuple[torch.Tensor, Tiles]:
-    """Return the rows that the windows of this rank's rows read, and its tiles. rows: x (B, S, C), or its gradient."""
+    """Return the rows that the windows of this rank's rows read, and its tiles. rows: x, (B, S, C), or its gradient."""
     live, _ = resolve(plan)
     axis = Axis(live.layout, live.mesh.get_group())
     if x.ndim != 3 or x.shape[1] != axis.rows:
@@ -117,7 +125,7 @@ context_parallel_convolution.register_autograd(_differentiate, setup_context=_sa
 class ContextParallelConvolution(ParallelStyle):
     """Style that makes a short causal convolution read the rows of all ranks.
 
-    The module's forward is `(x, weight, *, positions=None, plan=None)`, as of `context_parallel_convolution`. Inside
+    The module's forward is `(x, weight, *, positions=None, plan=None)`, as for `context_parallel_convolution`. Inside
     `context_parallel(...)`, the model passes the context's `attention_plan` as `plan`.
     """
 
@@ -142,23 +150,28 @@ def _forward(
     return context_parallel_convolution(x, weight, plan, positions)
 
 
-# ---- arithmetic
+# ---- Arithmetic
 
 
 def convolved(
     rows: torch.Tensor, weight: torch.Tensor, reach: torch.Tensor | None, tiles: Tiles
 ) -> torch.Tensor:
-    """Return the convolution at the rows of all tiles, one after another: (B, S, C), as the rows.
+    """Return the convolution at the rows of all tiles, one after another: (B, S, C), in the type of `rows`.
 
-    rows: (B, R, C), where R is S + kernel - 1 for one tile; weight: (C, 1, kernel); reach: (B, S). Sums are float32 at
-    least.
+    Sums are in float32 at least.
+
+    Args:
+        rows: (B, R, C); for one tile R is S + kernel - 1.
+        weight: (C, 1, kernel).
+        reach: (B, S), the number of taps before each output that are in its document; None if absent.
+        tiles: The tiles.
     """
     last = weight.shape[2] - 1
     # kernel x (C, 1)
     taps = weight.to(wide_type(rows.dtype)).unbind(2)
-    total = _of_tiles(rows, tiles, last) * taps[last].squeeze(1)
+    total = _tile_rows(rows, tiles, last) * taps[last].squeeze(1)
     for tap in range(1, last + 1):
-        total += _reached(_of_tiles(rows, tiles, last - tap), reach, tap) * taps[
+        total += _reached(_tile_rows(rows, tiles, last - tap), reach, tap) * taps[
             last - tap
         ].squeeze(1)
     return total.to(rows.dtype)
@@ -171,9 +184,14 @@ def gradients(
     weight: torch.Tensor,
     tiles: Tiles,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the tiles' own rows x (B, S, C), and their part of the gradient of the weight.
+    """Return the gradients of the tiles' own rows x and their part of the gradient of the weight.
 
-    rows: (B, R, C), gradients of the outputs; reach: (B, R), of these outputs.
+    Args:
+        rows: The gradients of the outputs, (B, R, C).
+        reach: (B, R), the number of taps before each output that are in its document; None if absent.
+        x: (B, S, C).
+        weight: (C, 1, kernel).
+        tiles: The tiles.
     """
     last = weight.shape[2] - 1
     dtype = wide_type(rows.dtype)
@@ -181,16 +199,16 @@ def gradients(
     taps = weight.to(dtype).unbind(2)
     dweight = weight.new_zeros(weight.shape, dtype=dtype)
     for tap in range(last + 1):
-        here = None if reach is None else _of_tiles(reach, tiles, tap)
-        # of the output that read x by this tap
-        dy = _reached(_of_tiles(rows, tiles, tap), here, tap)
+        here = None if reach is None else _tile_rows(reach, tiles, tap)
+        # the gradient of the output that read x with this tap
+        dy = _reached(_tile_rows(rows, tiles, tap), here, tap)
         dx += dy * taps[last - tap].squeeze(1)
         dweight[:, 0, last - tap] = (dy.to(dtype) * x).sum((0, 1))
     return dx.to(x.dtype), dweight.to(weight.dtype)
 
 
-def _of_tiles(rows: torch.Tensor, tiles: Tiles, offset: int) -> torch.Tensor:
-    """Return as many rows as each tile has outputs, `offset` rows behind its first row."""
+def _tile_rows(rows: torch.Tensor, tiles: Tiles, offset: int) -> torch.Tensor:
+    """Return the rows of all tiles, each from `offset` rows after its first row, one row for each of its outputs."""
     parts = [rows.narrow(1, first + offset, outputs) for first, outputs in tiles]
     if len(parts) > 1:
         return torch.cat(parts, 1)
@@ -198,7 +216,7 @@ def _of_tiles(rows: torch.Tensor, tiles: Tiles, offset: int) -> torch.Tensor:
 
 
 def _reached(rows: torch.Tensor, reach: torch.Tensor | None, tap: int) -> torch.Tensor:
-    """Return rows (B, S, C) with zeros where a tap begins before its output's document."""
+    """Return rows, (B, S, C), with zeros where a tap begins before its output's document."""
     return (
         rows if reach is None or tap == 0 else rows.masked_fill((reach < tap).unsqueeze(-1), 0)
     )

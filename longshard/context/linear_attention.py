@@ -1,15 +1,15 @@
 """Linear attention over a sequence that many ranks share, as one operator: a scan of states over the ranks.
 
-A run of tokens that follow one another, a fragment, changes the state of a head by an affine map, S -> M S + B. Each
-rank computes the map of each of its fragments. One exchange brings it the maps of all fragments before its own; it
-folds them in the order of the tokens, and runs its own tokens from there:
+A fragment is a run of tokens that follow one another. It changes the state of a head by an affine map, S -> M S + B.
+Each rank computes the map of each of its fragments. One exchange brings it the maps of all fragments before its own;
+it folds them in the order of the tokens, and runs its own tokens from there:
 
     head_tail, 4 pieces on 2 ranks:   rank 0: fragments 0 3    wants the maps of 0 1 2, of which it has 0
                                       rank 1: fragments 1 2    wants the maps of 0 and 1
 
 Bytes do not depend on the length: a map has K x (V + K) numbers a head, or K x (V + 1) without erasure. The backward is
-the same from the end: a fragment's gradient of its entry state is M' times that of its exit, plus a bias. Maps and
-states have float32 at least. See arXiv 2404.02882 (LASP-2 is 2502.07563) for simple decays.
+the same from the end: the gradient of a fragment's entry state is M' times the gradient of its exit state, plus a bias.
+Maps and states have float32 at least. See arXiv 2404.02882 (LASP-2 is 2502.07563) for simple decays.
 """
 
 import math
@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 
 from longshard.context.attention import add_autocast_rules
-from longshard.context.execution.linear_chunks import Given, Tokens
+from longshard.context.execution.linear_chunks import Tokens
 from longshard.context.execution.linear_kernels import KernelPass, runs_kernels
+from longshard.context.execution.linear_states import KnownStates
 from longshard.context.linear_pass import ChunkedPass, Place
 from longshard.context.linear_scan import states_before
 from longshard.context.planning.options import ContextParallelError
@@ -31,18 +32,18 @@ def linear_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the recurrence of `execution/linear_chunks.py` over the whole sequence; a collective over the plan's mesh.
 
-    Gradients flow through the outputs alone.
+    Gradients flow through the outputs only.
 
     Args:
-        x: this rank's rows.
-        plan: the handle, (B,) int64; None if the rows are the whole sequence.
+        x: This rank's rows.
+        plan: The handle, (B,) int64; None if the rows are the whole sequence.
 
     Returns:
-        Scale times the outputs, as v; bytes of what the backward needs of the states; the state behind this rank's last
-        row, (B, G, K, V). States are in float32 at least.
+        Scale times the outputs, in the shape of v. The bytes of the states that the backward needs, 1-D. The state
+        after this rank's last row, (B, G, K, V). States are in float32 at least.
 
     Raises:
-        ContextParallelError: inputs that do not fit each other, or a plan that did not cut them.
+        ContextParallelError: The inputs do not fit each other, or the plan did not cut them.
     """
     *tokens, beta, positions, scale = x
     return operator(tokens, beta, plan, positions, scale)
@@ -56,7 +57,19 @@ def operator(
     positions: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `linear_attention`. tokens: q, k, v and log_decay, which always exist."""
+    """Compute `linear_attention`.
+
+    Args:
+        tokens: q, k, v and log_decay, shaped as in `Tokens`: (B, S, H, K) twice, (B, S, G, V), (B, S, G) or (B, S, G,
+            K).
+        beta: (B, S, G); None if absent.
+        plan: The handle, (B,) int64; None if the rows are the whole sequence.
+        positions: (B, S); None if absent.
+        scale: The factor of the outputs.
+
+    Returns:
+        As `linear_attention`.
+    """
     x = Tokens(*tokens, beta, positions, scale)
     place, local = _local(x, plan)
     v_dim = x.v.shape[3]
@@ -64,7 +77,7 @@ def operator(
     if place.has_maps:
         maps = local.maps()
         transitions = [maps[..., v_dim:]]
-        ends = Given(states_before(maps, place.axis, v_dim, reverse=False))
+        ends = KnownStates(states_before(maps, place.axis, v_dim, reverse=False))
     else:
         ends = place.ends(local.zeros, reverse=False)
     out, entries, last = local.forward(ends)
@@ -82,7 +95,7 @@ def _operator_backward(
     kept: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k, v, log_decay and beta ((0,) without one)."""
+    """Return the gradients of q, k, v, log_decay and beta ((0,) if absent)."""
     x = Tokens(*tokens, beta, positions, scale)
     place, local = _local(x, plan)
     kept = kept.view(wide_type(x.v.dtype))
@@ -92,17 +105,19 @@ def _operator_backward(
         *_, k_dim, v_dim = local.shape
         transitions = kept[size:].view(*local.shape[:-1], 1 if beta is None else k_dim)
         maps = torch.cat((local.biases(), transitions), -1)
-        ends = Given(states_before(maps, place.axis, v_dim, reverse=True))
+        ends = KnownStates(states_before(maps, place.axis, v_dim, reverse=True))
     else:
         ends = place.ends(local.zeros, reverse=True)
-    *found, dbeta = local.backward(ends)
-    found = [g.to(like.dtype).view(like.shape) for g, like in zip(found, tokens, strict=True)]
+    *wide_gradients, dbeta = local.backward(ends)
+    gradients = [
+        x.to(y.dtype).view(y.shape) for x, y in zip(wide_gradients, tokens, strict=True)
+    ]
     dbeta = dout.new_empty(0) if beta is None else dbeta.to(beta.dtype).view(beta.shape)
-    return *found, dbeta
+    return *gradients, dbeta
 
 
 def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, ChunkedPass | KernelPass]:
-    """Check the inputs of the operator, and return where they are and what computes them."""
+    """Check the inputs of the operator; return the fragments of this rank and the pass that computes them."""
     q, k, v, log_decay, beta, _, _ = x
     alike = (
         q.ndim == v.ndim == 4
@@ -118,7 +133,7 @@ def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, ChunkedPass | K
     ):
         raise ContextParallelError(
             f"linear attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, decays "
-            f"{tuple(log_decay.shape)} and beta {None if beta is None else tuple(beta.shape)}; give "
+            f"{tuple(log_decay.shape)} and beta {None if beta is None else tuple(beta.shape)}. Give "
             "(B, S, H, K) twice, (B, S, G, V) with H dividing G, (B, S, G) or (B, S, G, K), and (B, "
             "S, G)"
         )

@@ -1,7 +1,8 @@
-"""What a rank computes of linear attention between two exchanges: the recurrence over its own fragments.
+"""The part of linear attention that one rank computes between two exchanges: the recurrence over its own fragments.
 
-A pass gives the maps of the fragments, then outputs from the states before them. In the backward it gives biases, then
-gradients from those of the states behind. `ChunkedPass` is plain PyTorch; `linear_kernels.KernelPass` calls kernels.
+A pass computes the maps of the fragments, then the outputs from the states before them. In the backward it computes
+biases, then gradients from the gradients of the states after the fragments. `ChunkedPass` is plain PyTorch;
+`linear_kernels.KernelPass` calls kernels.
 """
 
 import math
@@ -18,14 +19,11 @@ from longshard.context.execution.linear_chunks import (
     LONGEST_RUN,
     Chunks,
     Fragments,
-    Given,
     Inputs,
     Tokens,
-    joined,
-    stacked,
-    through_runs,
 )
 from longshard.context.execution.linear_pairs import BLOCK
+from longshard.context.execution.linear_states import KnownStates, joined, stacked, through_runs
 from longshard.context.linear_scan import InOrder, aligned, fragments_of
 from longshard.context.live import resolve
 from longshard.context.planning.options import ContextParallelError
@@ -37,9 +35,13 @@ from longshard.sharding.tensors import wide_type
 class Place:
     """The fragments of a rank: runs of tokens that follow one another.
 
-    lengths: of this rank's fragments; size: tokens of a chunk; axis: a row for each fragment of all ranks, in the order
-    of the tokens, None for a whole sequence; rows: the rows of all ranks as they are given, and as they are computed
-    with, which differ with deterministic algorithms.
+    Attributes:
+        lengths: The number of tokens of each fragment of this rank.
+        size: Number of tokens of a chunk.
+        device_type: The type of the device.
+        axis: Has a row for each fragment of all ranks, in the order of the tokens; None for a whole sequence.
+        rows: The input rows of all ranks, and the rows that they compute with, which differ with deterministic
+            algorithms; None if they are the same.
     """
 
     lengths: tuple[int, ...]
@@ -50,13 +52,22 @@ class Place:
 
     @classmethod
     def of(cls, plan: torch.Tensor | None, q: torch.Tensor) -> "Place":
+        """Return the fragments of this rank. Counts a call of the plan.
+
+        Args:
+            plan: The handle, (B,) int64; None if the rows are the whole sequence.
+            q: The queries of this rank's rows, (B, S, H, K).
+
+        Raises:
+            ContextParallelError: The plan is for a sequence in chunks, or did not cut the inputs.
+        """
         if plan is None:
             return cls((q.shape[1],) if q.shape[1] else (), _size(q.shape[1]), q.device.type)
         live, _ = resolve(plan)
         live.calls += 1
         if live.chunk is not None:
             raise ContextParallelError(
-                "linear attention got a sequence in chunks, whose states do not wait between chunks; give it whole"
+                "linear attention got a sequence in chunks, but its states do not wait between chunks; give it whole"
             )
         rank = live.rank
         if q.shape[1] != (rows := live.layout.local_length(rank)):
@@ -76,17 +87,17 @@ class Place:
 
     @property
     def sends(self) -> bool:
-        """Whether some rank needs the state behind another one's fragment."""
+        """Whether some rank needs the state after a fragment of another rank."""
         return self.axis is not None and self.axis.degree > 1 and self.axis.layout.length > 1
 
     @property
     def has_maps(self) -> bool:
-        """Whether maps of fragments are sent, instead of states in order."""
+        """Whether ranks send the maps of fragments, instead of states one after another."""
         return self.sends and self.rows is None
 
     @cached_property
     def fragments(self) -> Fragments:
-        """The chunks of each fragment."""
+        """The range of chunks of each fragment."""
         return list(
             pairwise(
                 accumulate((-(-length // self.size) for length in self.lengths), initial=0)
@@ -95,7 +106,7 @@ class Place:
 
     @cached_property
     def run(self) -> int:
-        """Chunks of a run of a fragment; see `Chunks`."""
+        """The number of chunks of a run of a fragment; see `Chunks`."""
         longest = max((end - first for first, end in self.fragments), default=1)
         most = LONGEST_RUN.get(self.device_type, longest)
         return (
@@ -109,9 +120,14 @@ class Place:
         """Whether some fragment has several runs."""
         return any(end - first > self.run for first, end in self.fragments)
 
-    def ends(self, zeros: torch.Tensor, *, reverse: bool) -> Given:
-        """Return zeros for all fragments, (B, F, H, K, V), or what goes from fragment to fragment in order."""
-        known = Given(zeros)
+    def ends(self, zeros: torch.Tensor, *, reverse: bool) -> KnownStates:
+        """Return the states before fragments: zeros, or the states that go from fragment to fragment in order.
+
+        Args:
+            zeros: Zeros for all fragments, (B, F, H, K, V).
+            reverse: Whether states go from the last fragment to the first.
+        """
+        known = KnownStates(zeros)
         return (
             known
             if self.has_maps or not self.sends
@@ -119,14 +135,18 @@ class Place:
         )
 
     def _moved(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        """Return rows (B, S, ...) as they are computed with, or back as they were given; collective."""
+        """Return input rows, (B, S, ...), as the rows to compute with; `back`: the opposite. A collective."""
         if self.rows is None:
             return x
         source, target = self.rows[::-1] if back else self.rows
         return fetch(x, source, target.layout.ranges, 1)
 
     def chunked(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, S, H, D) -> (B, H, N, C, D), each fragment filled up with zeros at its end."""
+        """Return rows in chunks, (B, H, N, C, D); each fragment is filled up with zeros at its end.
+
+        Args:
+            x: The rows, (B, S, H, D).
+        """
         x = self._moved(x)
         parts = [
             F.pad(part, (0, 0, 0, 0, 0, -part.shape[1] % self.size))
@@ -137,7 +157,11 @@ class Place:
         return rows.unflatten(1, (chunks, self.size)).permute(0, 3, 1, 2, 4).contiguous()
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, H, N, C, D) -> (B, S, H, D), without what fills the fragments up."""
+        """Return the rows of chunks, (B, S, H, D), without the zeros that fill up the fragments.
+
+        Args:
+            x: The chunks, (B, H, N, C, D).
+        """
         rows = x.permute(0, 2, 3, 1, 4).flatten(1, 2)
         both = zip(self.fragments, self.lengths, strict=True)
         parts = [rows[:, first * self.size :][:, :length] for (first, _), length in both]
@@ -145,9 +169,13 @@ class Place:
 
 
 class ChunkedPass:
-    """In chunks, by the products of `execution/linear_chunks.py`.
+    """A pass in chunks, by the products of `execution/linear_chunks.py`.
 
-    shape: (B, F, H, K, V), of the states before the F fragments of a rank, which are in float32 at least.
+    `shape` is (B, F, H, K, V), the shape of the states before the F fragments of a rank, which are in float32 at least.
+
+    Args:
+        x: The tokens of this rank.
+        place: The fragments of this rank.
     """
 
     def __init__(self, x: Tokens, place: Place) -> None:
@@ -161,69 +189,85 @@ class ChunkedPass:
 
     @cached_property
     def zeros(self) -> torch.Tensor:
+        """Zeros in the shape of the states, (B, F, H, K, V)."""
         return self._chunks.x.k.new_zeros(self.shape)
 
     @cached_property
-    def _of_runs(self) -> list[torch.Tensor]:
+    def _run_maps(self) -> list[torch.Tensor]:
         """The maps of the runs of each fragment."""
         return self._chunks.maps()
 
-    def _maps_of_runs(self) -> Sequence[torch.Tensor | None]:
-        return self._of_runs if self._place.has_runs else [None] * len(self._place.lengths)
+    def _maps_if_runs(self) -> Sequence[torch.Tensor | None]:
+        """Return the maps of the runs of each fragment; None for each if all fragments are one run."""
+        return self._run_maps if self._place.has_runs else [None] * len(self._place.lengths)
 
     def maps(self) -> torch.Tensor:
-        """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 diagonal."""
+        """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 if diagonal."""
         x = self._chunks.x
         v_dim = self.shape[-1]
         columns = v_dim + (1 if x.beta is None else x.k.shape[-1])
         like = x.k.new_empty(*x.k.shape[:2], x.k.shape[-1], columns)
-        return stacked([joined(maps, v_dim) for maps in self._of_runs], like)
+        return stacked([joined(maps, v_dim) for maps in self._run_maps], like)
 
-    def forward(self, ends: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return outputs, (B, S, H, V), the states before fragments, and the state behind the last one."""
-        before, behind = self._chunks.states(ends, self._maps_of_runs())
+    def forward(self, ends: KnownStates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the outputs, (B, S, H, V), the states before fragments, and the state after the last fragment.
+
+        Args:
+            ends: The states before fragments.
+        """
+        before, after = self._chunks.states(ends, self._maps_if_runs())
         out = self._place.rows_of(self._chunks.outputs(before))
         firsts = [before[:, :, first] for first, _ in self._place.fragments]
         entries = stacked(firsts, ends.zero)
-        last = behind[:, -1] if behind.shape[1] else ends.zero
+        last = after[:, -1] if after.shape[1] else ends.zero
         return out, entries, last
 
     def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
-        """Take the gradient of the outputs, (B, S, H, V), and the states before fragments."""
-        self._before, _ = self._chunks.states(Given(entries), self._maps_of_runs())
+        """Begin the backward.
+
+        Args:
+            dout: The gradient of the outputs, (B, S, H, V).
+            entries: The states before fragments, (B, F, H, K, V).
+        """
+        self._before, _ = self._chunks.states(KnownStates(entries), self._maps_if_runs())
         self._dout = self._place.chunked(dout.to(entries.dtype))
         self._read = self._chunks.read(self._dout)
 
     @cached_property
-    def _biases_of_runs(self) -> list[torch.Tensor]:
+    def _run_biases(self) -> list[torch.Tensor]:
+        """The gradients of the states before the runs of each fragment, if the gradients after them are zero."""
         return self._chunks.biases(self._read)
 
     @cached_property
     def _maps_back(self) -> Sequence[torch.Tensor | None]:
-        """The maps of runs with the biases of the backward, see `_maps_of_runs`."""
+        """The maps of the runs of each fragment with the biases of the backward, see `_maps_if_runs`."""
         if not self._place.has_runs:
-            return self._maps_of_runs()
+            return self._maps_if_runs()
         v_dim = self.shape[-1]
-        both = zip(self._biases_of_runs, self._of_runs, strict=True)
+        both = zip(self._run_biases, self._run_maps, strict=True)
         return [torch.cat((bias, maps[..., v_dim:]), -1) for bias, maps in both]
 
     def biases(self) -> torch.Tensor:
-        """Return the gradients of the states before fragments, of `shape`, if those of the states behind are zero."""
-        zero = Given(self.zeros).zero
+        """Return the gradients of the states before fragments, of `shape`, if the gradients after them are zero."""
+        zero = KnownStates(self.zeros).zero
         if not self._place.has_runs:
-            return stacked([bias.squeeze(2) for bias in self._biases_of_runs], zero)
+            return stacked([bias.squeeze(2) for bias in self._run_biases], zero)
         maps = self._maps_back
         return stacked([through_runs(zero, x, reverse=True)[1] for x in maps], zero)
 
-    def backward(self, ends: Given) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of q, k, v, log_decay and, if there is one, beta, or anything in its place."""
+    def backward(self, ends: KnownStates) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of q, k, v, log_decay and beta; without beta, the last one has no meaning.
+
+        Args:
+            ends: The gradients of the states after fragments.
+        """
         place = self._place
         chunks = self._chunks
-        dadded, dbehind = chunks.adjoint(self._read, ends, self._maps_back)
-        found = chunks.gradients(self._dout, self._before, dadded, dbehind)
-        dq, dk, dv = (place.rows_of(x) for x in (found.q * self._scale, found.k, found.v))
-        ddecay = place.rows_of(found.decay.flip(3).cumsum(3).flip(3))
-        dbeta = dv if found.beta is None else place.rows_of(found.beta)
+        dadded, dafter = chunks.adjoint(self._read, ends, self._maps_back)
+        dx = chunks.gradients(self._dout, self._before, dadded, dafter)
+        dq, dk, dv = (place.rows_of(x) for x in (dx.q * self._scale, dx.k, dx.v))
+        ddecay = place.rows_of(dx.decay.flip(3).cumsum(3).flip(3))
+        dbeta = dv if dx.beta is None else place.rows_of(dx.beta)
         dq, dk = (x.unflatten(2, (self._heads, -1)).sum(3) for x in (dq, dk))
         return dq, dk, dv, ddecay, dbeta
 
@@ -251,5 +295,5 @@ def _inputs(x: Tokens, place: Place) -> Inputs:
 
 
 def _size(tokens: int) -> int:
-    """Return the tokens of a chunk for fragments of at most so many: blocks by a power of two."""
+    """Return the number of tokens of a chunk, for fragments of at most `tokens` tokens: BLOCK times a power of two."""
     return min(CHUNK, BLOCK << (-(-tokens // BLOCK) - 1).bit_length())

@@ -1,21 +1,22 @@
 """The scan of the states of linear attention over the fragments of all ranks, in the order of the tokens.
 
-Each fragment has an affine map of the state, S -> bias + transition @ S, of which its rank has the rows. A rank wants
-the states before its own fragments; in the backward, from the end, those of the gradients behind them. Two ways:
+Each fragment has an affine map of the state, S -> bias + transition @ S, which the rank of its rows computes. A rank
+wants the states before its own fragments. In the backward, from the end, it wants the gradients of the states after
+them. Two ways:
 
     gathered    a rank gets the maps of all fragments before its last one, and folds them (LASP-2, arXiv 2502.07563)
     in turn     a rank gets the state before its fragment from the rank of the fragment before, and sends on the state
-                behind it; in blocks of the columns of V, so that many ranks work at once (ZeCO, arXiv 2507.01004)
+                after it; in blocks of the columns of V, so that many ranks work at once (ZeCO, arXiv 2507.01004)
 
     fragments 0 1 2 on three ranks, blocks a b c:     step    0    1    2    3
                                                       0 -> 1  a    b    c
                                                       1 -> 2       a    b    c
 
-In turn a rank sends a state for each of its fragments, whatever the number of ranks, but one step for each fragment and
-block. So small maps are gathered: while all of them take at most GATHERED_BYTES.
+In turn a rank sends a state for each of its fragments, whatever the number of ranks, but it takes one step for each
+fragment and block. So small maps are gathered: if all of them take at most GATHERED_BYTES.
 
 With deterministic algorithms there are no maps: a map of many chunks rounds differently from one chunk after another.
-Each rank waits for the state before its fragment and goes through its chunks as one process does (`InOrder`), and all
+Each rank waits for the state before its fragment and goes through its chunks as one process does (`InOrder`). All
 layouts cut the sequence into the same chunks (`aligned`).
 """
 
@@ -25,7 +26,7 @@ from functools import lru_cache
 import torch
 
 from longshard.context.execution.build import own_group
-from longshard.context.execution.linear_chunks import Given, changed, stacked
+from longshard.context.execution.linear_states import KnownStates, changed, stacked
 from longshard.sharding.exchange import Transfer, send_receive
 from longshard.sharding.layout import AxisLayout
 from longshard.sharding.ranges import Wanted, union
@@ -38,7 +39,11 @@ BLOCKS = 8
 
 @lru_cache(maxsize=64)
 def fragments_of(layout: AxisLayout) -> AxisLayout:
-    """Return the layout of the fragments of all ranks, in the order of their tokens: a row is a fragment."""
+    """Return the layout of the fragments of all ranks, in the order of their tokens: a row is a fragment.
+
+    Args:
+        layout: The layout of the tokens.
+    """
     owners = sorted(
         (start, rank) for rank, ranges in enumerate(layout.ranges) for start, _ in ranges
     )
@@ -51,7 +56,12 @@ def fragments_of(layout: AxisLayout) -> AxisLayout:
 
 @lru_cache(maxsize=64)
 def aligned(layout: AxisLayout, size: int) -> AxisLayout:
-    """Return the layout with its cuts at multiples of `size`: a rank has the chunks of which it had the last token."""
+    """Return the layout with its cuts at multiples of `size`: a rank owns the chunks whose last token it had.
+
+    Args:
+        layout: The layout of the tokens.
+        size: Number of tokens of a chunk.
+    """
     shards = (
         union(
             (start // size * size, stop if stop == layout.length else stop // size * size)
@@ -62,10 +72,13 @@ def aligned(layout: AxisLayout, size: int) -> AxisLayout:
     return AxisLayout(f"{layout.name} in chunks of {size}", layout.length, tuple(shards))
 
 
-class InOrder(Given):
-    """States that go from fragment to fragment, and from rank to rank, one after another; collective.
+class InOrder(KnownStates):
+    """States that go from fragment to fragment, and from rank to rank, one after another; a collective.
 
-    zero: the state before the first fragment, (B, H, K, V). reverse: from the last fragment to the first.
+    Args:
+        zero: The state before the first fragment, (B, H, K, V).
+        axis: Has a row for each fragment of all ranks.
+        reverse: Whether states go from the last fragment to the first.
     """
 
     def __init__(self, zero: torch.Tensor, axis: Axis, *, reverse: bool) -> None:
@@ -78,6 +91,11 @@ class InOrder(Given):
         self._group = own_group(axis.group, "states", zero.device.type)
 
     def before(self, fragment: int) -> torch.Tensor:
+        """Return the state before a fragment, (B, H, K, V); receive it if another rank has it.
+
+        Args:
+            fragment: The number of the fragment on this rank.
+        """
         state = self._last
         sender = self._rank(fragment, -self._step)
         if sender is None:
@@ -87,8 +105,15 @@ class InOrder(Given):
             self._send_or_receive(state, sender, is_send=False)
         return state
 
-    def behind(self, fragment: int, state: torch.Tensor) -> None:
-        self._last, receiver = state, self._rank(fragment, self._step)
+    def after(self, fragment: int, state: torch.Tensor) -> None:
+        """Take the state after a fragment; send it if the next fragment is on another rank.
+
+        Args:
+            fragment: The number of the fragment on this rank.
+            state: The state, (B, H, K, V).
+        """
+        self._last = state
+        receiver = self._rank(fragment, self._step)
         if receiver is not None and receiver != self._axis.rank:
             self._send_or_receive(state.contiguous(), receiver, is_send=True)
 
@@ -98,35 +123,51 @@ class InOrder(Given):
         ).wait()
 
     def _rank(self, fragment: int, step: int) -> int | None:
-        """Return the rank of the next fragment, or of the one before; None at an end of the sequence."""
+        """Return the rank of the next fragment (step 1), or of the one before (step -1); None at an end."""
         number = self._own[fragment] + step
         return self._owners[number] if 0 <= number < len(self._owners) else None
 
 
 def is_gathered(fragments: AxisLayout, map_bytes: int) -> bool:
-    """Return whether maps are gathered, each of so many bytes; else states are sent in turn."""
+    """Return whether ranks gather the maps; else they send states in turn.
+
+    Args:
+        fragments: The layout of the fragments.
+        map_bytes: Bytes of one map.
+    """
     return fragments.length * map_bytes <= GATHERED_BYTES
 
 
 def states_before(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
-    """Return the states before this rank's fragments, (B, F, H, K, V), the first one of all being zero; collective.
+    """Return the states before this rank's fragments, (B, F, H, K, V); a collective. The first state of all is zero.
 
-    maps: (B, F, H, K, V + K), of this rank's fragments, the transition behind the bias; or (B, F, H, K, V + 1), with
-    its diagonal. axis: a row for each fragment of all ranks. reverse: from the last fragment to the first, with
-    transposed transitions.
+    Args:
+        maps: The maps of this rank's fragments, [bias | transition]: (B, F, H, K, V + K), or (B, F, H, K, V + 1) with
+            the diagonal of the transition.
+        axis: Has a row for each fragment of all ranks.
+        v_dim: V.
+        reverse: Whether states go from the last fragment to the first, with transposed transitions.
     """
     map_bytes = math.prod((maps.shape[0], *maps.shape[2:])) * maps.itemsize
-    found = _gathered if is_gathered(axis.layout, map_bytes) else _in_turn
-    return found(maps, axis, v_dim, reverse=reverse)
+    scan = _gathered if is_gathered(axis.layout, map_bytes) else _in_turn
+    return scan(maps, axis, v_dim, reverse=reverse)
 
 
 def maps_before(fragments: AxisLayout) -> Wanted:
-    """Return the maps that each rank wants: those of all fragments before its last one."""
+    """Return the maps that each rank wants: the maps of all fragments before its last one.
+
+    Args:
+        fragments: The layout of the fragments.
+    """
     return tuple(((0, ranges[-1][1] - 1),) if ranges else () for ranges in fragments.ranges)
 
 
-def maps_behind(fragments: AxisLayout) -> Wanted:
-    """Return the reverse maps that each rank wants: those of all fragments behind its first one."""
+def maps_after(fragments: AxisLayout) -> Wanted:
+    """Return the reverse maps that each rank wants: the maps of all fragments after its first one.
+
+    Args:
+        fragments: The layout of the fragments.
+    """
     return tuple(
         ((ranges[0][0] + 1, fragments.length),) if ranges else () for ranges in fragments.ranges
     )
@@ -135,23 +176,23 @@ def maps_behind(fragments: AxisLayout) -> Wanted:
 def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
     own = axis.layout.indices(axis.rank).tolist()
     last = axis.layout.length - 1
-    rows = fetch(maps, axis, (maps_behind if reverse else maps_before)(axis.layout), 1)
+    rows = fetch(maps, axis, (maps_after if reverse else maps_before)(axis.layout), 1)
     if reverse:
         own = [last - i for i in reversed(own)]
         rows = rows.flip(1)
     state = maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim)
-    found = []
+    own_states = []
     for number in range(own[-1] + 1 if own else 0):
         if number in own:
-            found.append(state)
+            own_states.append(state)
         if number < rows.shape[1]:
             state = changed(state, rows[:, number], reverse=reverse)
-    states = stacked(found, state)
+    states = stacked(own_states, state)
     return states.flip(1) if reverse else states
 
 
 def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
-    # fragments with their ranks; a place is a number in this order
+    # (fragment, its rank); a place is an index of this list
     order = [*enumerate(_owners(axis.layout))]
     order = order[::-1] if reverse else order
     own = axis.layout.indices(axis.rank).tolist()
@@ -187,8 +228,8 @@ def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> to
         send_receive(transfers, group, kind="states").wait()
         for target, block in arriving:
             target.copy_(block)
-    found = [states[place] for place in sorted(states, reverse=reverse)]
-    return stacked(found, zero)
+    in_order = [states[place] for place in sorted(states, reverse=reverse)]
+    return stacked(in_order, zero)
 
 
 def _owners(fragments: AxisLayout) -> list[int]:

@@ -1,8 +1,8 @@
-"""Attention calls that leave the plan: inside a context they would see the rows of one rank alone.
+"""Refuse attention calls that do not use the plan: inside a context they would see only the rows of one rank.
 
-A context cuts the inputs, so `F.scaled_dot_product_attention` and its like compute another model there without an
-error. `RefusedLocalAttention` sees these calls and raises. It is a torch function mode: it is in force in one thread,
-and `torch.compile` traces through it.
+A context cuts the inputs. Without an error, `F.scaled_dot_product_attention` and similar calls would compute another
+model there. `RefusedLocalAttention` sees these calls and raises. It is a torch function mode: it is in force in one
+thread, and `torch.compile` traces through it.
 """
 
 import re
@@ -20,7 +20,7 @@ from longshard.context.planning.options import ContextParallelError
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 ATTENTION_CALLS = frozenset({F.scaled_dot_product_attention, _ATEN, _ATEN.default})
-"""The calls that an interception gives to the plan."""
+"""The calls that an interception runs with the plan."""
 
 _CLOSED_CALLS = frozenset(
     {
@@ -29,7 +29,7 @@ _CLOSED_CALLS = frozenset(
         torch._transformer_encoder_layer_fwd,
     }
 )
-# Operators of one kernel, with their namespace: of PyTorch, flash-attn, xformers, SageAttention.
+# Names of kernels of PyTorch, flash-attn, xformers and SageAttention.
 _KERNELS = re.compile(
     "scaled_dot_product|flash_att|flash_fwd|efficient_attention|cudnn_attention|varlen_att|flex_attention|sageatt"
 )
@@ -42,7 +42,11 @@ WAYS_TO_THE_PLAN = (
 
 @lru_cache(maxsize=4096)
 def attends(function: Callable) -> bool:
-    """Return whether a function attends in one call: also a kernel, which an interception cannot give to the plan."""
+    """Return whether a function computes attention in one call. Kernels count, too; no interception can replace them.
+
+    Args:
+        function: A function or operator.
+    """
     if function in _CLOSED_CALLS:
         return True
     if isinstance(function, OpOverloadPacket):
@@ -61,10 +65,10 @@ class RefusedLocalAttention(TorchFunctionMode):
     """Refuse attention on the rows of one rank while a context or region over several ranks is open.
 
     Args:
-        ranks: over how many ranks the inputs are cut; the message says it.
+        ranks: Number of ranks over which the inputs are cut, for the message.
 
     Raises:
-        ContextParallelError: from the attention call.
+        ContextParallelError: Raised in the attention call.
     """
 
     def __init__(self, ranks: int) -> None:

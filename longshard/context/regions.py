@@ -1,8 +1,9 @@
 """The context around forward and backward in which one sequence lies over many ranks, and regions of a model.
 
 Outside a region every rank of its group computes the same, on whole sequences; inside, each rank has its own rows.
-Attention in it has the style `ContextParallelAttention` and gets its plan; other attention is an error, unless
-`local_attention=True` says that it shall see the rows of one rank alone.
+Attention with the style `ContextParallelAttention` runs over all ranks, and so does intercepted attention. Other
+attention is an error, unless `local_attention=True` says that it may see only the rows of one rank. PyTorch's function
+`context_parallel` intercepts by itself.
 
 At the border, a gradient on the outside is `partial` or `replicated`: see `sharding/placement.py`. Parameters that are
 used inside have partial gradients: `replicate` them, or let FSDP sum them.
@@ -28,14 +29,19 @@ from longshard.sharding.placement import replicate, rows_on, shard, unshard
 from longshard.sharding.tensors import content_hash
 
 Intercept = Callable[[torch.Tensor, LivePlan], AbstractContextManager[None]]
-"""What runs calls of attention by a plan: (its handle, the plan) -> a context."""
+"""Makes, from a handle and its plan, a context in which calls of attention run by the plan."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """An open context or region: the handle for its attention, its layout, group, and plan, which counts calls.
+    """An open context or region.
 
-    attention_plan: (sequences,) int64, the `plan` of attention that has the style `ContextParallelAttention`.
+    Attributes:
+        attention_plan: The handle, (sequences,) int64: the `plan` of attention with the style
+            `ContextParallelAttention`.
+        layout: Which rank owns which rows.
+        group: The group of the ranks.
+        live: The plan, which counts calls.
     """
 
     attention_plan: torch.Tensor
@@ -44,15 +50,31 @@ class Region:
     live: LivePlan
 
     def shard(self, x: torch.Tensor, dim: int, *, grad: str = "partial") -> torch.Tensor:
-        """Return this rank's rows of a tensor that every rank has whole."""
+        """Return this rank's rows of a tensor that every rank has whole.
+
+        Args:
+            x: The whole tensor, any shape.
+            dim: The dimension to shard.
+            grad: The placement of the gradient of x, see `sharding/placement.py`.
+        """
         return shard(x, self.layout, dim, group=self.group, grad=grad)
 
     def unshard(self, x: torch.Tensor, dim: int, *, grad: str = "partial") -> torch.Tensor:
-        """Return all rows of a tensor of which each rank has its own."""
+        """Return all rows; a collective.
+
+        Args:
+            x: This rank's rows, any shape.
+            dim: The sharded dimension.
+            grad: The placement of the gradient of the result, see `sharding/placement.py`.
+        """
         return unshard(x, self.layout, dim, group=self.group, grad=grad)
 
     def replicate(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that every rank uses in the region; its gradient is the sum of all ranks' gradients."""
+        """Return a tensor that every rank uses in the region; its gradient is the sum of all ranks' gradients.
+
+        Args:
+            x: The tensor, any shape.
+        """
         return replicate(x, self.group)
 
 
@@ -69,17 +91,21 @@ def region(
     scores: Scores | None = None,
     gpu: GpuKernels = GPU_KERNELS,
 ) -> Iterator[Region]:
-    """Open a region over the ranks of a mesh, around forward AND backward; several may be open at once.
+    """Yield a region over the ranks of a mesh, open around forward AND backward; several may be open at once.
 
-    mesh: 1-D; for `hybrid` 2-D, (ring, head group). layout: who owns which tokens of the region (`options.layout(...)`
-    makes one); mask: intersected with the mask of each attention; kv_layout: the layout of the keys, for cross
-    attention to another sharded sequence; sequences: of the batch, by default as many as the mask has;
-    local_attention: allow attention calls inside that do not use the plan, and a region without attention;
-    scores: who takes the scores of attention inside; gpu: kernels of this process.
+    Args:
+        mesh: 1-D; for `hybrid` 2-D, (ring, head group).
+        layout: Which rank owns which tokens of the region; `options.layout(...)` makes one.
+        mask: Is intersected with the mask of each attention; None if absent.
+        options: How attention is spread; None means the defaults.
+        kv_layout: The layout of the keys, for cross attention to another sharded sequence; None means `layout`.
+        sequences: Number of sequences of the batch; None means the number of sequences of the mask.
+        local_attention: Allow attention calls that do not use the plan, and a region without attention.
+        scores: Takes the scores of attention inside; None if absent.
+        gpu: The GPU kernels of this process.
 
     Raises:
-        ContextParallelError: a layout for another number of ranks; attention was called without the plan; or, at the
-            end, no attention ran over the plan.
+        ContextParallelError: Layout or mask do not fit, attention was called without the plan, or none ran over it.
     """
     options = options or ContextParallelOptions()
     mesh, groups = flat_mesh(mesh, options)
@@ -96,7 +122,7 @@ def region(
     ):
         raise ContextParallelError(
             f"the mask is for {mask.sequences} x {mask.q_len} queries and {mask.kv_len} keys, and there are "
-            f"{sequences or 'any number of'} sequences of {q_len} queries and {kv_len} keys; make it for them, or "
+            f"{sequences or 'any number of'} sequences of {q_len} queries and {kv_len} keys. Make it for them, or "
             "one for all sequences"
         )
     live = LivePlan(mesh, layout, mask, options, kv_layout, groups, scores=scores, gpu=gpu)
@@ -123,35 +149,36 @@ def context_parallel(
     scores: Scores | None = None,
     gpu: GpuKernels = GPU_KERNELS,
 ) -> Iterator[Region]:
-    """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
+    """Yield the context in which `buffers` are cut over the ranks, in place, for forward AND backward; restore them.
 
-    buffers: tensors that are the same on all ranks, such as tokens, labels and rotary tables. The first one has the
-    global sequence length; of a longer one, the first rows are cut. buffer_seq_dims: the sequence dimension of each.
-    no_restore_buffers: buffers that stay cut. options: how attention is spread; `method` and `load_balancer` (a name,
-    or a layout) replace its fields. check_consistency: compare plan and buffers of all ranks first, by a hash.
-    intercept: `longshard.intercept_sdpa(model)`, which runs calls of F.scaled_dot_product_attention over all ranks
-    too; or any function that returns a context to enter with the plan. The other arguments are as of `region`.
-
-    Attention whose module has the style `ContextParallelAttention` runs over all ranks, and so does intercepted
-    attention. Other attention is refused, unless local_attention. PyTorch's function of this name intercepts by itself.
+    Args:
+        mesh: 1-D; for `hybrid` 2-D, (ring, head group).
+        buffers: Tensors of any shape, the same on all ranks. The first has the global sequence length.
+        buffer_seq_dims: The sequence dimension of each buffer. The first rows of a longer buffer are cut.
+        no_restore_buffers: Buffers that stay cut; None if absent.
+        mask: Is intersected with the mask of each attention; None if absent.
+        load_balancer: Replaces the load balancer of `options`, by name, or its layout; None if absent.
+        method: Replaces the method of `options`; None if absent.
+        options: How attention is spread; None means the defaults.
+        sequences: Number of sequences of the batch; None means the number of sequences of the mask.
+        check_consistency: Compare plan and buffers of all ranks first, by a hash.
+        intercept: Returns a context to enter, such as `longshard.intercept_sdpa(model)`; None if absent.
+        local_attention: As for `region`.
+        scores: Takes the scores of attention inside; None if absent.
+        gpu: The GPU kernels of this process.
 
     Raises:
-        ContextParallelError: a context is open already; buffers, mask or layout do not fit; ranks differ; attention was
-            called without the plan; or, at the end, no attention ran over the plan.
+        ContextParallelError: Inputs do not fit, ranks differ, a context is open, or attention did not use the plan.
     """
     options = _with_names(options or ContextParallelOptions(), method, load_balancer)
-    flat, _ = flat_mesh(mesh, options)
-    if check_consistency:  # before checks that might fail on one rank alone
-        settings = options, mask, load_balancer, tuple(buffer_seq_dims)
-        _check_ranks_agree(flat, settings, buffers)
-    cuts, seq_len = _cuts(buffers, buffer_seq_dims)
-    _refuse_open(flat)
-    layout = _layout(load_balancer, options, mask, seq_len, flat.size())
+    cuts, layout, rank = _cut_rows(
+        buffers, buffer_seq_dims, load_balancer, options, mask, mesh, check_consistency
+    )
     unwatched = local_attention or intercept is not None  # an interception watches on its own
     how = {"sequences": sequences, "local_attention": unwatched, "scores": scores, "gpu": gpu}
     with (
         region(mesh, layout, mask, options, **how) as cp,
-        _cut(cuts, layout, flat.get_local_rank(), no_restore_buffers or ()),
+        _cut(cuts, layout, rank, no_restore_buffers or ()),
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):
         yield cp
@@ -160,7 +187,7 @@ def context_parallel(
 def _with_names(
     options: ContextParallelOptions, method: str | None, load_balancer: str | AxisLayout | None
 ) -> ContextParallelOptions:
-    """Return the options with the method and the load balancer that are named."""
+    """Return the options with the named method and load balancer."""
     if method is not None:
         options = replace(options, method=method)
     if isinstance(load_balancer, str):
@@ -168,21 +195,25 @@ def _with_names(
     return options
 
 
-def _refuse_open(mesh: DeviceMesh) -> None:
+def _cut_rows(
+    buffers: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    load_balancer: str | AxisLayout | None,
+    options: ContextParallelOptions,
+    mask: Mask | None,
+    mesh: DeviceMesh,
+    check_consistency: bool,
+) -> tuple[list[tuple[torch.Tensor, int]], AxisLayout, int]:
+    """Return the checked buffers and dimensions, the layout (`load_balancer`, or by the options), and this rank."""
+    mesh, _ = flat_mesh(mesh, options)
+    if check_consistency:  # before checks that might fail on one rank only
+        _check_ranks_agree(mesh, (options, mask, load_balancer, *dims), buffers)
+    cuts, seq_len = _cuts(buffers, dims)
     if any_plan_open(mesh):
         raise ContextParallelError(
             "a context or region is open already over this mesh; leave it before entering `context_parallel`"
         )
-
-
-def _layout(
-    load_balancer: str | AxisLayout | None,
-    options: ContextParallelOptions,
-    mask: Mask | None,
-    seq_len: int,
-    degree: int,
-) -> AxisLayout:
-    """Return the layout that is given in place of a load balancer, if it fits; else the layout of the options."""
+    degree = mesh.size()
     layout = (
         load_balancer
         if isinstance(load_balancer, AxisLayout)
@@ -193,7 +224,7 @@ def _layout(
             f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
             f"are {seq_len} on {degree}; make it for them, or name a load balancer"
         )
-    return layout
+    return cuts, layout, mesh.get_local_rank()
 
 
 @contextmanager
@@ -208,11 +239,19 @@ def sequence_chunks(
     scores: Scores | None = None,
     gpu: GpuKernels = GPU_KERNELS,
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the handle of each chunk, for the forward AND the backward; inside, rows wait for later chunks.
+    """Yield the handle of each chunk, (sequences,) int64, for the forward AND the backward.
 
-    mesh: of one rank; layout: contiguous, of all chunks; mask: intersected with the mask of each attention; sequences:
-    of the batch; keep: makes keys and values wait; scores, gpu: of `LivePlan`. The model gives each layer its own
-    handle, `of_layer(...)`.
+    Inside, rows wait for later chunks. The model gives each layer its own handle, `with_layer(...)`.
+
+    Args:
+        mesh: A mesh of one rank.
+        layout: The contiguous layout of all chunks.
+        mask: Is intersected with the mask of each attention; None if absent.
+        options: How attention is spread.
+        sequences: Number of sequences of the batch.
+        keep: Makes keys and values, of any shape, wait.
+        scores: Takes the scores of attention; None if absent.
+        gpu: The GPU kernels of this process.
     """
     rows = ChunkRows(keep)
     with ExitStack() as stack:
@@ -288,20 +327,20 @@ def _cuts(
 
 def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.Tensor]) -> None:
     """Raise on all ranks if some ranks have another plan or other data than most ranks; a collective."""
-    of_plan = torch.frombuffer(bytearray(repr(plan).encode()), dtype=torch.uint8)
+    plan_bytes = torch.frombuffer(bytearray(repr(plan).encode()), dtype=torch.uint8)
     hashes_here = (
-        content_hash({"plan": of_plan}),
+        content_hash({"plan": plan_bytes}),
         content_hash({str(i): x for i, x in enumerate(buffers)}),
     )
     pair = torch.tensor(hashes_here, dtype=torch.int64, device=mesh.device_type)
     table = [tuple(row) for row in all_gather(pair, mesh).tolist()]
-    for column, what in enumerate(("plan (layout, mask, method)", "batch (buffers)")):
+    for column, subject in enumerate(("plan (layout, mask, method)", "batch (buffers)")):
         hashes = [row[column] for row in table]
         usual = max(hashes, key=lambda value: (hashes.count(value), -hashes.index(value)))
         others = [rank for rank, value in enumerate(hashes) if value != usual]
         if others:
             raise ContextParallelError(
-                f"context-parallel ranks must have the same {what}, and rank(s) {others} of the group differ from the "
-                f"others (hashes {[f'{value & 0xFFFFFFFF:08x}' for value in hashes]}); give every rank the same data "
-                "and settings"
+                f"context-parallel ranks must have the same {subject}, and rank(s) {others} of the group differ from "
+                f"the others (hashes {[f'{value & 0xFFFFFFFF:08x}' for value in hashes]}). Give every rank the same "
+                "data and settings"
             )

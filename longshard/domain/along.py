@@ -1,9 +1,9 @@
-"""Rules of functions that work along a dimension which is sharded.
+"""Rules of functions that work along a sharded dimension.
 
 softmax, logsumexp, normalize      statistics of the ranks are combined
-max, argmax, topk                  each rank's best are gathered, and the best of them chosen
+max, argmax, topk                  each rank's best rows are gathered, and the best of them chosen
 chunk, select, narrow, diff        rows stay at their owners
-sort, fft, median, cumprod         another dimension is sharded in its place, by one all-to-all, and back
+sort, fft, median, cumprod         another dimension is sharded instead, by one all-to-all, and then again this one
 """
 
 from collections.abc import Callable
@@ -28,9 +28,12 @@ Rule = Callable[..., Any]
 
 
 def along(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for the case that the dimension `dim` of its arguments is sharded.
+    """Return a decorator that registers a rule for calls whose argument `dim` is a sharded dimension.
 
-    A shard that has the dimension whole is computed by itself.
+    If the shard has the dimension whole, each rank computes its shard.
+
+    Args:
+        *names: Names of the functions of torch.
     """
 
     def register(sharded: Rule) -> Rule:
@@ -39,9 +42,9 @@ def along(*names: str) -> Callable[[Rule], Rule]:
         @rule(*names, first_only=True)
         @wraps(sharded)
         def applied(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> Any:
-            given = bind(function, x, *args, **kwargs)
-            given.apply_defaults()
-            asked = given.arguments["dim"]
+            bound = bind(function, x, *args, **kwargs)
+            bound.apply_defaults()
+            asked = bound.arguments["dim"]
             dims = [asked] if isinstance(asked, int) else asked
             if dims is None or not all(isinstance(d, int) for d in dims):
                 raise refused(function.__name__, x, f"it works along dimension {asked}")
@@ -59,11 +62,11 @@ def along(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-# ---- by statistics
+# ---- Statistics
 
 
 @along("softmax", "log_softmax")
-def softmax(function, x, dim=None, dtype=None, _stacklevel=3) -> DomainTensor:
+def _softmax(function, x, dim=None, dtype=None, _stacklevel=3) -> DomainTensor:
     exact = x.to(wide_type(dtype or x.dtype))
     exact = exact - exact.detach().amax(dim, keepdim=True)
     total = exact.exp().sum(dim, keepdim=True)
@@ -72,7 +75,7 @@ def softmax(function, x, dim=None, dtype=None, _stacklevel=3) -> DomainTensor:
 
 
 @along("logsumexp")
-def logsumexp(function, x, dim, keepdim=False) -> DomainTensor:
+def _logsumexp(function, x, dim, keepdim=False) -> DomainTensor:
     top = x.detach().amax(dim, keepdim=True)
     top = top.masked_fill(top.isinf(), 0)
     result = (x.to(wide_type(x.dtype)) - top).exp().sum(dim, keepdim=True).log() + top
@@ -80,16 +83,16 @@ def logsumexp(function, x, dim, keepdim=False) -> DomainTensor:
 
 
 @rule("normalize", first_only=True)
-def normalize(function, x, p=2.0, dim=1, eps=1e-12, out=None) -> DomainTensor:
+def _normalize(function, x, p=2.0, dim=1, eps=1e-12, out=None) -> DomainTensor:
     return x / vector_norm(torch.linalg.vector_norm, x, p, dim, keepdim=True).clamp_min(eps)
 
 
-# ---- by the ranks' best
+# ---- The best rows of each rank
 
 
 @along("max", "min")
-def extreme_along(function, x, dim, keepdim=False) -> Any:
-    """Equal maxima: the first one of the first rank that has it."""
+def _extreme_of_rows(function, x, dim, keepdim=False) -> Any:
+    """Return the extreme and its place. Of equal extremes, the first one of the first rank that has it is taken."""
     chosen = _best(x, dim, 1, lambda part, dim: function(part, dim, keepdim=True))
     return getattr(torch.return_types, function.__name__)(
         chosen if keepdim else [t.squeeze(dim) for t in chosen]
@@ -97,21 +100,21 @@ def extreme_along(function, x, dim, keepdim=False) -> Any:
 
 
 @rule("max", "min")
-def extreme_of(function, x, dim=None, keepdim=False) -> Any:
+def _extreme(function, x, dim=None, keepdim=False) -> Any:
     if isinstance(dim, AnyTensor):  # of two tensors
         return elementwise(
             torch.maximum if function.__name__ == "max" else torch.minimum, x, dim
         )
-    return extreme(function, x) if dim is None else extreme_along(function, x, dim, keepdim)
+    return extreme(function, x) if dim is None else _extreme_of_rows(function, x, dim, keepdim)
 
 
 @along("argmax", "argmin")
-def place_of_extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
+def _place_of_extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
     return getattr(x, function.__name__[3:])(dim, keepdim).indices
 
 
 @along("topk")
-def topk(function, x, k, dim=-1, largest=True, sorted=True) -> Any:
+def _topk(function, x, k, dim=-1, largest=True, sorted=True) -> Any:
     def choose(part: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         return part.topk(min(k, part.shape[dim]), dim, largest, sorted)
 
@@ -121,7 +124,7 @@ def topk(function, x, k, dim=-1, largest=True, sorted=True) -> Any:
 def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[DomainTensor]:
     """Return the values and indices of the best rows along a sharded dimension, whole on every rank.
 
-    choose: a tensor and the dimension -> values and places of the `number` best rows, or as many as there are.
+    choose: takes a tensor and the dimension; returns values and places of the `number` best rows, or of all if fewer.
     """
     dim %= x.ndim
     axis = x.domain.axes[dim]
@@ -140,42 +143,42 @@ def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[Doma
     ]
 
 
-# ---- rows that stay
+# ---- Rows that stay
 
 
 @along("chunk", "split", "split_with_sizes", "tensor_split")
-def pieces(function, x, sizes=None, dim=0, **named: Any) -> tuple[DomainTensor, ...]:
-    given = [] if sizes is None else [sizes]
-    parts = function(torch.empty(x.shape, device="meta"), *given, dim=dim, **named)
+def _pieces(function, x, sizes=None, dim=0, **named: Any) -> tuple[DomainTensor, ...]:
+    optional = [] if sizes is None else [sizes]
+    parts = function(torch.empty(x.shape, device="meta"), *optional, dim=dim, **named)
     ends = accumulate((part.shape[dim] for part in parts), initial=0)
     return tuple(_rows(x, dim, slice(*part)) for part in pairwise(ends))
 
 
 @along("unbind")
-def unbind(function, x, dim=0) -> tuple[DomainTensor, ...]:
+def _unbind(function, x, dim=0) -> tuple[DomainTensor, ...]:
     return tuple(_rows(x, dim, row) for row in range(x.shape[dim]))
 
 
 @along("select")
-def select(function, x, dim, index) -> DomainTensor:
+def _select(function, x, dim, index) -> DomainTensor:
     return _rows(x, dim, index)
 
 
 @along("narrow")
-def narrow(function, x, dim, start, length) -> DomainTensor:
+def _narrow(function, x, dim, start, length) -> DomainTensor:
     first = start + x.shape[dim] * (start < 0)
     return _rows(x, dim, slice(first, first + length))
 
 
 @rule("diff", first_only=True)
-def diff(function, x, n=1, dim=-1) -> DomainTensor:
+def _diff(function, x, n=1, dim=-1) -> DomainTensor:
     for _ in range(n):
         x = _rows(x, dim, slice(1, None)) - _rows(x, dim, slice(-1))
     return x
 
 
 @rule("glu", first_only=True)
-def glu(function, x, dim=-1) -> DomainTensor:
+def _glu(function, x, dim=-1) -> DomainTensor:
     a, b = x.chunk(2, dim)
     return a * b.sigmoid()
 
@@ -184,37 +187,42 @@ def _rows(x: DomainTensor, dim: int, rows: slice | int) -> DomainTensor:
     return x[(slice(None),) * (dim % x.ndim) + (rows,)]
 
 
-# ---- by sharding another dimension
+# ---- Another dimension is sharded
 
 
 @along("sort", "argsort", "mode")
-def by_move(function, x, dim=-1, *args: Any, **named: Any) -> Any:
+def _by_move(function, x, dim=-1, *args: Any, **named: Any) -> Any:
     return whole_along(
         lambda part: function(part, dim % x.ndim, *args, **named), x, dim % x.ndim
     )
 
 
 @along("cumprod", "cummax", "cummin", "logcumsumexp", "median", "nanmedian")
-def by_move_without_default(function, x, dim, *args: Any, **named: Any) -> Any:
-    return by_move(function, x, dim, *args, **named)
+def _by_move_without_default(function, x, dim, *args: Any, **named: Any) -> Any:
+    return _by_move(function, x, dim, *args, **named)
 
 
 @along("kthvalue")
-def kthvalue(function, x, k, dim=-1, keepdim=False) -> Any:
+def _kthvalue(function, x, k, dim=-1, keepdim=False) -> Any:
     return whole_along(lambda part: function(part, k, dim % x.ndim, keepdim), x, dim % x.ndim)
 
 
 def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: int) -> Any:
-    """Return the function of x, which gets tensors that have dimension `dim` whole, and others perhaps not.
+    """Return the function of x, computed on tensors that have one dimension whole, and others perhaps not.
 
-    A result that keeps the number of rows has the layout of x, another one is balanced; without the dimension, or with
-    one row, it is whole on every rank.
+    A result that keeps the number of rows has the layout of x; with another number of rows, it is balanced. A result
+    without the dimension, or with one row, is whole on every rank.
+
+    Args:
+        function: Takes a tensor of any shape.
+        x: The tensor, any shape.
+        dim: The dimension, counted from 0.
     """
     axis = x.domain.axes.get(dim)
     if axis is None:
-        return wrapped(_of_shard(function, x.local), x.domain)
+        return wrapped(_on_shard(function, x.local), x.domain)
     free = [other for other in range(x.ndim) if other not in x.domain.axes]
-    target = max(free, key=x.size) if free else None  # without one every rank computes all
+    target = max(free, key=x.size) if free else None  # None: every rank computes all
     y = (
         gather(x, [dim])
         if target is None
@@ -237,11 +245,11 @@ def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: i
         own = shard(part, layout, dim, group=axis.group)
         return DomainTensor(own, x.domain.layouts({dim: layout}))
 
-    return mapped(back, _of_shard(function, y.local))
+    return mapped(back, _on_shard(function, y.local))
 
 
-def _of_shard(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
-    """Return the function of a shard; of one without elements, which some libraries refuse, what has the shape."""
+def _on_shard(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
+    """Return the function of a shard; for a shard without elements, which some libraries refuse, an empty result."""
     if x.numel() or x.is_meta:
         return function(x)
     shapes = function(torch.empty_like(x, device="meta"))
@@ -259,8 +267,11 @@ def _of_shard(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
     ],
     first_only=True,
 )
-def fourier(function, x, s=None, dim=None, norm=None, n=None) -> DomainTensor:
-    """One dimension after another; the last one first in the transform of real numbers, and last in its inverse."""
+def _fourier(function, x, s=None, dim=None, norm=None, n=None) -> DomainTensor:
+    """Transform one dimension after another.
+
+    The transform of real numbers begins with the last dimension; its inverse ends with it.
+    """
     kind = function.__name__.removeprefix("fft_")
     one = kind.rstrip("2n")
     sizes = n if s is None else s
@@ -281,7 +292,7 @@ def fourier(function, x, s=None, dim=None, norm=None, n=None) -> DomainTensor:
 
 
 @rule("fft_fftshift", "fft_ifftshift", first_only=True)
-def shifted_frequencies(function, x, dim=None) -> DomainTensor:
+def _shifted_frequencies(function, x, dim=None) -> DomainTensor:
     dims = [*range(x.ndim)] if dim is None else dim
     dims = [dims] if isinstance(dims, int) else dims
     sign = 1 if function.__name__ == "fft_fftshift" else -1

@@ -1,15 +1,15 @@
 """Sharded tensors that model code uses like whole ones.
 
-A `DomainTensor` is a local shard with its `Domain`. Its `shape` is the global one, and functions of torch called on it
-compute the whole tensor's result, shard by shard, by the operators of this package. So the code of a model stays as it
-is. There is no fallback: a function without a rule for sharded axes raises `DomainOperatorError`, which names it. A
-tensor that is sharded nowhere is the same on every rank, and every function works on it.
+A `DomainTensor` is a local shard with its `Domain`. Its `shape` is the global one. A function of torch that is called
+on it computes the whole tensor's result, shard by shard, by the operators of this package. So the code of a model stays
+as it is. There is no fallback: a function without a rule for sharded axes raises `DomainOperatorError`, which names it.
+A tensor that is sharded nowhere is the same on every rank, and every function works on it.
 
     x = DomainTensor(local, Domain.on(mesh, {2: ("h", sized([5, 4]))}))    # x.shape: (2, 16, 9, 12)
     y = torch.cat([x, F.silu(norm(conv(x)))], 1)                           # y.shape: (2, 32, 9, 12), still sharded
 
-Plain tensors beside it, such as weights, are whole on every rank. All gradients of what is whole are partial: the
-ranks' gradients add up. So a loss that every rank computes from a whole tensor counts once for each rank, and the mean
+Plain tensors among the arguments, such as weights, are whole on every rank. All gradients of whole tensors are partial:
+the ranks' gradients add up. So a loss that every rank computes from a whole tensor counts once for each rank. The mean
 over the ranks is the gradient of one process (gradients.py).
 """
 
@@ -33,7 +33,13 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Registered:
-    """A rule with what `rule` says of it."""
+    """A rule and its options.
+
+    Attributes:
+        function: The rule.
+        by_element: See `rule`.
+        draws: See `rule`.
+    """
 
     function: Rule
     by_element: bool
@@ -50,15 +56,17 @@ class DomainOperatorError(TypeError):
 def rule(
     *names: str, first_only: bool = False, by_element: bool = False, draws: bool = False
 ) -> Callable[[Rule], Rule]:
-    """Register a rule for the functions and methods of torch of these names; a later rule replaces an earlier one.
+    """Return a decorator that registers a rule for functions and methods of torch; a later rule replaces an earlier.
 
     The rule is called as rule(function, *args, **kwargs) with at least one sharded `DomainTensor` among its arguments.
-    Before it torch's own function runs on tensors of the global shapes without data, so the result's global shape is
-    torch's, and a rule's result that shares memory with an argument is copied where torch returns a copy.
+    Before, torch's own function runs on tensors of the global shapes without data. So the result's global shape is
+    torch's. If torch returns a copy, but the rule's result shares memory with an argument, the result is copied.
 
-    first_only: the first argument is sharded, other tensors are given as plain ones, and refused if they are sharded.
-    by_element: the result is new, or shares memory as every shard does; torch is not asked.
-    draws: random numbers; the rule is also for domain tensors that are whole.
+    Args:
+        *names: Names of the functions and methods.
+        first_only: Whether only the first argument may be sharded; the rule gets other tensors as plain ones.
+        by_element: Whether the result is new, or shares memory on every rank alike; torch is not called before.
+        draws: Whether it draws random numbers; the rule is also called for domain tensors that are whole.
     """
 
     def register(function: Rule) -> Rule:
@@ -68,8 +76,8 @@ def rule(
                 raise refused(called.__name__, other, "only its first argument may be sharded")
             return function(called, x, *unwrapped(args), **unwrapped(kwargs))
 
-        found = Registered(checked if first_only else function, by_element, draws)
-        _RULES.update(dict.fromkeys(names, found))
+        registered = Registered(checked if first_only else function, by_element, draws)
+        _RULES.update(dict.fromkeys(names, registered))
         return function
 
     return register
@@ -77,20 +85,23 @@ def rule(
 
 @dataclass(eq=False, repr=False)  # FSDP looks for tensors in the fields of dataclasses
 class DomainTensor:
-    """This rank's shard `local` of a tensor, sharded as `domain` says; axes of one rank count as whole.
+    """This rank's shard of a tensor; axes of one rank count as whole.
 
-    base: set by `call` where torch has a view of another tensor; it is not changed in place.
+    Args:
+        local: The shard, any shape.
+        domain: Which dimensions are sharded, and how.
+        base: Set by `call` if torch returns a view of another tensor; the tensor must not be changed in place.
 
     Raises:
-        ValueError: the shard does not fit the domain.
-        DomainOperatorError: inside an autograd.Function, such as reentrant checkpointing.
+        ValueError: The shard does not fit the domain.
+        DomainOperatorError: The tensor is made inside an autograd.Function, such as reentrant checkpointing.
     """
 
     local: torch.Tensor
     domain: Domain
     base: whole.Base | None = None
-    __iter__: ClassVar[None] = None  # else Python iterates by __getitem__
-    # else a number of numpy on the left takes this for an array
+    __iter__: ClassVar[None] = None  # otherwise Python iterates by __getitem__
+    # Otherwise a number of numpy on the left treats this as an array.
     __array_ufunc__: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -114,7 +125,7 @@ class DomainTensor:
         return call(function, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_LOCAL.split():
+        if name in _LOCAL_ATTRIBUTES.split():
             return getattr(self.local, name)
         method = getattr(torch.Tensor, name, None)
         if name.startswith("__") or not callable(method):
@@ -128,7 +139,11 @@ class DomainTensor:
         return f"DomainTensor(shape={tuple(self.shape)}, local={tuple(self.local.shape)}, sharded={axes})"
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the global shape, or the global size of a dimension."""
+        """Return the global shape, or the global size of a dimension.
+
+        Args:
+            dim: The dimension; None for the shape.
+        """
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
@@ -141,26 +156,39 @@ class DomainTensor:
 
     @property
     def real(self) -> "DomainTensor":
+        """The real parts."""
         return call(torch.real, self)
 
     @property
     def imag(self) -> "DomainTensor":
+        """The imaginary parts."""
         return call(torch.imag, self)
 
     @property
     def mT(self) -> "DomainTensor":
+        """The tensor with its last two dimensions transposed."""
         return self.transpose(-2, -1)
 
     @property
     def T(self) -> "DomainTensor":
+        """The tensor with its dimensions in reverse order."""
         return self.permute(*range(self.ndim - 1, -1, -1))
 
     def requires_grad_(self, requires_grad: bool = True) -> "DomainTensor":
+        """Return this tensor, after setting whether it requires gradients.
+
+        Args:
+            requires_grad: Whether it does.
+        """
         self.local.requires_grad_(requires_grad)
         return self
 
     def register_hook(self, hook: Callable[["DomainTensor"], Any]) -> Any:
-        """Call the hook with the gradient, as a domain tensor, as torch does; it may return another one."""
+        """Return the handle of a hook on the gradient, as torch does.
+
+        Args:
+            hook: Gets the gradient, a domain tensor of the same shape, and may return another one.
+        """
         return self.local.register_hook(lambda g: unwrapped(hook(DomainTensor(g, self.domain))))
 
     def __len__(self) -> int:
@@ -181,8 +209,8 @@ class DomainTensor:
 
 AnyTensor = DomainTensor | torch.Tensor
 
-# What the shard and the whole tensor have in common.
-_OF_LOCAL = """
+# Attributes that the shard and the whole tensor have in common.
+_LOCAL_ATTRIBUTES = """
 ndim dtype device requires_grad is_cuda is_cpu is_meta is_nested is_floating_point is_complex
 """
 _OPERATORS = """
@@ -211,7 +239,7 @@ pytree.register_pytree_node(
 
 
 def _in_autograd_function() -> bool:
-    """Return whether the forward of an autograd.Function runs: it alone switches off both modes of gradients."""
+    """Return whether the forward of an autograd.Function runs: only it switches off both modes of gradients."""
     return not (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
@@ -221,51 +249,65 @@ def _in_autograd_function() -> bool:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """Return nested arguments in which the function is applied to each tensor, and to the shard of domain tensors."""
+    """Return nested arguments with a function applied to each tensor, and to the shard of each domain tensor.
+
+    Args:
+        function: Takes and returns a tensor of any shape.
+        tree: The arguments.
+    """
     return pytree.tree_map_only(torch.Tensor, function, tree)
 
 
 def is_sharded(x: object) -> bool:
-    """Return whether x is a tensor of which this rank has a part only."""
+    """Return whether a value is a tensor, and this rank has only a part of it.
+
+    Args:
+        x: The value.
+    """
     return isinstance(x, DomainTensor) and bool(x.domain.axes)
 
 
 def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch with domain tensors, and perhaps tensor-parallel weights, among its arguments.
+    """Return the result of a function of torch with domain tensors, and perhaps tensor-parallel weights, as arguments.
+
+    Args:
+        function: The function.
+        *args: Its positional arguments.
+        **kwargs: Its keyword arguments.
 
     Raises:
-        DomainOperatorError: a tensor is sharded, and the function has no rule; or it may be a copy where torch has a
-            view, and the tensor of that view was changed in place since.
+        DomainOperatorError: A tensor is sharded, and the function has no rule. Or a tensor may be a copy where torch
+            has a view, and the viewed tensor has been changed in place.
     """
     leaves = [*flat((args, kwargs))]
     tensors = [x for x in leaves if isinstance(x, DomainTensor)]
     is_parallel = any(isinstance(x, DTensor) for x in leaves)
     x = next(filter(is_sharded, tensors), tensors[0])
     name = function.__name__
-    found = _RULES.get(name)
-    if not (is_sharded(x) or is_parallel or (found is not None and found.draws)):
+    registered = _RULES.get(name)
+    if not (is_sharded(x) or is_parallel or (registered is not None and registered.draws)):
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)))
-    if found is None or kwargs.pop("out", None) is not None:
+    if registered is None or kwargs.pop("out", None) is not None:
         raise refused(
             name,
             x,
-            "it has no rule for sharded axes" if found is None else "the argument `out`",
+            "it has no rule for sharded axes" if registered is None else "the argument `out`",
         )
     stale = None
     if not torch.compiler.is_compiling():
         stale = next((x for x in tensors if x.base and x.base.has_changed()), None)
     if stale is not None:
-        raise refused(name, stale, f"{VIEW}, and that was changed in place since")
-    if "axis" in kwargs:  # torch knows both names of the first two
+        raise refused(name, stale, f"{VIEW}, and that tensor was changed in place since")
+    if "axis" in kwargs:  # torch accepts both names of the first two arguments
         kwargs["dim"] = kwargs.pop("axis")
     args = (kwargs.pop("input"), *args) if "input" in kwargs else args
-    is_simple = found.by_element and (name == "clone" or "memory_format" not in kwargs)
+    is_simple = registered.by_element and (name == "clone" or "memory_format" not in kwargs)
     seen = None
     if not (is_simple or is_parallel):
         seen = whole.results(function, args, kwargs, (torch.Tensor, DomainTensor))
-    result = found.function(function, *args, **kwargs)
+    result = registered.function(function, *args, **kwargs)
     if seen is not None:
-        # the order of memory is not kept
+        # The order of memory is not kept.
         has_format = any(isinstance(leaf, torch.memory_format) for leaf in leaves)
         _check_and_mark(name, result, seen, tensors, has_format or name == "contiguous")
     return result
@@ -278,26 +320,32 @@ def _check_and_mark(
     name: str,
     result: Any,
     seen: tuple[whole.Seen, ...],
-    given: list[DomainTensor],
+    inputs: list[DomainTensor],
     may_be_view: bool,
 ) -> None:
-    """Check the shapes of a rule's results, and mark what may be a view."""
-    found = [x for x in flat(result) if isinstance(x, DomainTensor)]
-    if len(found) != len(seen):  # a rule of the user's own
+    """Check the shapes of a rule's results, and mark results that may be views."""
+    outputs = [x for x in flat(result) if isinstance(x, DomainTensor)]
+    if len(outputs) != len(seen):  # a rule of the user's own
         return
-    for x, (shape, is_view) in zip(found, seen, strict=True):
-        if any(x is other for other in given):
+    for x, (shape, is_view) in zip(outputs, seen, strict=True):
+        if any(x is other for other in inputs):
             continue
         if tuple(x.shape) != shape:
             raise DomainOperatorError(
                 f"the rule of {name} returned the shape {tuple(x.shape)}, torch returns {shape}"
             )
         if is_view or may_be_view:
-            x.base = given[0].base or whole.Base.of(given[0].local)
+            x.base = inputs[0].base or whole.Base.of(inputs[0].local)
 
 
 def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
-    """Return the error of a call that is not handled."""
+    """Return the error of a call that is not handled.
+
+    Args:
+        name: The name of the function.
+        x: A sharded tensor among its arguments, any shape.
+        why: The reason.
+    """
     dims = ", ".join(map(str, x.domain.axes))
     return DomainOperatorError(
         f"{name.removeprefix('__').removesuffix('__')} of a tensor of shape {tuple(x.shape)}, sharded in dimension "
@@ -307,18 +355,37 @@ def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
 
 
 def refuse_unless(condition: bool, function: Callable, x: DomainTensor, why: str) -> None:
-    """Raise the error of a call that is not handled, unless the condition holds."""
+    """Raise the error of a call that is not handled, unless a condition holds.
+
+    Args:
+        condition: The condition.
+        function: The function.
+        x: A sharded tensor among its arguments, any shape.
+        why: The reason.
+
+    Raises:
+        DomainOperatorError: The condition does not hold.
+    """
     if not condition:
         raise refused(function.__name__, x, why)
 
 
 def wrapped(result: Any, domain: Domain = WHOLE) -> Any:
-    """Return a function's result with its plain tensors as domain tensors."""
+    """Return a function's result with its plain tensors as domain tensors.
+
+    Args:
+        result: The result.
+        domain: The domain of the tensors.
+    """
     return whole.mapped(
         lambda x: DomainTensor(x, domain) if isinstance(x, torch.Tensor) else x, result
     )
 
 
 def unwrapped(value: Any) -> Any:
-    """Return arguments with the shards of domain tensors."""
+    """Return arguments with the shards of domain tensors.
+
+    Args:
+        value: The arguments.
+    """
     return whole.mapped(lambda x: x.local if isinstance(x, DomainTensor) else x, value)

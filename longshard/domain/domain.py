@@ -29,16 +29,25 @@ __all__ = ["Axis", "Domain", "balanced", "gathered", "sized"]
 def gathered(
     rows: int, group: dist.ProcessGroup, device: torch.device | str = "cpu"
 ) -> AxisLayout:
-    """Return the layout in which each rank owns the next `rows` rows, its own number; a collective."""
+    """Return the layout in which each rank owns the next `rows` rows; a collective.
+
+    Args:
+        rows: Number of rows of this rank.
+        group: The group of the ranks.
+        device: The device for the collective.
+    """
     return sized(all_gather(torch.tensor([rows], device=device), group).view(-1).tolist())
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The sharded axes of a tensor, by dimension (counted from 0); the tensor's other dimensions are whole.
+    """The sharded axes of a tensor; the tensor's other dimensions are whole.
+
+    Attributes:
+        axes: Dimension, counted from 0, to its axis.
 
     Raises:
-        ValueError: a negative dimension, or two dimensions over the same ranks.
+        ValueError: A dimension is negative, or two dimensions are sharded over the same ranks.
     """
 
     axes: Mapping[int, Axis]
@@ -58,13 +67,22 @@ class Domain:
 
     @classmethod
     def on(cls, mesh: DeviceMesh, axes: Mapping[int, tuple[str, AxisLayout]]) -> "Domain":
-        """Return a domain on a mesh; axes: dimension of the tensor -> (dimension of the mesh, layout)."""
+        """Return a domain on a mesh.
+
+        Args:
+            mesh: The mesh.
+            axes: Dimension of the tensor to (dimension of the mesh, layout).
+        """
         return cls(
             {dim: Axis(layout, mesh[name].get_group()) for dim, (name, layout) in axes.items()}
         )
 
     def layouts(self, layouts: Mapping[int, AxisLayout]) -> "Domain":
-        """Return the domain with other layouts of some of its dimensions."""
+        """Return the domain with other layouts of some of its dimensions.
+
+        Args:
+            layouts: Dimension to its new layout.
+        """
         if all(layouts.get(d, axis.layout) is axis.layout for d, axis in self.axes.items()):
             return self
         return Domain(
@@ -72,15 +90,23 @@ class Domain:
         )
 
     def ranges(self, dim: int, length: int) -> Ranges:
-        """Return the rows of dimension `dim`, whose global length is given, that this rank has."""
+        """Return the rows of a dimension that this rank has.
+
+        Args:
+            dim: The dimension.
+            length: The global length of the dimension.
+        """
         axis = self.axes.get(dim)
         return union([(0, length)]) if axis is None else axis.layout.ranges[axis.rank]
 
     def shape(self, x: torch.Tensor) -> tuple[int, ...]:
-        """Return the global shape of the tensor of which x is this rank's shard.
+        """Return the global shape of a tensor.
+
+        Args:
+            x: This rank's shard, any shape.
 
         Raises:
-            ValueError: x has other sizes than its domain says.
+            ValueError: x has other sizes than the domain says.
         """
         for dim, axis in self.axes.items():
             if dim >= x.ndim or x.shape[dim] != axis.rows:
@@ -94,13 +120,22 @@ class Domain:
         )
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of this rank's shard of a tensor of a global shape."""
+        """Return the shape of this rank's shard.
+
+        Args:
+            shape: The global shape.
+        """
         return tuple(
             self.axes[dim].rows if dim in self.axes else n for dim, n in enumerate(shape)
         )
 
     def reduced(self, dims: Sequence[int], *, keepdim: bool) -> "Domain":
-        """Return the domain of a result that every rank has whole in `dims`, of size 1 (keepdim) or dropped."""
+        """Return the domain of a result that every rank has whole in some dimensions.
+
+        Args:
+            dims: These dimensions.
+            keepdim: Whether the dimensions stay, with size 1; else they are dropped.
+        """
         kept = {dim: axis for dim, axis in self.axes.items() if dim not in dims}
         if keepdim:
             return Domain(kept)
@@ -111,16 +146,26 @@ class Domain:
         return self.reduced(dims, keepdim=True)
 
     def moved(self, by: int, *, first: int = 0) -> "Domain":
-        """Return the domain after `by` dimensions were put in, or taken out, before dimension `first`."""
+        """Return the domain after dimensions were inserted or removed.
+
+        Args:
+            by: Number of inserted dimensions; negative for removed ones.
+            first: They are inserted or removed before this dimension.
+        """
         return Domain(
             {dim + by if dim >= first else dim: axis for dim, axis in self.axes.items()}
         )
 
 
 WHOLE = Domain({})
-"""Of a tensor that every rank has whole."""
+"""The domain of a tensor that every rank has whole."""
 
 
 def shares_ranks(axis: Axis, others: Iterable[Axis]) -> bool:
-    """Return whether another axis is sharded over the ranks of this one."""
+    """Return whether another axis is sharded over the ranks of this one.
+
+    Args:
+        axis: The axis.
+        others: The other axes.
+    """
     return any(axis.group is other.group for other in others)

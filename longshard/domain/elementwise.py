@@ -1,4 +1,4 @@
-"""Rules of functions that compute each element from the elements at its place, broadcast as torch does.
+"""Rules of functions that compute each element from the elements at the same index, broadcast as in torch.
 
 A function that changes its tensor in place (`x += y`, `relu_`, `inplace=True`) changes the shard, and returns x.
 """
@@ -49,7 +49,13 @@ _IN_PLACE = frozenset(
 
 @rule(*_NAMES.split(), *_IN_PLACE, by_element=True)
 def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Apply the function to the shards, after they are brought to one layout."""
+    """Return the function of the shards, after they are brought to one layout.
+
+    Args:
+        function: The function.
+        *args: Its positional arguments.
+        **kwargs: Its keyword arguments.
+    """
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, AnyTensor)]
     x = operands[0]
     is_alone = len(operands) == 1 and isinstance(x, DomainTensor)
@@ -73,8 +79,8 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule("prelu", first_only=True)
-def prelu(function: Callable, x: DomainTensor, weight: torch.Tensor) -> DomainTensor:
-    """weight: one number, or one for each channel, dimension 1, which is whole."""
+def _prelu(function: Callable, x: DomainTensor, weight: torch.Tensor) -> DomainTensor:
+    """Apply F.prelu. weight: one number, or one for each channel, dimension 1, which is whole."""
     refuse_unless(
         weight.numel() == 1 or 1 not in x.domain.axes, function, x, "sharded channels"
     )
@@ -82,44 +88,51 @@ def prelu(function: Callable, x: DomainTensor, weight: torch.Tensor) -> DomainTe
 
 
 @rule("view_as_real", "view_as_complex")
-def complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
+def _complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
     is_real = function.__name__ == "view_as_real"
     is_whole = x.ndim - 1 not in x.domain.axes
     refuse_unless(is_real or is_whole, function, x, "sharded parts")
-    # whose backward torch refuses
+    # torch refuses the backward of an empty tensor
     if is_real and not x.local.numel():
         return DomainTensor(torch.stack([x.local.real, x.local.imag], -1), x.domain)
     return DomainTensor(function(x.local), x.domain)
 
 
 @rule("contiguous")
-def contiguous(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+def _contiguous(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
     return DomainTensor(x.local.contiguous(*args, **kwargs), x.domain)
 
 
 @rule("to", "type", "type_as", by_element=True)
-def converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert the shard; another tensor among the arguments gives only its type."""
     result = function(unwrapped(x), *unwrapped(args), **unwrapped(kwargs))
     return wrapped(result, x.domain) if isinstance(x, DomainTensor) else result
 
 
 def common_domain(
-    operands: Sequence, shape: torch.Size, *, but_for: int | None = None
+    operands: Sequence, shape: torch.Size, *, except_dim: int | None = None
 ) -> Domain:
-    """Return the domain of a result of that shape: of each dimension the layout of the first operand sharded there.
+    """Return the domain of a result: each dimension has the layout of the first operand that is sharded there.
 
-    but_for: the dimension in which sizes differ, because operands are put together there.
+    Args:
+        operands: The operands, which broadcast to the shape.
+        shape: The global shape of the result.
+        except_dim: The dimension in which operands are put together and may have other sizes; None if absent.
     """
     domains = [x.domain.moved(len(shape) - x.ndim) for x in operands if is_sharded(x)]
     return merged(
-        {d: a for d, a in of.axes.items() if d == but_for or a.layout.length == shape[d]}
-        for of in domains
+        {d: a for d, a in each.axes.items() if d == except_dim or a.layout.length == shape[d]}
+        for each in domains
     )
 
 
 def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
-    """Return the domain with the axes of all parts: of a dimension, and of a group of ranks, the first one."""
+    """Return the domain with the axes of all parts; the first axis of a dimension, and of a group of ranks, counts.
+
+    Args:
+        parts: Dimension to its axis, for each part.
+    """
     axes: dict[int, Axis] = {}
     for part in parts:
         for dim, axis in part.items():
@@ -129,33 +142,40 @@ def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
 
 
 def own_part(x: AnyTensor, domain: Domain, shape: Sequence[int]) -> torch.Tensor:
-    """Return the part of an operand that belongs to this rank's part of a result of that shape and domain.
+    """Return the part of an operand that belongs to this rank's part of a result.
 
-    Rows of other layouts move to their owners; of a tensor that is whole each rank takes its rows. What is sharded in
-    another dimension over the same ranks moves by one all-to-all, and what fits nowhere is gathered, such as a row of
-    one rank that is broadcast.
+    Rows of other layouts move to their owners; if a tensor is whole, each rank takes its own rows. A dimension that is
+    sharded over the same ranks as another dimension of the result moves by one all-to-all. Any other sharded dimension
+    is gathered, such as a row of one rank that is broadcast.
+
+    Args:
+        x: The operand, of any shape that broadcasts to the result's.
+        domain: The domain of the result.
+        shape: The global shape of the result.
     """
     x = wrapped(x)
     if x.shape == shape and x.domain == domain:
         return x.local
     before = len(shape) - x.ndim
-    mine = {
+    own_axes = {
         dim - before: axis
         for dim, axis in domain.axes.items()
         if dim >= before and x.shape[dim - before] == shape[dim]
     }
     for dim, axis in x.domain.axes.items():
-        if dim in mine and mine[dim].group is axis.group:
+        if dim in own_axes and own_axes[dim].group is axis.group:
             continue
-        there = [d for d, a in mine.items() if a.group is axis.group and d not in x.domain.axes]
-        x = move(x, dim, there[0], mine[there[0]].layout) if there else gather(x, [dim])
+        there = [
+            d for d, a in own_axes.items() if a.group is axis.group and d not in x.domain.axes
+        ]
+        x = move(x, dim, there[0], own_axes[there[0]].layout) if there else gather(x, [dim])
     other = {
-        d: mine[d].layout
+        d: own_axes[d].layout
         for d, a in x.domain.axes.items()
-        if a.layout.ranges != mine[d].layout.ranges
+        if a.layout.ranges != own_axes[d].layout.ranges
     }
     local = reshard(x, other).local
-    for dim, axis in mine.items():
+    for dim, axis in own_axes.items():
         if dim not in x.domain.axes:
             local = shard(local, axis.layout, dim, group=axis.group)
     return local

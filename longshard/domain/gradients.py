@@ -1,8 +1,8 @@
-"""Gradients of weights over the ranks of a domain, whatever wraps the model.
+"""Gradients of weights over the ranks of a domain, with any wrapper of the model.
 
-Every rank computes the whole loss, and its gradient of a weight is the part that comes from its shards, times the
-number of ranks. So the mean over the ranks is the gradient of one process. FSDP2, HSDP and DDP compute this mean over
-the ranks of their mesh or group; for ranks that they do not have it is computed here.
+Every rank computes the whole loss. Its gradient of a weight is the part that comes from its shards, times the number of
+ranks. So the mean over the ranks is the gradient of one process. FSDP2, HSDP and DDP compute this mean over the ranks
+of their mesh or group; this module computes it over the other ranks.
 """
 
 import math
@@ -24,16 +24,16 @@ from longshard.sharding.placement import added_up
 from longshard.sharding.tensors import fsdp_groups, local_part, wide_type
 
 _BUCKET = 2**24
-"""Elements that are reduced at once."""
+"""Number of elements that are reduced at once."""
 
 
 @rule("grad", by_element=True)
-def grad(
+def _gradient(
     function: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
 ) -> tuple[Any, ...]:
-    """torch.autograd.grad: the gradients of one process, of sharded and of whole inputs, which can be differentiated.
+    """Compute torch.autograd.grad: the gradients of one process, of sharded and whole inputs; differentiable.
 
-    One of the outputs or inputs must be sharded; what is whole must be used by every rank of the domain alike.
+    An output or input must be sharded. Every rank of the domain must use whole tensors in the same way.
     """
     outputs, inputs = (list(t) if isinstance(t, Sequence) else [t] for t in (outputs, inputs))
     seeds = (
@@ -60,29 +60,32 @@ def grad(
             )
         seed = torch.ones((), dtype=y.dtype, device=y.device) if seed is None else seed
         own = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
-        # each rank's share of what all compute
+        # the share of each rank in an output that all ranks compute
         copies = math.prod(group.size() for group in lacking(y))
         shares.append(own.expand(unwrapped(y).shape) / copies)
-    found = []
+    results = []
     for x, part in zip(
         inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True
     ):
         for group in lacking(x) if part is not None else ():
             part = added_up(part, group)
-        found.append(wrapped(part, x.domain) if isinstance(x, DomainTensor) else part)
-    return tuple(found)
+        results.append(wrapped(part, x.domain) if isinstance(x, DomainTensor) else part)
+    return tuple(results)
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the gradients of the parameters those of one process; call it after the last backward of a step.
+    """Make the gradients of the parameters equal to the gradients of one process; call it after a step's last backward.
 
     The loss is whole on every rank, such as `y.mean()` of sharded y, and not divided by the number of ranks. Gradients
-    that FSDP2, HSDP or DDP has averaged over a dimension of the mesh are left alone there.
+    that FSDP2, HSDP or DDP has averaged over a dimension of the mesh stay as they are in this dimension.
 
-    mesh: the ranks that share the domain, and in dimensions of their own those with other samples (data parallelism).
+    Args:
+        model: The model.
+        mesh: The ranks that share the domain, and in dimensions of their own the ranks with other samples (data
+            parallelism).
 
     Raises:
-        ValueError: a wrapper has some ranks of a mesh dimension and not all, or divides by another number than its
+        ValueError: A wrapper has some ranks of a mesh dimension and not all, or divides by another number than its
             ranks, or is FSDP1.
     """
     averaged = _averaged_over(model)
@@ -90,24 +93,24 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     own = {dist.get_rank()}
     for group in mesh.get_all_groups():
         ranks = set(dist.get_process_group_ranks(group))
-        rest = []
+        remaining = []
         for p in parameters:
             common = averaged.get(p, own) & ranks
             if common not in (ranks, own):
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} is averaged over ranks "
                     f"{sorted(averaged[p])}, some of the ranks {sorted(ranks)} of a dimension of the "
-                    "mesh; wrap the model over all of them, or none"
+                    "mesh. Wrap the model over all of them, or none"
                 )
             if common != ranks:
-                rest.append(p)
-        if rest:
-            _average(rest, group)
+                remaining.append(p)
+        if remaining:
+            _average(remaining, group)
 
 
 def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
     """Return the ranks over which wrappers average the gradients of parameters."""
-    found: dict[nn.Parameter, set[int]] = {}
+    averaged: dict[nn.Parameter, set[int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
@@ -115,22 +118,22 @@ def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
             )
         if isinstance(module, DistributedDataParallel):
             ranks = set(dist.get_process_group_ranks(module.process_group))
-            found |= dict.fromkeys(module.parameters(), ranks)
+            averaged |= dict.fromkeys(module.parameters(), ranks)
         groups = fsdp_groups(module) if isinstance(module, FSDPModule) else ()
         for factor in (group.gradient_divide_factor for group in groups):
-            if factor is not None:  # of the user's own, with which FSDP computes no mean
+            if factor is not None:  # a factor of the user, with which FSDP computes no mean
                 raise ValueError(
                     f"FSDP of module {name or 'model'} divides gradients by {factor}, so they are no "
                     "mean over its ranks; leave out set_gradient_divide_factor"
                 )
     for p in model.parameters():
         if isinstance(p, DTensor):
-            found[p] = set(p.device_mesh.mesh.flatten().tolist())
-    return found
+            averaged[p] = set(p.device_mesh.mesh.flatten().tolist())
+    return averaged
 
 
 def _average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average gradients over a group, in at least float32; a rank that has none where others do has zeros."""
+    """Average gradients over a group, in float32 at least. If a rank has no gradient and others have, it has zeros."""
     device = local_part(parameters[0]).device
     has = torch.tensor(
         [p.grad is not None for p in parameters], dtype=torch.int32, device=device

@@ -2,13 +2,7 @@
 
 import torch
 
-from longshard.domain.dispatch import (
-    DomainTensor,
-    is_sharded,
-    refuse_unless,
-    rule,
-    wrapped,
-)
+from longshard.domain.dispatch import DomainTensor, is_sharded, refuse_unless, rule, wrapped
 from longshard.domain.domain import Axis, Domain, balanced, shares_ranks
 from longshard.domain.elementwise import merged, own_part
 from longshard.domain.indexing import rows_by_number
@@ -17,13 +11,12 @@ from longshard.sharding.tensors import with_adjoint
 
 
 @rule("grid_sample")
-def grid_sample(
+def _grid_sample(
     function, x, grid, mode="bilinear", padding_mode="zeros", align_corners=None
 ) -> DomainTensor:
-    """x: (N, C, H, W); grid: (N, rows, columns, 2), as whose rows and columns the result is sharded.
+    """Sample x, (N, C, H, W), at the points of grid, (N, rows, columns, 2). The result is sharded as the grid.
 
-    A rank asks for the rows of x between the first and the last one that its part of the grid reads; columns are
-    gathered.
+    A rank asks for the rows of x from the first to the last row that its part of the grid reads; columns are gathered.
     """
     x, grid = (wrapped(t) for t in (x, grid))
     shown = x if is_sharded(x) else grid
@@ -33,25 +26,27 @@ def grid_sample(
         shown,
         "volumes, and padding by reflection",
     )
-    # the grid has the dimensions of the result
-    of_rows = x.domain.axes.get(2)
+    # dimension of the grid -> dimension of the result
+    row_axis = x.domain.axes.get(2)
     places = {0: 0, 1: 2, 2: 3}
     targets = {places[dim]: axis for dim, axis in grid.domain.axes.items() if dim in places}
-    if of_rows is not None and not shares_ranks(of_rows, targets.values()):
-        targets[2] = Axis(balanced(grid.shape[1], of_rows.degree), of_rows.group)
+    if row_axis is not None and not shares_ranks(row_axis, targets.values()):
+        targets[2] = Axis(balanced(grid.shape[1], row_axis.degree), row_axis.group)
     domain = merged([targets, x.domain.without(2, 3).axes])
     points = own_part(
         grid,
         Domain({d: domain.axes[n] for d, n in places.items() if n in domain.axes}),
         grid.shape,
     )
-    beside = domain.without(2, 3).axes
-    if of_rows is not None and shares_ranks(of_rows, beside.values()):
-        of_rows = None  # ranks with other samples need all rows of them
-    local = own_part(x, Domain(beside | ({} if of_rows is None else {2: of_rows})), x.shape)
-    if of_rows is not None:
+    other_axes = domain.without(2, 3).axes
+    if row_axis is not None and shares_ranks(row_axis, other_axes.values()):
+        row_axis = None  # ranks with other samples need all rows of them
+    local = own_part(
+        x, Domain(other_axes | ({} if row_axis is None else {2: row_axis})), x.shape
+    )
+    if row_axis is not None:
         local, points = _rows_of_points(
-            local, points, of_rows, align_corners=bool(align_corners)
+            local, points, row_axis, align_corners=bool(align_corners)
         )
     if points.numel():
         return DomainTensor(function(local, points, mode, padding_mode, align_corners), domain)
@@ -63,16 +58,17 @@ def grid_sample(
 def _rows_of_points(
     x: torch.Tensor, points: torch.Tensor, axis: Axis, *, align_corners: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows, dimension 2, that are read at the points, and the points as places in these rows."""
+    """Return the rows, dimension 2, that are read at the points, and the points relative to these rows."""
     height = axis.layout.length
     y = points[..., 1]
     places = (y + 1) / 2 * (height - 1) if align_corners else ((y + 1) * height - 1) / 2
-    first, last = 0, height
+    first = 0
+    last = height
     if x.is_meta:
         x = x.new_empty(*x.shape[:2], height, x.shape[3])
     else:
         read = places.detach().clamp(-2, height + 1)
-        # bicubic reads two more
+        # bicubic interpolation reads two rows more
         ends = (int(read.min()) - 3, int(read.max()) + 4) if read.numel() else (0, 2)
         first = max(min(ends[0], height - 2), 0)
         last = min(max(ends[1], 2), height)

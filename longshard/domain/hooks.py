@@ -1,8 +1,8 @@
-"""Full backward hooks of modules that get or return domain tensors.
+"""Full backward hooks of modules that take or return domain tensors.
 
-For each call of a module with such hooks torch makes a `BackwardHook`, which looks for arguments of the class
-`torch.Tensor`. Here its place is taken by one that hands the shards to torch's own, and gives hooks the gradients as
-domain tensors. Calls without domain tensors, and compiled code, are as before.
+For each call of a module with these hooks torch makes a `BackwardHook`, which looks for arguments of the class
+`torch.Tensor`. This module replaces it by a class that passes the shards to torch's own, and calls hooks with the
+gradients as domain tensors. Calls without domain tensors, and compiled code, work as before.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from longshard.domain.elementwise import own_part
 
 
 class _DomainBackwardHook(BackwardHook):
-    """The hooks of one call of a module; `domains` are those of its inputs and of its outputs, None of other values."""
+    """The hooks of one call of a module; `domains` has the domains of its inputs and outputs, None for other values."""
 
     def __init__(
         self,
@@ -34,19 +34,21 @@ class _DomainBackwardHook(BackwardHook):
         )
 
     def _on_shards(self, hook: Callable, *names: str) -> Callable:
-        """Return a hook of domain tensors as one of shards; names: of what it gets the gradients."""
+        """Return a hook of domain tensors as a hook of shards; names: the values whose gradients it gets."""
 
         def called(module: torch.nn.Module, *gradients: tuple) -> Any:
             domains = [self.domains[name] for name in names]
-            given = [[*map(_whole, g, of)] for g, of in zip(gradients, domains, strict=True)]
-            changed = hook(module, *map(tuple, given))
-            if not isinstance(changed, tuple) or len(changed) != len(given[0]):
-                return changed  # torch says what is wrong
+            gradients_of_hook = [
+                [*map(_whole, g, of)] for g, of in zip(gradients, domains, strict=True)
+            ]
+            changed = hook(module, *map(tuple, gradients_of_hook))
+            if not isinstance(changed, tuple) or len(changed) != len(gradients_of_hook[0]):
+                return changed  # torch reports the error
             return tuple(
                 own_part(new, g.domain, g.shape)
                 if isinstance(g, DomainTensor) and new is not None
                 else new
-                for new, g in zip(changed, given[0], strict=True)
+                for new, g in zip(changed, gradients_of_hook[0], strict=True)
             )
 
         return called
@@ -56,15 +58,15 @@ class _DomainBackwardHook(BackwardHook):
 
     def setup_output_hook(self, args: Any) -> Any:
         outputs = args if isinstance(args, tuple) else (args,)
-        found = self._with_shards(super().setup_output_hook, "outputs", outputs)
-        return found if outputs is args else found[0]
+        results = self._with_shards(super().setup_output_hook, "outputs", outputs)
+        return results if outputs is args else results[0]
 
     def _with_shards(self, set_up: Callable, name: str, args: tuple) -> tuple:
         self.domains[name] = [x.domain if isinstance(x, DomainTensor) else None for x in args]
-        found = set_up(
+        shards = set_up(
             _like(args, [x.local if isinstance(x, DomainTensor) else x for x in args])
         )
-        return _like(args, [_linked(x, shard) for x, shard in zip(args, found, strict=True)])
+        return _like(args, [_linked(x, shard) for x, shard in zip(args, shards, strict=True)])
 
 
 def _whole(gradient: torch.Tensor | None, domain: Domain | None) -> Any:
@@ -87,5 +89,5 @@ def _backward_hook(*args: Any) -> BackwardHook:
 
 
 torch_modules.BackwardHook = _backward_hook
-# they are called
+# The hooks are called, although torch warns that they are not.
 warnings.filterwarnings("ignore", r"For backward hooks to be called.*DomainTensor")

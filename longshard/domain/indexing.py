@@ -1,11 +1,11 @@
 """Rules of functions that take and add rows by their numbers in the whole tensor, as graphs and meshes do.
 
     x[numbers], index_select      each rank asks the owners for the rows that it lacks, each row once
-    index_add, scatter_add        the adjoint: what several ranks have for a row is added up at its owner
-    scatter_reduce                sums and means by it; products and extremes of each rank's are found at the owners
+    index_add, scatter_add        the adjoint: the ranks' contributions to a row are added up at its owner
+    scatter_reduce                sums and means by it; products and extremes of each rank are combined at the owners
 
-Numbers that are sharded, such as those of a rank's edges, give rows where they are. Which rows a rank asks for depends
-on data: their numbers are sent first, and on a GPU the host waits for them.
+Numbers that are sharded, such as a rank's edges, give rows on the rank of the numbers. The rows that a rank asks for
+depend on data: their numbers are sent first, and on a GPU the host waits for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,23 +34,23 @@ from longshard.sharding.placement import added_up, places_on
 from longshard.sharding.tensors import wide_type, with_adjoint
 
 _KIND = "rows by number"
-"""Under which what is sent is counted."""
+"""The kind under which calls and bytes are counted."""
 
 
 @rule("index_select")
-def index_select(function, x, dim, index) -> DomainTensor:
-    """index: 1-D. Sharded, the result has its rows; whole, the rows of a sharded dimension are dealt evenly."""
+def _index_select(function, x, dim, index) -> DomainTensor:
+    """Select rows. index: 1-D. If it is sharded, the result has its rows; if whole, the ranks divide it evenly."""
     x = wrapped(x)
     dim %= x.ndim
-    of_rows = x.domain.axes.get(dim)
-    own, target = _own_numbers(index, of_rows)
+    row_axis = x.domain.axes.get(dim)
+    local_index, index_axis = _local_numbers(index, row_axis)
     domain = x.domain.without(dim)
-    if target is not None:
-        taken = [d for d, axis in domain.axes.items() if axis.group is target.group]
+    if index_axis is not None:
+        taken = [d for d, axis in domain.axes.items() if axis.group is index_axis.group]
         x = gather(x, taken)
-        domain = Domain(domain.without(*taken).axes | {dim: target})
-    if of_rows is None:
-        return DomainTensor(x.local.index_select(dim, own), domain)
+        domain = Domain(domain.without(*taken).axes | {dim: index_axis})
+    if row_axis is None:
+        return DomainTensor(x.local.index_select(dim, local_index), domain)
     if x.local.is_meta:
         return DomainTensor(
             x.local.new_empty(
@@ -58,48 +58,48 @@ def index_select(function, x, dim, index) -> DomainTensor:
             ),
             domain,
         )
-    take, give = rows_by_number(of_rows, own, dim)
+    take, give = rows_by_number(row_axis, local_index, dim)
     return DomainTensor(with_adjoint(x.local, take, give), domain)
 
 
 @rule("index_add", "index_add_")
-def index_add(function, x, dim, index, source, *, alpha=1) -> Any:
-    """index: 1-D. x is whole: the ranks' sums are added up; x is sharded: each row's owner gets what is added to it."""
+def _index_add(function, x, dim, index, source, *, alpha=1) -> Any:
+    """Add rows. index: 1-D. If x is whole, the ranks' sums are added up; if it is sharded, each owner gets its sums."""
     dim %= x.ndim
-    mine = wrapped(x)
-    of_rows = mine.domain.axes.get(dim)
-    source, own, target = _own_sources(mine, dim, index, source)
+    target_rows = wrapped(x)
+    row_axis = target_rows.domain.axes.get(dim)
+    source, local_index, index_axis = _own_sources(target_rows, dim, index, source)
     source = source * alpha
-    if of_rows is None:
-        sums = torch.zeros_like(mine.local, dtype=wide_type(source.dtype)).index_add(
-            dim, own, source.to(wide_type(source.dtype))
+    if row_axis is None:
+        sums = torch.zeros_like(target_rows.local, dtype=wide_type(source.dtype)).index_add(
+            dim, local_index, source.to(wide_type(source.dtype))
         )
-        if target is not None:
-            sums = added_up(sums, target.group)
+        if index_axis is not None:
+            sums = added_up(sums, index_axis.group)
     elif source.is_meta:
-        sums = torch.zeros_like(mine.local)
+        sums = torch.zeros_like(target_rows.local)
     else:
-        take, give = rows_by_number(of_rows, own, dim)
+        take, give = rows_by_number(row_axis, local_index, dim)
         sums = with_adjoint(source, give, take)
-    result = DomainTensor(sums.to(mine.dtype), mine.domain)
+    result = DomainTensor(sums.to(target_rows.dtype), target_rows.domain)
     return torch.add(x, result) if function.__name__ == "index_add" else x.add_(result)
 
 
 @rule("scatter_add", "scatter_add_")
-def scatter_add(function, x, dim, index, src) -> Any:
-    """index: one number for each row, expanded over the other dimensions, as graph layers have it."""
-    number = _number_of_rows(function, x, dim, index, src)
+def _scatter_add(function, x, dim, index, src) -> Any:
+    """Add rows. index: one number for each row, expanded over the other dimensions, as graph layers have it."""
+    number = _row_numbers(function, x, dim, index, src)
     return getattr(x, function.__name__.replace("scatter", "index"))(dim, number, src)
 
 
 @rule("scatter_reduce")
-def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -> DomainTensor:
-    """index: as of `scatter_add`; reduce: sum, mean, prod, amax or amin. Equal extremes share a gradient."""
+def _scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -> DomainTensor:
+    """Reduce rows. index: as for `scatter_add`. reduce: sum, mean, prod, amax, amin. Equal extremes share gradients."""
     dim %= x.ndim
-    number = _number_of_rows(function, x, dim, index, src)
+    number = _row_numbers(function, x, dim, index, src)
     axis = wrapped(src).domain.axes.get(dim)
     if axis is not None and not is_sharded(number):
-        number = _dealt(number, axis)
+        number = _divided(number, axis)
     none = torch.zeros_like(x).detach()
     hits = none.index_add(dim, number, torch.ones_like(src).detach())
     if reduce in ("sum", "mean"):
@@ -120,20 +120,20 @@ def scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -
         if include_self
         else torch.where(hits > 0, extreme, x.detach())
     )
-    of_self = (x.detach() == extreme) if include_self else hits == 0
-    of_src = (src.detach() == extreme.index_select(dim, number)).to(src.dtype)
-    ties = none.index_add(dim, number, of_src) + of_self
-    share = of_src / ties.index_select(dim, number)
-    mean = torch.zeros_like(x).index_add(dim, number, src * share) + x * (of_self / ties)
+    is_own_extreme = (x.detach() == extreme) if include_self else hits == 0
+    is_source_extreme = (src.detach() == extreme.index_select(dim, number)).to(src.dtype)
+    ties = none.index_add(dim, number, is_source_extreme) + is_own_extreme
+    share = is_source_extreme / ties.index_select(dim, number)
+    mean = torch.zeros_like(x).index_add(dim, number, src * share) + x * (is_own_extreme / ties)
     return extreme + (mean - mean.detach())
 
 
-def _number_of_rows(function, x: Any, dim: int, index: AnyTensor, src: Any) -> AnyTensor:
-    """Return the number of each row, 1-D, of which `index` has one for each element."""
+def _row_numbers(function, x: Any, dim: int, index: AnyTensor, src: Any) -> AnyTensor:
+    """Collapse an index that is expanded over the other dimensions to one number per row, 1-D."""
     local = unwrapped(index)
     dim %= x.ndim
     others = [d for d in range(local.ndim) if d != dim]
-    # so that every rank finds the same
+    # decided by the domain, so that every rank decides alike
     is_whole = not is_sharded(index) or [*index.domain.axes] == [dim]
     same = is_whole and all(local.stride(d) == 0 or local.shape[d] == 1 for d in others)
     shown = next(t for t in (x, index, src) if is_sharded(t))
@@ -141,7 +141,7 @@ def _number_of_rows(function, x: Any, dim: int, index: AnyTensor, src: Any) -> A
         same and src.shape == index.shape,
         function,
         shown,
-        "numbers that differ beside the dimension; expand them",
+        "numbers that differ along other dimensions; expand them",
     )
     for d in reversed(others):
         index = index.select(d, 0)
@@ -151,45 +151,48 @@ def _number_of_rows(function, x: Any, dim: int, index: AnyTensor, src: Any) -> A
 def _reduced_rows(
     x: AnyTensor, dim: int, number: AnyTensor, src: Any, reduce: str
 ) -> DomainTensor:
-    """Return the products or extremes of what is scattered to each row of x, and where nothing is, of nothing."""
-    mine = wrapped(x)
-    of_rows = mine.domain.axes.get(dim)
-    source, own, target = _own_sources(mine, dim, number, src)
-    of_nothing = {"prod": 1.0, "amax": float("-inf"), "amin": float("inf")}[reduce]
+    """Reduce the source rows scattered to each index_axis row (prod, amax or amin).
 
-    def found(
-        like: torch.Tensor, rows: int, places: torch.Tensor, given: torch.Tensor
+    A index_axis row without sources gets the identity of the reduction.
+    """
+    target_rows = wrapped(x)
+    row_axis = target_rows.domain.axes.get(dim)
+    source, local_index, index_axis = _own_sources(target_rows, dim, number, src)
+    identity = {"prod": 1.0, "amax": float("-inf"), "amin": float("inf")}[reduce]
+
+    def reduced(
+        like: torch.Tensor, rows: int, places: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         shape = [*like.shape[:dim], rows, *like.shape[dim + 1 :]]
-        places = places.view(-1, *[1] * (like.ndim - dim - 1)).expand_as(given)
-        return like.new_full(shape, of_nothing).scatter_reduce(dim, places, given, reduce)
+        places = places.view(-1, *[1] * (like.ndim - dim - 1)).expand_as(values)
+        return like.new_full(shape, identity).scatter_reduce(dim, places, values, reduce)
 
-    local = mine.local
-    if of_rows is None:
-        result = found(local, local.shape[dim], own, source)
-        if target is not None and reduce == "prod":
-            result = gathered(result, target).prod(0)
-        elif target is not None:
-            result = all_reduce(result, target.group, reduce.removeprefix("a"))
+    local = target_rows.local
+    if row_axis is None:
+        result = reduced(local, local.shape[dim], local_index, source)
+        if index_axis is not None and reduce == "prod":
+            result = gathered(result, index_axis).prod(0)
+        elif index_axis is not None:
+            result = all_reduce(result, index_axis.group, reduce.removeprefix("a"))
     elif local.is_meta:
         result = local
     else:
-        asked = _asked(of_rows, own)
+        asked = _asked(row_axis, local_index)
         both = asked.arriving, asked.sent
         give, back = (
-            lambda rows, sizes=sizes: send_rows(rows, *sizes, of_rows.group, kind=_KIND)
+            lambda rows, sizes=sizes: send_rows(rows, *sizes, row_axis.group, kind=_KIND)
             for sizes in (both, both[::-1])
         )
-        rows = found(local, sum(asked.arriving), asked.back, source).movedim(dim, 0)
-        result = found(
-            local, of_rows.rows, asked.places, with_adjoint(rows, give, back).movedim(0, dim)
+        rows = reduced(local, sum(asked.arriving), asked.back, source).movedim(dim, 0)
+        result = reduced(
+            local, row_axis.rows, asked.places, with_adjoint(rows, give, back).movedim(0, dim)
         )
-    return DomainTensor(result, mine.domain)
+    return DomainTensor(result, target_rows.domain)
 
 
 @rule("gather", "take_along_dim")
-def take_along(function, x, index, dim) -> DomainTensor:
-    """The result is sharded as `index`; along the dimension x is gathered."""
+def _take_along(function, x, index, dim) -> DomainTensor:
+    """Take elements. The result is sharded as `index`; along the dimension x is gathered."""
     if isinstance(index, int):  # torch.gather names the dimension first
         index, dim = dim, index
     x, index = (wrapped(t) for t in (x, index))
@@ -202,29 +205,35 @@ def take_along(function, x, index, dim) -> DomainTensor:
         x if is_sharded(x) else index,
         "numbers of some rows only",
     )
-    domain = common_domain([index, x], shape, but_for=dim)
+    domain = common_domain([index, x], shape, except_dim=dim)
     rows = own_part(x, domain.without(dim), torch.Size(x.shape))
     return DomainTensor(torch.gather(rows, dim, own_part(index, domain, shape)), domain)
 
 
 @rule("embedding", "one_hot", first_only=True)
-def of_numbers(function, x, *args: Any, **kwargs: Any) -> DomainTensor:
-    """x: sharded numbers; the table of an embedding is whole."""
+def _looked_up(function, x, *args: Any, **kwargs: Any) -> DomainTensor:
+    """Look up sharded numbers. The table of an embedding is whole."""
     known = function.__name__ == "embedding" or (args or [kwargs.get("num_classes", -1)])[0] > 0
     refuse_unless(known, function, x, "a number of classes that depends on data")
     return DomainTensor(function(x.local, *args, **kwargs), x.domain)
 
 
 def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTensor:
-    """Return x[index], in which tensors of numbers stand at `places` among slices, numbers and None."""
-    given = [index[place] for place in places]
-    if len(given) == len(index) == 1 and given[0].dtype == torch.bool:
-        return by_mask(x, given[0])
-    if any(numbers.dtype == torch.bool or numbers.is_floating_point() for numbers in given):
+    """Return x[index], with tensors of numbers among slices, numbers and None.
+
+    Args:
+        x: The tensor, any shape.
+        index: The index.
+        places: The positions of the tensors in the index.
+    """
+    tensors = [index[place] for place in places]
+    if len(tensors) == len(index) == 1 and tensors[0].dtype == torch.bool:
+        return by_mask(x, tensors[0])
+    if any(numbers.dtype == torch.bool or numbers.is_floating_point() for numbers in tensors):
         raise refused(
             "indexing",
             x,
-            "a mask of truths stands alone; index by it first, or use torch.where",
+            "a boolean mask must be the only index; index by it first, or use torch.where",
         )
     y = x[tuple(slice(None) if place in places else i for place, i in enumerate(index))]
     kept = [place for place, i in enumerate(index) if not isinstance(i, int)]
@@ -235,14 +244,18 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
         if place in places
     ]
     dims = [dim % y.ndim for dim in dims]
-    if dims[-1] - dims[0] >= len(dims):  # they are apart, and torch puts them first
+    if dims[-1] - dims[0] >= len(
+        dims
+    ):  # the tensors are apart, and torch moves their dimensions to the front
         y = y.movedim(dims, [*range(len(dims))])
         dims = [0]
     dim = dims[0]
     places_of = torch.zeros((), dtype=torch.int64, device=x.device)
-    for size, numbers in zip(y.shape[dim:], given, strict=False):  # of the flattened dimensions
+    for size, numbers in zip(
+        y.shape[dim:], tensors, strict=False
+    ):  # numbers in the flattened dimensions
         places_of = places_of * size + torch.where(numbers < 0, numbers + size, numbers)
-    flat = y.flatten(dim, dim + len(given) - 1)
+    flat = y.flatten(dim, dim + len(tensors) - 1)
     rows = torch.index_select(flat, dim, places_of.reshape(-1))
     return rows.reshape(*flat.shape[:dim], *places_of.shape, *flat.shape[dim + 1 :])
 
@@ -250,48 +263,49 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
 def _own_sources(
     x: DomainTensor, dim: int, index: AnyTensor, source: AnyTensor
 ) -> tuple[torch.Tensor, torch.Tensor, Axis | None]:
-    """Return what this rank gives to rows of x, their numbers, and over which ranks both are dealt."""
-    of_source = wrapped(source).domain.axes.get(dim)
-    rest = x.domain.without(dim)
-    taken = rest.axes.values()  # ranks that share another dimension
+    """Return this rank's source rows, their numbers, and the axis over which the ranks divide both."""
+    source_axis = wrapped(source).domain.axes.get(dim)
+    other_dims = x.domain.without(dim)
+    taken = other_dims.axes.values()  # ranks that share another dimension
     if is_sharded(index) and shares_ranks(index.domain.axes[0], taken):
         index = gather(index)
-    if not (is_sharded(index) or of_source is None or shares_ranks(of_source, taken)):
-        index = _dealt(index, of_source)
+    if not (is_sharded(index) or source_axis is None or shares_ranks(source_axis, taken)):
+        index = _divided(index, source_axis)
     if isinstance(source, DomainTensor):
         source = gather(
             source, [d for d in source.domain.axes if d != dim and d not in x.domain.axes]
         )
-    own, target = _own_numbers(index, x.domain.axes.get(dim))
-    domain = rest if target is None else Domain(rest.axes | {dim: target})
+    own, target = _local_numbers(index, x.domain.axes.get(dim))
+    domain = other_dims if target is None else Domain(other_dims.axes | {dim: target})
     return own_part(source, domain, source.shape), own, target
 
 
-def _own_numbers(index: AnyTensor, of_rows: Axis | None) -> tuple[torch.Tensor, Axis | None]:
-    """Return this rank's numbers, and over which ranks they are dealt."""
+def _local_numbers(index: AnyTensor, row_axis: Axis | None) -> tuple[torch.Tensor, Axis | None]:
+    """Return this rank's numbers, and the axis over which the ranks divide them; None if they are whole."""
     if is_sharded(index):
         return index.local, index.domain.axes[0]
     index = unwrapped(index)
-    if of_rows is None:
+    if row_axis is None:
         return index, None
-    axis = Axis(balanced(len(index), of_rows.degree), of_rows.group)
-    return _dealt(index, axis).local, axis
+    axis = Axis(balanced(len(index), row_axis.degree), row_axis.group)
+    return _divided(index, axis).local, axis
 
 
-def _dealt(index: AnyTensor, axis: Axis) -> DomainTensor:
-    """Return whole numbers, 1-D, of which each rank keeps its own."""
+def _divided(index: AnyTensor, axis: Axis) -> DomainTensor:
+    """Return whole numbers, 1-D, divided over an axis: each rank keeps its own part."""
     domain = Domain({0: axis})
     return DomainTensor(own_part(index, domain, index.shape), domain)
 
 
-# ---- rows from their owners, and back
+# ---- Rows from their owners, and back
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What ranks ask of each other. places: in this rank's shard, for one rank after another; sent: how many for each.
+    """Requests of ranks to each other.
 
-    arriving: how many rows of each rank; back: which of those each of the numbers asked for is.
+    places: in this rank's shard, for one rank after another; sent: how many for each.
+    arriving: number of rows from each rank; back: for each requested number, its place among the arriving rows.
     """
 
     places: torch.Tensor
@@ -301,7 +315,13 @@ class _Asked:
 
 
 def rows_by_number(axis: Axis, numbers: torch.Tensor, dim: int) -> tuple[Callable, Callable]:
-    """Return a function that takes rows of a shard's owners by number, and its adjoint; a collective."""
+    """Return a function that takes rows from their owners by number, and its adjoint; a collective.
+
+    Args:
+        axis: The axis of the rows.
+        numbers: The wanted rows, 1-D, int64.
+        dim: The dimension of the rows.
+    """
     asked = _asked(axis, numbers)
 
     def take(x: torch.Tensor) -> torch.Tensor:

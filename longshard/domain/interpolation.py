@@ -1,4 +1,4 @@
-"""The rule of interpolation, whose outputs mix the rows that stand around their places."""
+"""The rule of interpolation. Its outputs mix the rows around their positions."""
 
 from functools import lru_cache, partial
 
@@ -6,13 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
-from longshard.domain.windows import (
-    Tiles,
-    on_samples,
-    per_axis,
-    slide,
-    spatial_dims,
-)
+from longshard.domain.windows import Tiles, on_samples, per_axis, slide, spatial_dims
 from longshard.sharding.layout import AxisLayout
 from longshard.sharding.ranges import Range
 from longshard.sharding.tensors import planned, to_device
@@ -20,7 +14,7 @@ from longshard.sharding.windows import Tile, WindowPlan, plan_outputs
 
 
 @rule("interpolate")
-def interpolate(
+def _interpolate(
     function,
     x,
     size=None,
@@ -30,9 +24,9 @@ def interpolate(
     recompute_scale_factor=None,
     antialias=False,
 ) -> DomainTensor:
-    """Rows are read where torch reads them. The owner of input rows [a, b) of n computes outputs from ceil(a * m / n).
+    """Interpolate as torch does. The owner of input rows [a, b) of n computes outputs from ceil(a * m / n) on.
 
-    size or scale_factor: of all m outputs, or one for each spatial dimension.
+    size or scale_factor: for all m outputs, or one value for each spatial dimension.
     """
     if all(dim < 2 for dim in x.domain.axes):  # the spatial dimensions are whole
         options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
@@ -70,14 +64,14 @@ def interpolate(
 
 
 Sources = tuple[tuple[int, int, float], ...]
-"""For each output the two rows that it mixes, and the share of the second."""
+"""For each output, the two rows that it mixes, and the share of the second row."""
 
 
 @planned
 def _sources(
     length: int, outputs: int, factor: float | None, mode: str, align_corners: bool
 ) -> Sources:
-    if mode == "nearest":  # PyTorch itself says which rows, in its rounding
+    if mode == "nearest":  # ask PyTorch for the rows, because of its rounding
         rows = torch.arange(length, dtype=torch.float64).view(1, 1, -1)
         chosen = (
             F.interpolate(rows, scale_factor=factor) if factor else F.interpolate(rows, outputs)
@@ -106,7 +100,7 @@ def _plan(layout: AxisLayout, sources: Sources) -> WindowPlan:
 
 @lru_cache(maxsize=1024)
 def _is_whole(tile: Tile, sources: Sources) -> bool:
-    """Return whether the tile alone has the same nearest rows as the whole axis."""
+    """Return whether interpolation of the tile alone picks the same nearest rows as interpolation of the whole axis."""
     (start, stop), (first, last) = tile
     rows = tuple(row - first for row, *_ in sources[start:stop])
     return rows == tuple(

@@ -17,21 +17,18 @@ from longshard.domain.dispatch import (
 )
 from longshard.domain.elementwise import elementwise, merged, own_part
 
+_BY_ELEMENT = """
+mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits
+poisson_nll_loss soft_margin_loss
+"""
 
-@rule(
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
-    *(
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "poisson_nll_loss",
-        "soft_margin_loss",
-    ),
-)
-def by_element(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
-    given, reduction, weight = _arguments(
+
+@rule(*_BY_ELEMENT.split())
+def _by_element(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
+    options, reduction, weight = _arguments(
         function, x if is_sharded(x) else target, x, target, *args, **kwargs
     )
-    each = elementwise(function, x, target, reduction="none", **given)
+    each = elementwise(function, x, target, reduction="none", **options)
     each = each if weight is None else each * weight
     if reduction == "batchmean":
         return each.sum() / each.shape[0]
@@ -45,8 +42,10 @@ def by_element(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
 
 
 @rule("gaussian_nll_loss")
-def of_normal(function, x, target, var, full=False, eps=1e-6, reduction="mean") -> DomainTensor:
-    """The variance is at least eps, which its gradient does not see."""
+def _gaussian_loss(
+    function, x, target, var, full=False, eps=1e-6, reduction="mean"
+) -> DomainTensor:
+    """Compute the loss. The variance is at least eps; its gradient ignores this bound."""
     refuse_unless(reduction in ("none", "mean", "sum"), function, x, f"reduction {reduction!r}")
     var = var if isinstance(var, AnyTensor) else torch.full_like(x, var)
     var = var.unsqueeze(-1) if var.ndim < x.ndim else var
@@ -58,41 +57,46 @@ def of_normal(function, x, target, var, full=False, eps=1e-6, reduction="mean") 
 
 
 @rule("cross_entropy", "nll_loss")
-def of_classes(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
-    """x: (N, C, ...), whose classes are whole; target: (N, ...), or probabilities (N, C, ...); weight: (C,), plain."""
+def _class_loss(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
+    """Compute the loss of x, (N, C, ...), whose classes are whole.
+
+    target: (N, ...), or probabilities (N, C, ...). weight: (C,), a plain tensor.
+    """
     shown = x if is_sharded(x) else target
-    given, reduction, weight = _arguments(function, shown, x, target, *args, **kwargs)
+    options, reduction, weight = _arguments(function, shown, x, target, *args, **kwargs)
     classes = min(x.ndim - 1, 1)
     has_labels = target.ndim < x.ndim
     refuse_unless(not is_sharded(weight), function, shown, "weights that are sharded")
     axes = [wrapped(t).domain for t in (x, target)]
     axes[1] = axes[1].moved(1, first=classes) if has_labels else axes[1]
-    domain = merged(of.axes for of in axes)
+    domain = merged(each.axes for each in axes)
     refuse_unless(classes not in domain.axes, function, shown, "sharded classes")
     result = domain.reduced([classes], keepdim=False)
     labels = own_part(target, result if has_labels else domain, target.shape)
     local = function(
-        own_part(x, domain, x.shape), labels, weight=weight, reduction="none", **given
+        own_part(x, domain, x.shape), labels, weight=weight, reduction="none", **options
     )
     each = DomainTensor(local, result)
     if reduction != "mean" or not has_labels:
         return each if reduction == "none" else getattr(each, reduction)()
-    counts = labels != given.get("ignore_index", -100)
-    of_labels = (
+    counts = labels != options.get("ignore_index", -100)
+    label_weights = (
         counts.to(local.dtype) if weight is None else weight[labels.where(counts, 0)] * counts
     )
-    return each.sum() / DomainTensor(of_labels, result).sum()
+    return each.sum() / DomainTensor(label_weights, result).sum()
 
 
 def _arguments(
     function: Callable, shown: DomainTensor, *args: Any, **kwargs: Any
 ) -> tuple[dict[str, Any], str, torch.Tensor | None]:
-    """Return the arguments of a loss but for input and target, its reduction, and its weights."""
-    given = dict([*signature(function).bind(*args, **kwargs).arguments.items()][2:])
-    reduction = given.pop("reduction", "mean")
-    weight = given.pop("weight", None)
-    old = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None
+    """Return the arguments of a loss after input and target, its reduction, and its weights."""
+    options = dict([*signature(function).bind(*args, **kwargs).arguments.items()][2:])
+    reduction = options.pop("reduction", "mean")
+    weight = options.pop("weight", None)
+    old = (
+        options.pop("size_average", None) is not None or options.pop("reduce", None) is not None
+    )
     known = ("none", "mean", "sum", *["batchmean"][: function.__name__ == "kl_div"])
     why = "`reduce`, `size_average`, or a reduction that is none of " + ", ".join(known)
     refuse_unless(not old and reduction in known, function, shown, why)
-    return given, reduction, weight
+    return options, reduction, weight

@@ -1,21 +1,14 @@
-"""Rules of masks of truths: x[mask], masked_select and x[mask] = value.
+"""Rules of boolean masks: x[mask], masked_select and x[mask] = value.
 
-Rows stay at their owners. How many rows each rank shows depends on data: it is summed over the ranks, and on a GPU the
-host waits for it.
+Rows stay at their owners. The number of rows that the mask selects on each rank depends on data. It is summed over the
+ranks, and on a GPU the host waits for it.
 """
 
 from typing import Any
 
 import torch
 
-from longshard.domain.dispatch import (
-    AnyTensor,
-    DomainTensor,
-    refused,
-    rule,
-    unwrapped,
-    wrapped,
-)
+from longshard.domain.dispatch import AnyTensor, DomainTensor, refused, rule, unwrapped, wrapped
 from longshard.domain.domain import Axis, Domain
 from longshard.domain.elementwise import merged, own_part
 from longshard.sharding.exchange import all_reduce
@@ -24,23 +17,27 @@ from longshard.sharding.ranges import union
 
 
 @rule("masked_select")
-def masked_select(function, x, mask) -> DomainTensor:
+def _masked_select(function, x, mask) -> DomainTensor:
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     return by_mask(x.expand(shape), mask.expand(shape))
 
 
 def by_mask(x: AnyTensor, mask: AnyTensor) -> DomainTensor:
-    """Return x[mask], with a mask of truths of the first dimensions of x: rows in their order, at their owners.
+    """Return x[mask], with a mask of the first dimensions of x: rows in their order, at their owners.
 
-    A collective: how many rows there are depends on data, for which the host waits. The result is sharded as the first
-    of these dimensions that is; of others it is gathered.
+    A collective: the number of rows depends on data, and the host waits for it. The result is sharded like the first
+    sharded dimension of the mask; the other dimensions of the mask are gathered.
+
+    Args:
+        x: The tensor, any shape.
+        mask: The mask, bool, in the shape of the first dimensions of x.
 
     Raises:
-        IndexError: the mask has other sizes than x.
+        IndexError: The mask has other sizes than x.
     """
     dims = _dims_of(mask, x)
     domains = [wrapped(t).domain for t in (x, mask)]
-    axes = [of.axes for of in domains if min(of.axes, default=dims) < dims]
+    axes = [each.axes for each in domains if min(each.axes, default=dims) < dims]
     if not axes:
         return DomainTensor(unwrapped(x)[unwrapped(mask)], domains[0].moved(1 - dims))
     dim = min(axes[0])
@@ -50,15 +47,20 @@ def by_mask(x: AnyTensor, mask: AnyTensor) -> DomainTensor:
     rows = own_part(x, domain, x.shape)[own]
     counts = own.flatten(dim + 1).sum(-1) if own.ndim > dim + 1 else own.long()
     layout = _layout_of_shown(counts.reshape(own.shape[:dim].numel(), axis.rows), axis)
-    beside = domain.reduced(range(dims), keepdim=False).moved(1)
-    return DomainTensor(rows, Domain(beside.axes | {0: Axis(layout, axis.group)}))
+    other_axes = domain.reduced(range(dims), keepdim=False).moved(1)
+    return DomainTensor(rows, Domain(other_axes.axes | {0: Axis(layout, axis.group)}))
 
 
 def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
-    """Do x[mask] = value in place: a number, one row for all, or rows as x[mask] has them.
+    """Set x[mask] = value in place.
+
+    Args:
+        x: The tensor, any shape.
+        mask: The mask, bool, in the shape of the first dimensions of x.
+        value: A number, one row for all, or as many rows as x[mask] has.
 
     Raises:
-        IndexError: the mask has other sizes than x, or there are more or fewer rows.
+        IndexError: The mask has other sizes than x, or there are more or fewer rows.
     """
     dims = _dims_of(mask, x)
     own = own_part(mask, x.domain.without(*range(dims, x.ndim)), mask.shape)
@@ -83,7 +85,7 @@ def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
 
 
 def _dims_of(mask: AnyTensor, x: AnyTensor) -> int:
-    """Return of how many first dimensions a mask is, if it has their sizes."""
+    """Return the number of dimensions of a mask, if it has the sizes of the first dimensions of x."""
     if tuple(mask.shape) != tuple(x.shape[: mask.ndim]):
         raise IndexError(
             f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}"
@@ -92,16 +94,16 @@ def _dims_of(mask: AnyTensor, x: AnyTensor) -> int:
 
 
 def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
-    """Return which rank has which of the rows that a mask shows. counts: (blocks, rows of this rank), of each row."""
+    """Return which rank has which of the rows that a mask selects. counts: of each row, (blocks, rows of this rank)."""
     ranges = sorted(
         (start, stop, rank)
         for rank, own in enumerate(axis.layout.ranges)
         for start, stop in own
     )
-    mine = [place for place, (*_, rank) in enumerate(ranges) if rank == axis.rank]
+    own_places = [place for place, (*_, rank) in enumerate(ranges) if rank == axis.rank]
     shown = counts.new_zeros(len(counts), len(ranges))
     sizes = [stop - start for start, stop, rank in ranges if rank == axis.rank]
-    for place, part in zip(mine, counts.split(sizes, 1), strict=True):
+    for place, part in zip(own_places, counts.split(sizes, 1), strict=True):
         shown[:, place] = part.sum(1)
     ends = all_reduce(shown, axis.group).flatten().cumsum(0).tolist()
     owners = [rank for *_, rank in ranges] * len(counts)

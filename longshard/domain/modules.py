@@ -1,4 +1,4 @@
-"""Models that run on sharded tensors as they are: modules that take another class, and a check before the first step.
+"""Prepare models for sharded tensors: some modules get another class, and the ranks check the model first.
 
     x = DomainTensor(local, domain)
     y = parallelize(model, x)      # the forward runs once without data
@@ -6,8 +6,8 @@
 
 Most modules need nothing, because a `DomainTensor` has rules for the functions that they call. For a convolution with
 circular padding torch pads in a step of its own, which gives the first and the last rank more rows. Its class changes:
-it fetches the rows of the other end as a halo, so that the layout stays. Before the first step the ranks compare what
-they must have in common: layouts, shapes, types, and the states of random numbers.
+it fetches the rows of the other end as a halo, so that the layout stays. Before the first step the ranks compare their
+layouts, shapes, types, and states of random numbers.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ from longshard.sharding.exchange import all_gather, has_peers
 
 
 class _CircularConv:
-    """What the class of a convolution with circular padding becomes: on a sharded tensor the padding is a halo."""
+    """The new class of a convolution with circular padding: on a sharded tensor the padding is a halo."""
 
     def forward(self, x: torch.Tensor | DomainTensor) -> Any:
         if not is_sharded(x):
             return super().forward(x)
-        function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[self.weight.ndim - 2]
+        function = getattr(F, f"conv{self.weight.ndim - 2}d")
         options = (self.stride, self.padding, self.dilation, self.groups)
         return conv(function, x, self.weight, self.bias, *options, periodic=True)
 
@@ -51,7 +51,14 @@ _CIRCULAR = {
 
 
 class NeighborhoodAttention(nn.Module):
-    """Neighbourhood attention of whole and sharded tensors; options as of `neighborhood_attention`."""
+    """Neighbourhood attention of whole and sharded tensors.
+
+    Args:
+        kernel_size: See `neighborhood_attention`.
+        dilation: See `neighborhood_attention`.
+        stride: See `neighborhood_attention`.
+        is_causal: See `neighborhood_attention`.
+    """
 
     def __init__(
         self,
@@ -70,21 +77,33 @@ class NeighborhoodAttention(nn.Module):
         }
 
     def forward(self, q: Any, k: Any, v: Any) -> Any:
-        """q: (B, *spatial, H, D); k, v: (B, *spatial, K, D) -> (B, *spatial, H, D)."""
+        """Return the attention, (B, *spatial, H, D).
+
+        Args:
+            q: (B, *spatial, H, D).
+            k: (B, *spatial, K, D).
+            v: (B, *spatial, K, D).
+        """
         return neighborhood_attention(q, k, v, **self.options)
 
 
 def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Prepare a model for sharded inputs, in place, and return its output for such inputs, on the meta device.
+    """Prepare a model for sharded inputs, in place, and return its output for these inputs, on the meta device.
 
     A collective: all ranks must describe their inputs alike, which is compared by a hash.
 
-    args, kwargs: of the model's forward; only shapes and domains count.
+    Args:
+        model: The model.
+        *args: Positional arguments of its forward; only shapes and domains count.
+        **kwargs: Keyword arguments of its forward.
+
+    Returns:
+        The output.
 
     Raises:
-        DomainOperatorError: the forward calls a function that is not handled, or checkpoints in the reentrant way; the
-            message names the module. A module that gets a sharded tensor has a hook of `register_backward_hook`.
-        ValueError: layouts, shapes or types that differ between ranks.
+        DomainOperatorError: The forward calls a function that is not handled, or checkpoints in the reentrant way; the
+            message names the module. Or a module that gets a sharded tensor has a hook of `register_backward_hook`.
+        ValueError: Layouts, shapes or types differ between ranks.
     """
     tensors = [x for x in flat((args, kwargs)) if isinstance(x, DomainTensor)]
     check_layouts(tensors)
@@ -98,8 +117,13 @@ def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return the output of the forward on the meta device: nothing is computed or sent. The model does not change.
 
+    Args:
+        model: The model.
+        *args: Positional arguments of its forward.
+        **kwargs: Keyword arguments of its forward.
+
     Raises:
-        DomainOperatorError: as `parallelize`.
+        DomainOperatorError: As for `parallelize`.
     """
     everything = dict([*model.named_parameters(), *model.named_buffers()])
     args, kwargs, state = map_tensors(lambda x: x.to("meta"), (args, kwargs, everything))
@@ -109,7 +133,7 @@ def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _names_in_errors(model: nn.Module) -> Iterator[None]:
-    """Note the innermost module that runs in an error that is raised inside."""
+    """Add the name of the innermost running module to an error that is raised inside."""
     running: list[str] = []
     hooks = []
 
@@ -133,7 +157,7 @@ def _names_in_errors(model: nn.Module) -> Iterator[None]:
             where = f"module {running[-1]}: " if running and running[-1] else ""
             raise DomainOperatorError(
                 f"{where}the forward reads the value of a tensor ({error}), which a check without data does not have; "
-                "run the model without `parallelize`: what is not handled is refused when it is called"
+                "run the model without `parallelize`: a call that is not handled is then refused"
             ) from None
         if running and running[-1]:
             error.args = (f"module {running[-1]}: {error}", *error.args[1:])
@@ -144,25 +168,28 @@ def _names_in_errors(model: nn.Module) -> Iterator[None]:
 
 
 def _check_old_hooks(module: nn.Module) -> None:
-    """Refuse backward hooks of the old kind, for which torch looks for a node of the graph in the module's output."""
-    of_all = (
+    """Refuse backward hooks of the old kind, which look for a node of the graph in the module's output."""
+    is_global = (
         torch_modules._global_backward_hooks and not torch_modules._global_is_full_backward_hook
     )
-    if of_all or (module._backward_hooks and not module._is_full_backward_hook):
+    if is_global or (module._backward_hooks and not module._is_full_backward_hook):
         raise DomainOperatorError(
             "a hook of `register_backward_hook` of a module that gets a sharded tensor would not run; use "
             "`register_full_backward_hook`"
         )
 
 
-# ---- what the ranks have in common
+# ---- Comparison of the ranks
 
 
 def check_layouts(tensors: Iterable[DomainTensor]) -> None:
-    """Compare what the ranks say of the whole tensors: one all-gather of a hash for each sharded axis.
+    """Compare the ranks' descriptions of the whole tensors: one all-gather of a hash for each sharded axis.
+
+    Args:
+        tensors: The tensors, of any shape.
 
     Raises:
-        ValueError: on every rank, if layouts, global shapes or types differ.
+        ValueError: On every rank, if layouts, global shapes or types differ.
     """
     said = [
         (
@@ -181,7 +208,14 @@ def check_layouts(tensors: Iterable[DomainTensor]) -> None:
 
 @contextmanager
 def same_draws(tensors: Iterable[DomainTensor]) -> Iterator[None]:
-    """Warn if functions that run inside draw random numbers, and the ranks have different random states."""
+    """Warn if functions that run inside draw random numbers, and the ranks have different random states.
+
+    Args:
+        tensors: The sharded tensors, of any shape.
+
+    Yields:
+        Nothing.
+    """
     with _Draws() as draws:
         yield
     if draws.names:
@@ -192,7 +226,7 @@ def same_draws(tensors: Iterable[DomainTensor]) -> Iterator[None]:
         if not _are_equal(state, tensors):
             warnings.warn(
                 f"the model draws random numbers ({', '.join(sorted(draws.names))}) and the ranks of the domain have "
-                "different random states, so what is whole on every rank would differ; call torch.manual_seed with the "
+                "different random states, so whole tensors would differ between ranks. Call torch.manual_seed with the "
                 "same seed on every rank",
                 stacklevel=3,
             )
@@ -212,7 +246,7 @@ class _Draws(TorchDispatchMode):
 
 
 def _are_equal(said: bytes, tensors: Iterable[DomainTensor]) -> bool:
-    """Return whether all ranks of the domains say the same; if not, every one of them sees it."""
+    """Return whether all ranks of the domains pass the same bytes; if not, every rank gets False."""
     axes = [axis for x in tensors for axis in x.domain.axes.values()]
     number = int.from_bytes(hashlib.sha256(said).digest()[:7]) + 1
     groups = {id(axis.group): axis.group for axis in axes}.values()
@@ -223,5 +257,5 @@ def _are_equal(said: bytes, tensors: Iterable[DomainTensor]) -> bool:
             len(set(all_gather(torch.tensor([number], device=device), group).view(-1).tolist()))
             > 1
         ):
-            number = 0  # which the ranks along the next axis see too
+            number = 0  # the ranks along the next axis see it, too
     return number > 0

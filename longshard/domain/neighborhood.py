@@ -1,8 +1,8 @@
 """Neighbourhood attention over sharded axes, as NATTEN defines it, in one to three spatial dimensions.
 
-Queries stay where they are. Keys and values are sent together, one exchange for each sharded axis, only the rows that
-the receiving rank's queries see. Then each rank attends in tiles: a tile of queries, and the box of keys that it sees.
-Tiles that see their keys in the same way are one call of scaled_dot_product_attention.
+Queries stay on their rank. Keys and values are sent together, one exchange for each sharded axis. Only the rows are
+sent that the receiving rank's queries see. Then each rank attends in tiles: a tile of queries, and the box of keys that
+it sees. Tiles that see their keys in the same way are one call of scaled_dot_product_attention.
 
 The windows are NATTEN's. Rows with the same remainder modulo the dilation are a class, and queries see keys of their
 class only. Places count the rows of a class. Without causality a window has exactly `kernel` keys, centred on the query
@@ -12,8 +12,8 @@ where the axis has room, and shifted inwards at its ends:
                           first key  0 0 0 1 | 2 3 4 4 4
 
 With causality a window ends at its query, and is shorter at the start. Queries of a group of `stride` places share the
-window of their leader: the one in the middle (the right one of two), or under causality the last one; then each query
-still sees no key behind itself.
+window of their leader. The leader is the query in the middle (the right one of two); with causality it is the last one,
+and each query still sees no later key.
 
 Reference: generalized neighbourhood attention, https://arxiv.org/abs/2504.16922, and NATTEN's reference kernel,
 csrc/include/natten/cuda/reference/mask.hpp (`get_win_start`, `get_win_end`, `qkv_fix_dilation`).
@@ -45,11 +45,11 @@ from longshard.sharding.rows import connected, fetch
 from longshard.sharding.tensors import to_device
 
 _MASK_ELEMENTS = 1 << 20
-# kernels launch a block for each tile in a dimension that ends at 65,535
+# Kernels launch a block for each tile, in a dimension of at most 65,535 blocks.
 _TILES_OF_A_CALL = 1 << 14
 
 
-# ---- attention
+# ---- Attention
 
 
 def neighborhood_attention(
@@ -63,14 +63,20 @@ def neighborhood_attention(
     is_causal: bool | Sequence[bool] = False,
     scale: float | None = None,
 ) -> Any:
-    """Return the attention of each query to its neighbourhood: (B, *spatial, H, D of v), in the domain of q, k and v.
+    """Return the attention of each query to its neighbourhood, (B, *spatial, H, D of v), in the tensors' domain.
 
-    q: (B, *spatial, H, D); k, v: (B, *spatial, K, D), where K divides H and head h reads head h // (H / K); sharded or
-    whole. Options are given for all axes or one by one. scale: of the scores, None for 1 / sqrt(D).
+    Args:
+        q: (B, *spatial, H, D), sharded or whole; head h reads key/value head h // (H / K).
+        k: (B, *spatial, K, D), sharded or whole; K divides H.
+        v: (B, *spatial, K, D), sharded or whole.
+        kernel_size: Number of keys of a window, for all axes or for each axis.
+        dilation: Distance of two keys of a window, for all axes or for each axis.
+        stride: Number of queries that share a window, for all axes or for each axis.
+        is_causal: Whether later keys are hidden, for all axes or for each axis.
+        scale: Factor of the scores; None means 1 / sqrt(D).
 
     Raises:
-        ValueError: tensors that do not fit each other, sharded heads, a stride above the kernel size, or a window that
-            does not fit the axis.
+        ValueError: Tensors do not fit, heads are sharded, or a window does not fit the axis or the stride.
     """
     tensors = [x for x in (q, k, v) if isinstance(x, DomainTensor)]
     shape = q.shape
@@ -93,13 +99,8 @@ def neighborhood_attention(
         out = connected(q.new_zeros(result), q, k, v)
     else:
         queries = [domain.ranges(dim, shape[dim]) for dim in dims]
-        out = _attend_axes(
-            q,
-            k,
-            v,
-            [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)],
-            scale,
-        )
+        axes = [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)]
+        out = _attend_axes(q, k, v, axes, scale)
     return DomainTensor(out, domain) if tensors else out
 
 
@@ -110,9 +111,9 @@ def _with_neighbors(
     hoods: Mapping[int, Hood],
     shape: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, dict[int, Ranges]]:
-    """Fetch the keys and values that this rank's queries see; an exchange for each sharded dimension of `hoods`.
+    """Return the keys and values that this rank's queries see, and for each dimension their rows in the whole tensor.
 
-    shape: of the whole queries. Also return for each dimension the rows of k and v, as ranges of the whole.
+    One exchange for each sharded dimension of `hoods`. shape: of the whole queries.
     """
     keys: dict[int, Ranges] = {dim: ((0, shape[dim]),) for dim in hoods}
     sharded = [dim for dim in hoods if dim in domain.axes]
@@ -131,24 +132,26 @@ def _with_neighbors(
 def _attend_axes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None
 ) -> torch.Tensor:
-    """Attend in tiles; axes: of each one the rows of q, the rows of k and v, its length, and its neighbourhood."""
+    """Attend in tiles. axes: for each axis the rows of q, the rows of k and v, its length, and its neighbourhood."""
     hoods = tuple([hood for *_, hood in axes])
     most = _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
     rows, cuts_again = rows_of_tiles(hoods, tuple(q.shape[1:-2]), most)
     cuts = enumerate(zip(axes, rows, strict=True))
     tiles = [tiles_of(*axis, tile, cuts_again and not number) for number, (axis, tile) in cuts]
-    parts = [_parts(of_axis, q.device) for of_axis in tiles]
+    parts = [_parts(axis_tiles, q.device) for axis_tiles in tiles]
 
     attend = partial(_attend_tiles, scale=scale)
     attend_again = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     out = _attend((q, k, v), parts, (), attend_again if cuts_again else attend)
-    for dim, of_axis in enumerate(tiles, 1):
-        place = torch.tensor([row for each in of_axis for tile in each.queries for row in tile])
+    for dim, axis_tiles in enumerate(tiles, 1):
+        place = torch.tensor(
+            [row for each in axis_tiles for tile in each.queries for row in tile]
+        )
         out = out.index_select(dim, to_device(place.argsort(), out.device))
     return out
 
 
-# ---- checks
+# ---- Checks
 
 
 def _check_shapes(q: Any, k: Any, v: Any) -> None:
@@ -160,8 +163,8 @@ def _check_shapes(q: Any, k: Any, v: Any) -> None:
     if not fits or q.shape[-1] != k.shape[-1] or not k.shape[-2] or q.shape[-2] % k.shape[-2]:
         raise ValueError(
             f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} do not fit; they must be "
-            "(batch, *spatial, heads, head dim) with one to three spatial dimensions, the same head dim of q and k, "
-            "and a number of heads of k and v that divides q's"
+            "(batch, *spatial, heads, head dim) with one to three spatial dimensions. q and k must have the same head "
+            "dim, and the number of heads of k and v must divide q's"
         )
 
 
@@ -187,7 +190,7 @@ def _check_fit(hood: Hood, length: int, dim: int) -> None:
         )
 
 
-# ---- tiles
+# ---- Tiles
 
 
 class _Part(NamedTuple):
@@ -198,17 +201,17 @@ class _Part(NamedTuple):
     keys: torch.Tensor
 
 
-def _parts(of_axis: Sequence[Tiles], device: torch.device) -> list[_Part]:
-    """Return the tiles of an axis with their indices, which are copied to the device at once."""
+def _parts(axis_tiles: Sequence[Tiles], device: torch.device) -> list[_Part]:
+    """Return the tiles of an axis with their indices, which are copied to the device in one copy."""
     indices = []
-    for tables in ([each.queries for each in of_axis], [each.keys for each in of_axis]):
+    for tables in ([each.queries for each in axis_tiles], [each.keys for each in axis_tiles]):
         together = to_device(
             torch.tensor([*chain.from_iterable(chain.from_iterable(tables))]), device
         )
         sizes = [(len(table), len(table[0])) for table in tables]
         parts = together.split([math.prod(size) for size in sizes])
         indices.append([part.view(size) for part, size in zip(parts, sizes, strict=True)])
-    return [_Part(*part) for part in zip(of_axis, *indices, strict=True)]
+    return [_Part(*part) for part in zip(axis_tiles, *indices, strict=True)]
 
 
 def _attend(
@@ -271,7 +274,7 @@ def _cut(x: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _mask(tiles: tuple[Tiles, ...], groups: int, device: torch.device) -> torch.Tensor | None:
-    """Return which query of a tile sees which key, (groups * queries, keys), or None if each sees all."""
+    """Return which query of a tile sees which key, (groups * queries, keys); None if each sees all."""
     if all(window == (0, len(each.keys[0])) for each in tiles for window in each.windows):
         return None
     mask = torch.ones(1, 1, dtype=torch.bool, device=device)

@@ -13,12 +13,19 @@ Hood = tuple[int, int, int, bool]
 """The fields of a `Neighborhood`, as plain data."""
 
 
-# of each key, for the backward; if tiles overlap more, the backward cuts them out again
+# Copies of each key that are kept for the backward. If tiles overlap more, the backward cuts the keys out again.
 _COPIES_KEPT = 8
 
 
 class Neighborhood(NamedTuple):
-    """The neighbourhood of one axis; stride is at most kernel, and kernel * dilation at most the axis' length."""
+    """The neighbourhood of one axis.
+
+    Attributes:
+        kernel: Number of keys of a window; kernel * dilation is at most the length of the axis.
+        dilation: Distance of two keys of a window.
+        stride: Number of queries that share a window; at most `kernel`.
+        causal: Whether later keys are hidden.
+    """
 
     kernel: int
     dilation: int = 1
@@ -26,7 +33,12 @@ class Neighborhood(NamedTuple):
     causal: bool = False
 
     def window(self, place: int, length: int) -> Range:
-        """Return the keys [first, stop) of the query at `place`, in places of its class, which has `length` rows."""
+        """Return the keys [first, stop) of a query, in places of its class.
+
+        Args:
+            place: The place of the query in its class.
+            length: Number of rows of the class.
+        """
         group = place - place % self.stride
         if self.causal:
             leader = min(group + self.stride - 1, length - 1)
@@ -37,7 +49,14 @@ class Neighborhood(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive queries of a class, and the keys that they see together: [first, stop) in places of the class."""
+    """Consecutive queries of a class, and the keys that they see together.
+
+    Attributes:
+        remainder: The remainder of the class.
+        length: Number of rows of the class.
+        queries: The queries, in places of the class.
+        keys: The keys [first, stop), in places of the class.
+    """
 
     remainder: int
     length: int
@@ -45,12 +64,23 @@ class Segment(NamedTuple):
     keys: Range
 
     def rows(self, places: Range, dilation: int) -> np.ndarray:
-        """Return the rows of the axis at these places."""
+        """Return the rows of the axis at some places, 1-D int64.
+
+        Args:
+            places: The places of the class.
+            dilation: The dilation.
+        """
         return np.arange(*places, dtype=np.int64) * dilation + self.remainder
 
 
 def segments(ranges: Sequence[Range], length: int, hood: Neighborhood) -> Iterator[Segment]:
-    """Yield the queries at rows `ranges` of an axis of `length` rows, range after range and class after class."""
+    """Yield the segments of queries, range after range and class after class.
+
+    Args:
+        ranges: The rows of the queries.
+        length: Number of rows of the axis.
+        hood: The neighbourhood.
+    """
     step = hood.dilation
     for start, stop in ranges:
         for remainder in sorted(row % step for row in range(start, min(stop, start + step))):
@@ -62,23 +92,31 @@ def segments(ranges: Sequence[Range], length: int, hood: Neighborhood) -> Iterat
 
 @planned
 def wanted_rows(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ranges, ...]:
-    """Return for each rank the rows that its queries see; owned: by each rank, of an axis of `length` rows."""
-    found = []
+    """Return for each rank the rows that its queries see.
+
+    Args:
+        owned: The rows of each rank.
+        length: Number of rows of the axis.
+        hood: The neighbourhood.
+    """
+    wanted = []
     fields = Neighborhood(*hood)
     for ranges in owned:
         seen = np.zeros(length + 2, dtype=np.int8)
         for segment in segments(ranges, length, fields):
             seen[segment.rows(segment.keys, fields.dilation) + 1] = 1
         ends = np.flatnonzero(np.diff(seen)).tolist()
-        found.append(tuple(zip(ends[::2], ends[1::2], strict=True)))
-    return tuple(found)
+        wanted.append(tuple(zip(ends[::2], ends[1::2], strict=True)))
+    return tuple(wanted)
 
 
 class Tiles(NamedTuple):
-    """Tiles of an axis whose queries see keys in the same way, and the places of these in the rows of the rank.
+    """Tiles of an axis whose queries see keys in the same way.
 
-    queries: (tiles, rows), among the rows that the rank has. keys: (tiles, keys), among the rows that it has fetched.
-    windows: of each query of a tile the keys [first, stop) that it sees, counted from the tile's first one.
+    Attributes:
+        queries: (tiles, rows), places among the rows that the rank has.
+        keys: (tiles, keys), places among the rows that it has fetched.
+        windows: For each query of a tile the keys [first, stop) that it sees, counted from the tile's first key.
     """
 
     queries: tuple[tuple[int, ...], ...]
@@ -90,12 +128,21 @@ class Tiles(NamedTuple):
 def tiles_of(
     queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int, single: bool
 ) -> tuple[Tiles, ...]:
-    """Cut queries into tiles of `rows`, a multiple of the stride; return those together that see keys in the same way.
+    """Cut queries into tiles; return tiles together that see keys in the same way.
 
-    queries, keys: the rows of the axis that the rank has, and has fetched. single: return each tile alone.
+    Args:
+        queries: The rows of the axis that the rank has.
+        keys: The rows of the axis that it has fetched.
+        length: Number of rows of the axis.
+        fields: The neighbourhood.
+        rows: Number of queries of a tile, a multiple of the stride.
+        single: Whether each tile is returned alone.
+
+    Returns:
+        The tiles.
     """
     hood = Neighborhood(*fields)
-    found: dict[tuple[Range, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
+    by_windows: dict[tuple[Range, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
     for segment in segments(queries, length, hood):
         start, stop = segment.queries
         for first in range(start, stop, rows):
@@ -106,11 +153,11 @@ def tiles_of(
             tile = (
                 segment.rows(places, hood.dilation) for places in ((first, last), (key, end))
             )
-            found.setdefault(tuple((a - key, b - key) for a, b in windows), []).append(
+            by_windows.setdefault(tuple((a - key, b - key) for a, b in windows), []).append(
                 tuple(tile)
             )
     result = []
-    for seen, tiles in found.items():
+    for seen, tiles in by_windows.items():
         asked, read = zip(*tiles, strict=True)
         tables = _places(asked, queries), _places(read, keys)
         groups = (
@@ -123,7 +170,7 @@ def tiles_of(
 
 
 def _places(rows: Iterable[np.ndarray], held: Ranges) -> tuple[tuple[int, ...], ...]:
-    """Return the places of rows among those held."""
+    """Return the places of rows among the held rows."""
     present = np.concatenate([np.arange(*part, dtype=np.int64) for part in held])
     return tuple(tuple(np.searchsorted(present, each).tolist()) for each in rows)
 
@@ -132,13 +179,18 @@ def _places(rows: Iterable[np.ndarray], held: Ranges) -> tuple[tuple[int, ...], 
 def rows_of_tiles(
     fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int
 ) -> tuple[tuple[int, ...], bool]:
-    """Return for each axis the rows of a tile, about as many as its kernel, so that a tile's mask has `most` elements.
+    """Return for each axis the rows of a tile, and whether the backward cuts keys out again, because tiles overlap.
 
-    lengths: queries of each axis on this rank. The mask is larger only if one group of queries already needs that.
-    Also return whether the backward cuts keys out again, because tiles overlap.
+    A tile has about the same number of rows as the kernel, so that a tile's mask has at most `most` elements. The mask
+    is larger only if a single group of queries needs it.
+
+    Args:
+        fields: The neighbourhood of each axis.
+        lengths: Number of queries of each axis on this rank.
+        most: Number of elements of a mask.
     """
     hoods = [Neighborhood(*each) for each in fields]
-    least = {1: 64, 2: 8}.get(len(hoods), 4)  # a tile with few queries wastes a kernel call
+    least = {1: 64, 2: 8}.get(len(hoods), 4)  # a kernel call for few queries is slow
     groups = [
         -(-min(max(hood.kernel, least), -(-length // hood.dilation)) // hood.stride)
         for hood, length in zip(hoods, lengths, strict=True)

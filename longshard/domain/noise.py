@@ -1,8 +1,8 @@
-"""Rules of functions that draw random numbers: each element's is a hash of a key and of its place in the whole tensor.
+"""Rules of functions that draw random numbers: a number is a hash of a key and the element's place in the whole tensor.
 
 So every layout draws the same, and so does a domain tensor that is whole. The key is drawn from torch's generator of
-the CPU, which all ranks of a domain must have seeded alike; checkpointing restores its state, and draws the same again.
-A plain tensor draws other numbers, those of torch.
+the CPU, which must have the same seed on all ranks of a domain. Checkpointing restores its state, and draws the same
+again. For a plain tensor, torch draws other numbers.
 """
 
 import math
@@ -18,15 +18,15 @@ from longshard.sharding.rows import layout_of
 from longshard.sharding.tensors import to_device, wide_type
 
 _BLOCK = 2**22
-"""Elements whose bits, 64 each, are in memory at once."""
+"""Number of elements with bits, 64 each, in memory at once."""
 
 
 _SPATIAL = {"dropout1d": 1, "dropout2d": 2, "dropout3d": 3}
 
 
 @rule("dropout", "alpha_dropout", *_SPATIAL, "feature_alpha_dropout", draws=True)
-def dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
-    """Drop elements, or whole channels of x: (N, C, *spatial), or (C, *spatial) where the name has a number.
+def _dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
+    """Drop elements, or whole channels of x: (N, C, *spatial), or (C, *spatial) if the name has a number.
 
     With p = 0, or in evaluation, the result is x itself.
     """
@@ -34,7 +34,7 @@ def dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
     refuse_unless(0 <= p <= 1, function, x, f"a share of {p}")
     if not training or p == 0:
         return x
-    # the first dimensions, of which each element is drawn; the others share it
+    # each element of the first `dims` dimensions is drawn; the other dimensions share it
     dims = 2 if name == "feature_alpha_dropout" else x.ndim - _SPATIAL.get(name, 0)
     shape = (*x.shape[:dims], *[1] * (x.ndim - dims))
     kept = uniform(x, shape, torch.float32) >= p
@@ -50,10 +50,10 @@ def dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
 
 
 @rule("rand_like", "randn_like", "randint_like", draws=True)
-def like(
+def _random_like(
     function, x, *bounds: int, dtype=None, low=0, high=None, generator=None, **_: Any
 ) -> DomainTensor:
-    """Of the other arguments, which say how the result lies in memory, nothing is needed."""
+    """Return random numbers like x. The other arguments describe the memory of the result, and are not needed."""
     _check(function, x, generator)
     bounds = bounds or (() if high is None else (low, high))
     dtype = dtype or x.dtype
@@ -68,13 +68,13 @@ def like(
 
 
 @rule("bernoulli", draws=True)
-def bernoulli(function, x, p=None, *, generator=None) -> DomainTensor:
+def _bernoulli(function, x, p=None, *, generator=None) -> DomainTensor:
     _check(function, x, generator)
     return (uniform(x, x.shape, torch.float64) < (x if p is None else p)).to(x.dtype)
 
 
 @rule("normal_", "uniform_", draws=True)
-def filled(
+def _drawn_in_place(
     function, x, first=0.0, second=1.0, *, generator=None, **named: float
 ) -> DomainTensor:
     """Fill x in place: with a mean and a deviation, or between the bounds `from` and `to`."""
@@ -92,28 +92,39 @@ def _check(function: Any, x: DomainTensor, generator: torch.Generator | None) ->
         generator is None,
         function,
         x,
-        "a generator, whose numbers would be those of a rank's shard",
+        "a generator, because its numbers would depend on the rank's shard",
     )
 
 
 def normal(x: DomainTensor, dtype: torch.dtype) -> DomainTensor:
-    """Return normal numbers like x (Box and Muller, 1958)."""
+    """Return normally distributed numbers of the shape and domain of x (Box and Muller, 1958).
+
+    Args:
+        x: The tensor, any shape.
+        dtype: The type of the numbers, float32 or float64.
+    """
     radius = (-2 * (1 - uniform(x, x.shape, dtype)).log()).sqrt()
     return radius * (2 * math.pi * uniform(x, x.shape, dtype)).cos()
 
 
 def uniform(x: DomainTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DomainTensor:
-    """Return float32 or float64 numbers in [0, 1), of a global shape, sharded as x where the sizes are those of x."""
+    """Return numbers in [0, 1) of a global shape; a dimension is sharded as in x if the sizes are equal.
+
+    Args:
+        x: The tensor, any shape.
+        shape: The global shape.
+        dtype: The type of the numbers, float32 or float64.
+    """
     axes = {dim: axis for dim, axis in x.domain.axes.items() if shape[dim] == x.shape[dim]}
     domain = Domain(axes)
     local = domain.local_shape(shape)
     if x.local.is_meta:
-        torch.rand((), device="meta")  # for those who ask whether random numbers are drawn
+        torch.rand((), device="meta")  # shows `_Draws` that random numbers are drawn
         return DomainTensor(torch.empty(local, dtype=dtype, device="meta"), domain)
     key = to_device(torch.randint(2**62, (), device="cpu"), x.device)
     layouts = (layout_of(axes.get(dim), size) for dim, size in enumerate(shape))
     rows = [rows_on(layout, rank, x.device) for layout, rank in layouts]
-    # places of what stands before the last dimension
+    # the place of each row: the index over all dimensions before the last one
     before = torch.zeros(1, dtype=torch.int64, device=x.device)
     for size, own in zip(shape[:-1], rows[:-1], strict=True):
         before = (before.unsqueeze(-1) * size + own).reshape(-1)

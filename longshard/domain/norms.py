@@ -12,8 +12,8 @@ from longshard.sharding.tensors import wide_type
 
 
 @rule("group_norm", first_only=True)
-def group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5) -> DomainTensor:
-    """x: (N, C, *spatial); weight, bias: (C,), whole on every rank."""
+def _group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5) -> DomainTensor:
+    """Normalise x, (N, C, *spatial). weight, bias: (C,), whole on every rank."""
     _check_channels(function, x)
     grouped = x.local.unflatten(1, (num_groups, -1))
     domain = x.domain.moved(1, first=2)
@@ -22,7 +22,7 @@ def group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5) -> Dom
 
 
 @rule("instance_norm", first_only=True)
-def instance_norm(
+def _instance_norm(
     function,
     x,
     running_mean=None,
@@ -36,11 +36,11 @@ def instance_norm(
     refuse_unless(
         use_input_stats and running_mean is None, function, x, "running statistics of instances"
     )
-    return group_norm(function, x, x.shape[1], weight, bias, eps)
+    return _group_norm(function, x, x.shape[1], weight, bias, eps)
 
 
 @rule("batch_norm", first_only=True)
-def batch_norm(
+def _batch_norm(
     function,
     x,
     running_mean=None,
@@ -51,7 +51,7 @@ def batch_norm(
     momentum=0.1,
     eps=1e-5,
 ) -> DomainTensor:
-    """x: (N, C, *spatial). In training the running statistics are updated in place, equally on every rank."""
+    """Normalise x, (N, C, *spatial). In training the running statistics are updated in place, equally on every rank."""
     _check_channels(function, x)
     if not training:
         shape = [1, -1, *[1] * (x.ndim - 2)]
@@ -63,11 +63,11 @@ def batch_norm(
         )
         return DomainTensor(y, x.domain)
     dims = (0, *range(2, x.ndim))
-    y, found = _normed(x.local, x.domain, dims, Affine(weight, bias, eps, 1))
+    y, stats = _normed(x.local, x.domain, dims, Affine(weight, bias, eps, 1))
     with torch.no_grad():
         for running, new in (
-            (running_mean, found.mean),
-            (running_var, found.squares / (found.number - 1)),
+            (running_mean, stats.mean),
+            (running_var, stats.squares / (stats.number - 1)),
         ):
             if running is not None:
                 running.lerp_(new.flatten().to(running.dtype), momentum)
@@ -75,7 +75,7 @@ def batch_norm(
 
 
 @rule("layer_norm", "rms_norm", first_only=True)
-def last_norm(function, x, normalized_shape, *args, **kwargs) -> DomainTensor:
+def _last_norm(function, x, normalized_shape, *args, **kwargs) -> DomainTensor:
     is_whole = all(dim < x.ndim - len(normalized_shape) for dim in x.domain.axes)
     refuse_unless(is_whole, function, x, "it normalises over a sharded dimension")
     return DomainTensor(function(x.local, normalized_shape, *args, **kwargs), x.domain)
@@ -86,7 +86,14 @@ def _check_channels(function: Callable, x: DomainTensor) -> None:
 
 
 class Affine(NamedTuple):
-    """Weight and bias of a norm, of each entry of dimension `channel` with those before it, and its epsilon."""
+    """The parameters of a norm.
+
+    Attributes:
+        weight: The factor of each channel, for the dimensions up to `channel`; None if absent.
+        bias: The bias, in the same shape; None if absent.
+        eps: Is added to the variance.
+        channel: The dimension of the channels in x.
+    """
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -98,15 +105,15 @@ def _normed(
     x: torch.Tensor, domain: Domain, dims: Sequence[int], affine: Affine
 ) -> tuple[torch.Tensor, Moments]:
     """Return the norm of x over `dims`, and the moments of all ranks."""
-    found = moments(x, domain, dims, wide_type(x.dtype))
-    return _scaled(x, found.mean, found.squares / found.number, affine), found
+    stats = moments(x, domain, dims, wide_type(x.dtype))
+    return _scaled(x, stats.mean, stats.squares / stats.number, affine), stats
 
 
 def _scaled(
     x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, affine: Affine
 ) -> torch.Tensor:
     """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass over x."""
-    weight, bias = (_beside(parameter, mean, affine.channel) for parameter in affine[:2])
+    weight, bias = (_broadcast(parameter, mean, affine.channel) for parameter in affine[:2])
     scale = (var + affine.eps).rsqrt()
     shift = -mean * scale
     if weight is not None:
@@ -117,10 +124,10 @@ def _scaled(
     return torch.addcmul(shift, x.to(scale.dtype), scale).to(x.dtype)
 
 
-def _beside(
+def _broadcast(
     parameter: torch.Tensor | None, mean: torch.Tensor, channel: int
 ) -> torch.Tensor | None:
-    """Return the parameter of channels in a shape that broadcasts with x."""
+    """Return the parameter of channels in a shape that broadcasts with x; None if absent."""
     if parameter is None:
         return None
     return parameter.view(1, *mean.shape[1:channel], -1, *[1] * (mean.ndim - channel - 1))

@@ -1,13 +1,14 @@
-"""Neighbours in point clouds whose points are sharded in any way: the k nearest, and those within a radius.
+"""Neighbours in point clouds whose points are sharded in any way: the k nearest, and all within a radius.
 
     distances, numbers = nearest(queries, points, 8)             # (M, 8) of (M, D) queries
-    numbers, found = within(queries, points, 0.1, at_most=32)    # (M, 32)
+    numbers, exist = within(queries, points, 0.1, at_most=32)    # (M, 32)
     features[numbers]                                            # (M, 8, C), from their owners, with gradients
 
-Each rank gets the points of other ranks that lie in the box around its queries, widened by the radius, or by the
-largest distance of the k nearest among its own points. So what is sent follows from how the ranks divide space: little
-if each has a region, everything if each has points of everywhere. Equal distances are ordered by the numbers of the
-points, so every division finds the same. These distances have no gradients; `queries[:, None] - points[numbers]` has.
+Each rank gets the points of other ranks that lie in the box around its queries. The box is widened by the radius, or by
+the largest distance of the k nearest among its own points. So the division of space by the ranks decides how much is
+sent: little if each rank has a region, everything if each rank has points of all regions. Equal distances are ordered
+by the numbers of the points, so every division finds the same. These distances have no gradients;
+`queries[:, None] - points[numbers]` has.
 """
 
 import torch
@@ -19,7 +20,7 @@ from longshard.sharding.placement import rows_on
 from longshard.sharding.rows import layout_of
 
 _BLOCK = 2**24
-"""Distances that are computed at once."""
+"""Number of distances that are computed at once."""
 
 
 def nearest(
@@ -27,11 +28,15 @@ def nearest(
 ) -> tuple[DomainTensor, DomainTensor]:
     """Return distances and global numbers of the k nearest points of each query, nearest first: both (M, k).
 
-    queries: (M, D); points: (N, D), at least k; both are sharded in their first dimension over the same ranks, or
-    whole. The results are sharded as the queries.
+    The results are sharded as the queries.
+
+    Args:
+        queries: (M, D), sharded in its first dimension, or whole.
+        points: (N, D), sharded in its first dimension over the same ranks, or whole.
+        k: Number of neighbours, at most N.
 
     Raises:
-        ValueError: other shapes, other ranks, or fewer points than k.
+        ValueError: The shapes or ranks are wrong, or there are fewer points than k.
     """
     q, p, numbers, axis = _own(queries, points)
     if not 0 < k <= points.shape[0]:
@@ -51,11 +56,17 @@ def within(
 ) -> tuple[DomainTensor, DomainTensor]:
     """Return global numbers of the points within a radius of each query, nearest first, and which of them exist.
 
-    Both are (M, at_most), sharded as the queries; of more points the nearest are taken, and of fewer the other numbers
-    are 0. queries, points: as of `nearest`.
+    Both are (M, at_most), sharded as the queries. If there are more points, the nearest are taken. If there are fewer,
+    the other numbers are 0.
+
+    Args:
+        queries: (M, D), as for `nearest`.
+        points: (N, D), as for `nearest`.
+        radius: The radius, above 0.
+        at_most: Number of neighbours, above 0.
 
     Raises:
-        ValueError: other shapes, other ranks, or a radius or number that is not positive.
+        ValueError: The shapes or ranks are wrong, or the radius or number is not positive.
     """
     q, p, numbers, axis = _own(queries, points)
     if not (radius > 0 and at_most > 0):
@@ -63,15 +74,15 @@ def within(
     if not q.is_meta:
         reach = torch.tensor(float(radius), dtype=q.dtype, device=q.device)
         p, numbers = _with_halo(q, p, numbers, reach, axis)
-    distances, found = _search(q, p, numbers, at_most)
-    is_there = distances <= radius
-    return wrapped((found * is_there, is_there), queries.domain)
+    distances, nearest_numbers = _search(q, p, numbers, at_most)
+    exist = distances <= radius
+    return wrapped((nearest_numbers * exist, exist), queries.domain)
 
 
 def _own(
     queries: DomainTensor, points: DomainTensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Axis | None]:
-    """Return this rank's queries and points, the points' numbers, and their axis, None if every rank has them all."""
+    """Return this rank's queries and points, the points' numbers, and their axis; None if every rank has all points."""
     axes = [x.domain.axes for x in (queries, points)]
     if (
         queries.ndim != 2
@@ -101,13 +112,13 @@ def _with_halo(
     reach: torch.Tensor,
     axis: Axis | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the points, and their numbers, that lie within reach of this rank's queries, in order; a collective."""
+    """Return the points within reach of this rank's queries, in order, and their numbers; a collective."""
     if axis is None or axis.degree == 1:
         return p, numbers
     if len(q):
         low = q.amin(0)
         high = q.amax(0)
-        # of rounding
+        # widen the box by the error of rounding
         reach = reach + 8 * torch.finfo(q.dtype).eps * (
             reach + torch.maximum(low.abs(), high.abs())
         )
@@ -129,17 +140,17 @@ def _with_halo(
 def _search(
     q: torch.Tensor, p: torch.Tensor, numbers: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return distances and numbers of the k nearest of some points: (M, k); infinite, 0 where there are fewer."""
+    """Return distances and numbers of the k nearest points, (M, k); infinity and 0 if there are fewer."""
     if q.is_meta or not len(q):
         return q.new_empty(len(q), k), numbers.new_empty(len(q), k)
     distances = q.new_full((len(q), k), torch.inf)
-    found = numbers.new_zeros(len(q), k)
+    nearest_numbers = numbers.new_zeros(len(q), k)
     number = min(k, len(p))
     block = max(_BLOCK // max(len(p), 1), 1)
-    blocks = (x.split(block) for x in (q, distances, found))
-    for some, of_some, found_of_some in zip(*blocks, strict=True):
+    blocks = (x.split(block) for x in (q, distances, nearest_numbers))
+    for some, some_distances, some_numbers in zip(*blocks, strict=True):
         each = torch.cdist(some, p, compute_mode="donot_use_mm_for_euclid_dist")
         ordered, places = each.sort(dim=1, stable=True)
-        of_some[:, :number] = ordered[:, :number]
-        found_of_some[:, :number] = numbers[places[:, :number]]
-    return distances, found
+        some_distances[:, :number] = ordered[:, :number]
+        some_numbers[:, :number] = numbers[places[:, :number]]
+    return distances, nearest_numbers

@@ -1,10 +1,10 @@
-"""Rules of products. Rows stay where they are, and a sum over a sharded index is a sum over ranks.
+"""Rules of products. Rows stay on their rank, and a sum over a sharded index is a sum over ranks.
 
-    result[i, k] = sum over j of a[i, j] b[j, k]        i or k sharded: so is the result
+    result[i, k] = sum over j of a[i, j] b[j, k]        i or k sharded: the result, too
                                                         j sharded: sums of each rank, added up; the result is whole
 
-Of several indices over the same ranks the first one of the result stays sharded, and operands are gathered in others:
-in softmax(q k^T) v, written by hand, queries stay, and keys and values are gathered.
+If several indices are sharded over the same ranks, the first one of the result stays sharded, and operands are gathered
+in the others. In softmax(q k^T) v, written by hand, queries stay, and keys and values are gathered.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,14 @@ def contracted(
     result: Sequence[Any],
     compute: Callable[..., torch.Tensor],
 ) -> DomainTensor:
-    """Return a sum of products of operands over all indices that the result lacks.
+    """Return the sum of products of operands over all indices that the result lacks.
 
-    indices: names of the dimensions of each operand; a dimension of size 1 is broadcast; result: those of the
-    result. compute: the operands' parts of this rank -> their sum of products.
+    Args:
+        function: The function of torch.
+        operands: The operands, of any shape.
+        indices: The names of the dimensions of each operand; a dimension of size 1 is broadcast.
+        result: The names of the dimensions of the result.
+        compute: Returns the sum of products of this rank's parts of the operands.
     """
     sizes: dict[Any, int] = {}
     for x, own in zip(operands, indices, strict=True):
@@ -68,11 +72,14 @@ def contracted(
 
 
 @rule("linear", first_only=True)
-def linear(function, x, weight, bias=None) -> DomainTensor:
-    """weight: plain, or tensor parallel, cut by outputs (x whole) or by inputs (x this rank's features)."""
+def _linear(function, x, weight, bias=None) -> DomainTensor:
+    """Compute F.linear.
+
+    weight: plain, or tensor parallel, cut by outputs (x whole) or by inputs (x has this rank's features).
+    """
     if x.ndim - 1 in x.domain.axes:
         refuse_unless(not isinstance(weight, DTensor), function, x, "sharded features")
-        out = matmul(torch.matmul, x, weight.T)
+        out = _matmul(torch.matmul, x, weight.T)
         return out if bias is None else out + bias
     if not isinstance(weight, DTensor):
         return DomainTensor(F.linear(x.local, weight, bias), x.domain)
@@ -93,8 +100,11 @@ def _batches(*operands: AnyTensor) -> list[list[str]]:
 
 
 @rule("matmul", "bmm", "__matmul__", "__rmatmul__", "mm", "mv", "dot")
-def matmul(function, a, b) -> DomainTensor:
-    """Any dimension may be sharded. In the result stand those before the last two, rows of a and columns of b."""
+def _matmul(function, a, b) -> DomainTensor:
+    """Compute the product. Any dimension may be sharded.
+
+    The result has the batch dimensions, rows of a and columns of b.
+    """
     if function.__name__ == "__rmatmul__":
         a, b = b, a
     before = _batches(a, b)
@@ -106,8 +116,8 @@ def matmul(function, a, b) -> DomainTensor:
 
 
 @rule("cdist")
-def distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
-    """a: (B, P, M), b: (B, R, M); rows of a or of b may be sharded, and batches; M is whole."""
+def _distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
+    """Compute the distances of a, (B, P, M), and b, (B, R, M). All dimensions except M may be sharded."""
     before = _batches(a, b)
     rows = [[*own, name, "inner"] for own, name in zip(before, ("row", "column"), strict=True)]
     x = a if is_sharded(a) else b
@@ -120,13 +130,13 @@ def distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
 
 
 @rule("addmm", "baddbmm")
-def added_product(function, x, a, b, *, beta=1, alpha=1) -> DomainTensor:
+def _added_product(function, x, a, b, *, beta=1, alpha=1) -> DomainTensor:
     return beta * x + alpha * torch.matmul(a, b)
 
 
 @rule("einsum")
-def einsum(function, equation: str, *operands) -> DomainTensor:
-    """Any index may be sharded that an operand has once."""
+def _einsum(function, equation: str, *operands) -> DomainTensor:
+    """Compute the sum. Any index may be sharded that an operand has only once."""
     operands = (
         operands[0]
         if len(operands) == 1 and isinstance(operands[0], list | tuple)

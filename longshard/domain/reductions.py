@@ -16,14 +16,14 @@ from longshard.sharding.exchange import all_reduce, send_rows
 from longshard.sharding.placement import added_up, summed
 from longshard.sharding.tensors import to_device, wide_type, with_adjoint
 
-# ---- reductions
+# ---- Reductions
 
 
 @rule("sum", "mean")
-def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
+def _total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
     local = x.local if dtype is None else x.local.to(dtype)
     dims = _dims(x, dim)
-    # Of floats in at least float32: in float16 a sum overflows where a mean does not.
+    # Floats are summed in float32 at least: in float16 a sum may overflow although the mean does not.
     result = local.sum(
         dims, keepdim=True, dtype=wide_type(local.dtype) if local.is_floating_point() else None
     )
@@ -38,7 +38,14 @@ def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
 
 @rule("amax", "amin")
 def extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
-    """Equal maxima share the gradient evenly, as with torch.amax; a NaN on any rank is the result."""
+    """Return the maximum or minimum; equal extremes share the gradient evenly, and a NaN on any rank is the result.
+
+    Args:
+        function: torch.amax, torch.amin, or a function of these names.
+        x: The tensor, any shape.
+        dim: One or several dimensions; None means all.
+        keepdim: Whether the dimensions stay, with size 1.
+    """
     name = function.__name__
     sign = -1 if name in ("amin", "min") else 1
     dims = _dims(x, dim)
@@ -48,32 +55,33 @@ def extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
 
 
 @rule("all", "any")
-def truth(function, x, dim=None, keepdim=False) -> DomainTensor:
+def _truth(function, x, dim=None, keepdim=False) -> DomainTensor:
     is_any = function.__name__ == "any"
     sought = (x.local if is_any else x.local == 0).bool().long()
-    found = total(torch.sum, DomainTensor(sought, x.domain), dim, keepdim)
-    return DomainTensor(found.local > 0 if is_any else found.local == 0, found.domain)
+    number = _total(torch.sum, DomainTensor(sought, x.domain), dim, keepdim)
+    return DomainTensor(number.local > 0 if is_any else number.local == 0, number.domain)
 
 
 @rule("var", "std")
-def variance(
+def _variance(
     function, x, dim=None, unbiased=None, keepdim=False, *, correction=None
 ) -> DomainTensor:
-    """As in torch, on CPUs it is computed in float64; without a positive divisor it is infinite or NaN."""
+    """Compute the variance. As in torch, CPUs use float64; without a positive divisor the result is infinite or NaN."""
     if isinstance(dim, bool):  # the first argument may be `unbiased`
-        dim, unbiased = None, dim
+        unbiased = dim
+        dim = None
     correction = (unbiased is not False) if correction is None else correction
     dims = _dims(x, dim)
     exact = torch.promote_types(x.dtype, torch.float64 if x.is_cpu else torch.float32)
-    found = moments(x.local, x.domain, dims, exact)
-    var = (found.squares / max(found.number - correction, 0)).to(wide_type(x.dtype))
+    stats = moments(x.local, x.domain, dims, exact)
+    var = (stats.squares / max(stats.number - correction, 0)).to(wide_type(x.dtype))
     if function.__name__ == "std":  # without a gradient where it is 0
         var = torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
     return _reduced(var.to(x.dtype), x, dims, keepdim)
 
 
 @rule("prod")
-def product(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
+def _product(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
     dims = _dims(x, dim)
     exact = dtype or (x.dtype if x.is_floating_point() else torch.int64)
     result = x.local.to(exact)
@@ -88,6 +96,20 @@ def product(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
 def vector_norm(
     function, x, p=2.0, dim=None, keepdim=False, dtype=None, **named
 ) -> DomainTensor:
+    """Return the p-norm over some dimensions.
+
+    Args:
+        function: The function of torch.
+        x: The tensor, any shape.
+        p: The order, a positive number or infinity.
+        dim: One or several dimensions; None means all.
+        keepdim: Whether the dimensions stay, with size 1.
+        dtype: The type in which it is computed; None means the type of x.
+        **named: May have `ord`, another name of `p`.
+
+    Raises:
+        DomainOperatorError: The order is not handled.
+    """
     p = named.pop("ord", p)
     order = 2.0 if p in (None, "fro") else p
     refuse_unless(not isinstance(order, str) and order > 0, function, x, f"order {p!r}")
@@ -104,7 +126,7 @@ def vector_norm(
 
 
 def _dims(x: DomainTensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the dimensions in order, counted from 0; None or an empty list: all."""
+    """Return the dimensions in ascending order, counted from 0; None or an empty list means all."""
     asked = (dim,) if isinstance(dim, int) else dim or range(x.ndim)
     return tuple(sorted({d % x.ndim for d in asked}))
 
@@ -116,17 +138,23 @@ def _axes(domain: Domain, dims: Iterable[int]) -> list[Axis]:
 def _reduced(
     result: torch.Tensor, x: DomainTensor, dims: tuple[int, ...], keepdim: bool
 ) -> DomainTensor:
-    """Return a result of size 1 in the dimensions as that of a reduction of x."""
+    """Return a result that has size 1 in the reduced dimensions as the result of a reduction of x."""
     return DomainTensor(
         result if keepdim else result.squeeze(dims), x.domain.reduced(dims, keepdim=keepdim)
     )
 
 
-# ---- statistics
+# ---- Statistics
 
 
 class Moments(NamedTuple):
-    """Mean and sum of squares about it, of size 1 in some dimensions, and the number of elements."""
+    """Mean, sum of squares about it, and number of elements.
+
+    Attributes:
+        mean: The mean, of size 1 in the reduced dimensions.
+        squares: The sum of squares of x - mean, of size 1 in the reduced dimensions.
+        number: The number of elements of each mean.
+    """
 
     mean: torch.Tensor
     squares: torch.Tensor
@@ -139,10 +167,16 @@ def moments(
     dims: Sequence[int],
     dtype: torch.dtype,
 ) -> Moments:
-    """Return the moments over `dims`, of a dtype.
+    """Return the moments over some dimensions.
 
     Each axis gathers the ranks' means and squares, which are combined as in Chan, Golub and LeVeque (1983). One
     collective for each sharded axis.
+
+    Args:
+        x: This rank's shard, any shape.
+        domain: Its domain.
+        dims: The dimensions.
+        dtype: The type of the moments.
     """
     dims = tuple(dims)
     sizes = {dim: x.shape[dim] for dim in dims}
@@ -165,7 +199,12 @@ def moments(
 
 
 def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the x of all ranks of an axis, small and of one shape: (ranks, *x.shape); a collective, differentiable."""
+    """Return the x of all ranks of an axis, (ranks, *x.shape); a collective, differentiable.
+
+    Args:
+        x: A small tensor of any shape, which is the same on every rank.
+        axis: The axis.
+    """
     sizes = [x.numel()] * axis.degree
 
     def swap(parts: torch.Tensor) -> torch.Tensor:
@@ -177,12 +216,12 @@ def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 class _Moments(torch.autograd.Function):
-    """Mean and sum of squares about it of local elements: two passes, in CPUs' kernels many times var_mean's speed."""
+    """Mean and sum of squares about it, of local elements, in two passes: on CPUs many times as fast as var_mean."""
 
     @staticmethod
     def forward(ctx, x, dims, number, dtype):
         ctx.number = number
-        mean = x.sum(dims, keepdim=True, dtype=dtype) / number  # of no elements 0
+        mean = x.sum(dims, keepdim=True, dtype=dtype) / number  # 0 without elements
         squares = torch.linalg.vector_norm(x - mean, 2, dims, keepdim=True).square()
         ctx.save_for_backward(x, mean)
         return mean, squares

@@ -1,4 +1,4 @@
-"""Rules of functions that move rows along a sharded axis, flips, rolls and padding, and of cumulative sums."""
+"""Rules of functions that move rows along a sharded axis (flip, roll, pad), and of cumulative sums."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -17,8 +17,8 @@ _PAD_MODES = ("constant", "circular", "reflect", "replicate")
 
 
 @rule("flip")
-def flip(function, x, *args, dims=()) -> DomainTensor:
-    """The layouts stay: each rank gets the rows that mirror its own."""
+def _flip(function, x, *args, dims=()) -> DomainTensor:
+    """Flip. The layouts stay: each rank gets the rows that mirror its own."""
     asked = dims or (args[0] if isinstance(args[0], Sequence) else args)
     asked = [dim % x.ndim for dim in asked]
     local = x.local
@@ -36,13 +36,13 @@ def flip(function, x, *args, dims=()) -> DomainTensor:
 
 
 @rule("roll")
-def roll(function, x, shifts, dims=None) -> DomainTensor:
-    """The layouts stay. A dimension may be named twice."""
+def _roll(function, x, shifts, dims=None) -> DomainTensor:
+    """Roll. The layouts stay. A dimension may be named twice."""
     refuse_unless(
         dims is not None, function, x, "a roll of the flattened tensor; name the dimensions"
     )
     local = x.local
-    both = (given if isinstance(given, Sequence) else (given,) for given in (shifts, dims))
+    both = (value if isinstance(value, Sequence) else (value,) for value in (shifts, dims))
     for shift, dim in zip(*both, strict=True):
         dim %= x.ndim
         if (axis := x.domain.axes.get(dim)) is None:
@@ -52,15 +52,15 @@ def roll(function, x, shifts, dims=None) -> DomainTensor:
                 tuple((a - shift, b - shift) for a, b in own) for own in axis.layout.ranges
             )
             local = fetch(local, axis, wanted, dim, periodic=True)
-    # compiled code needs it
+    # compiled code needs a new tensor
     return DomainTensor(local.clone() if local is x.local else local, x.domain)
 
 
 @rule("pad")
-def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
-    """New rows belong to the owners of the first and the last row: the layout changes.
+def _pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
+    """Pad. New rows belong to the owners of the first and the last row, so that the layout changes.
 
-    A convolution's `padding` leaves it as it is.
+    The `padding` of a convolution does not change the layout.
     """
     refuse_unless(
         mode in _PAD_MODES,
@@ -125,8 +125,8 @@ def _as_ranges(rows: Iterable[int]) -> tuple[Range, ...]:
 
 
 @rule("cumsum")
-def cumsum(function, x, dim, dtype=None) -> DomainTensor:
-    """Only the totals of the ranks' ranges are sent."""
+def _cumsum(function, x, dim, dtype=None) -> DomainTensor:
+    """Sum cumulatively. Only the totals of the ranks' ranges are sent."""
     local = x.local.to(dtype or (x.dtype if x.is_floating_point() else torch.int64))
     if (axis := x.domain.axes.get(dim := dim % x.ndim)) is None:
         return DomainTensor(local.cumsum(dim), x.domain)
@@ -147,7 +147,7 @@ def cumsum(function, x, dim, dtype=None) -> DomainTensor:
         chosen = to_device(torch.tensor(before), x.device).view(
             len(ranges), most, *[1] * x.ndim
         )
-        # a product would be cast by autocast
+        # `where`, because autocast would cast a product
         offset = torch.where(chosen, totals, 0).sum((0, 1), dtype=exact)
         results.append((part.cumsum(dim, dtype=exact) + offset).to(local.dtype))
     return DomainTensor(

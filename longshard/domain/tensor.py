@@ -1,4 +1,4 @@
-"""`DomainTensor` with all its rules; see dispatch.py for what it is."""
+"""`DomainTensor` with all its rules; see dispatch.py for its description."""
 
 from longshard.domain import (  # noqa: F401 (each registers its rules, or hooks)
     along,

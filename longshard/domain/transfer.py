@@ -1,4 +1,4 @@
-"""How a tensor gets into a domain, from one domain to another, and out: scatter, read, reshard, move, gather, DTensors.
+"""Move a tensor into a domain, from one domain to another, and out: scatter, read, reshard, move, gather, DTensors.
 
 Axes are treated one after another, each by one exchange of the rows that change their owner.
 """
@@ -23,8 +23,12 @@ from longshard.sharding.tensors import with_adjoint
 def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
     """Return x with other layouts of some of its sharded dimensions, over the same ranks; only moved rows are sent.
 
+    Args:
+        x: The tensor, any shape.
+        layouts: Dimension to its new layout.
+
     Raises:
-        ValueError: a layout of another length or number of ranks.
+        ValueError: A layout has another length or number of ranks.
     """
     local = x.local
     for dim, layout in layouts.items():
@@ -40,13 +44,18 @@ def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
 
 
 def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) -> DomainTensor:
-    """Return x sharded in another dimension over the same ranks, such as rows to columns; one all-to-all.
+    """Return x sharded in another dimension over the same ranks, such as columns instead of rows; one all-to-all.
 
-    layout: of the target dimension, which is whole before; the source dimension is whole after. Each element is sent
-    from the rank that has it to the one rank that gets it, and its gradient back.
+    Each element is sent from the rank that has it to the one rank that gets it, and its gradient back.
+
+    Args:
+        x: The tensor, any shape.
+        source_dim: The sharded dimension, which is whole in the result.
+        target_dim: The whole dimension, which is sharded in the result.
+        layout: The layout of the target dimension.
 
     Raises:
-        ValueError: a target that is sharded, or a layout of another length or number of ranks.
+        ValueError: The target is sharded, or the layout has another length or number of ranks.
     """
     axes = dict(x.domain.axes)
     axis = axes.pop(source_dim, None)
@@ -58,8 +67,8 @@ def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) 
         raise ValueError(
             f"a tensor of shape {tuple(x.shape)}, sharded in dimensions {[*x.domain.axes]}, cannot "
             f"move from dimension {source_dim} to dimension {target_dim} with a layout of "
-            f"{layout.length} rows on {layout.degree} ranks; the source is sharded, the target is "
-            "whole, and the layout has the target's length and the source's ranks"
+            f"{layout.length} rows on {layout.degree} ranks. The source must be sharded, the target "
+            "whole, and the layout must have the target's length and the source's ranks"
         )
     if axis is None:
         return x
@@ -74,7 +83,7 @@ def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) 
 def _moved(
     x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int
 ) -> torch.Tensor:
-    """Send each rank its rows of the target dimension; put what arrives at its rows of the source dimension."""
+    """Send each rank its rows of the target dimension; put arriving rows in order in the source dimension."""
     shape = list(x.shape)
     parts = []
     shapes = []
@@ -96,7 +105,12 @@ def _moved(
 
 
 def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
-    """Return x with dimensions (None: all) whole on every rank; the ranks' gradients of it are summed."""
+    """Return x with some dimensions whole on every rank; the ranks' gradients are summed.
+
+    Args:
+        x: The tensor, any shape.
+        dims: The dimensions; None means all.
+    """
     dims = tuple(x.domain.axes) if dims is None else dims
     local = x.local
     for dim, axis in x.domain.axes.items():
@@ -110,8 +124,12 @@ def to_dtensor(x: DomainTensor, mesh: DeviceMesh) -> DTensor:
 
     So sharded fields are saved: torch.distributed.checkpoint takes DTensors, and reads them in any other division.
 
+    Args:
+        x: The tensor, any shape.
+        mesh: The mesh of its domain.
+
     Raises:
-        ValueError: x is sharded over ranks that are no dimension of the mesh.
+        ValueError: x is sharded over ranks that are not a dimension of the mesh.
     """
     groups = mesh.get_all_groups()
     dims = [
@@ -126,7 +144,7 @@ def to_dtensor(x: DomainTensor, mesh: DeviceMesh) -> DTensor:
     copies = math.prod(
         group.size() for group, dim in zip(groups, dims, strict=True) if dim is None
     )
-    # Of what ranks have in common a DTensor's gradient is whole on each, and a domain tensor's is a share.
+    # If ranks have the same rows, each has the whole gradient of a DTensor, but a share of a domain tensor's gradient.
     local = with_adjoint(
         reshard(x, shards).local, lambda x: x.view_as(x), lambda gradient: gradient / copies
     )
@@ -138,7 +156,14 @@ def to_dtensor(x: DomainTensor, mesh: DeviceMesh) -> DTensor:
 
 
 def from_dtensor(x: DTensor) -> DomainTensor:
-    """Return a DTensor, whose dimensions are sharded over one dimension of its mesh each, as a domain tensor."""
+    """Return a DTensor as a domain tensor.
+
+    Args:
+        x: The DTensor, any shape; each of its dimensions is sharded over at most one dimension of its mesh.
+
+    Raises:
+        ValueError: One dimension is sharded over several dimensions of the mesh.
+    """
     mesh = x.device_mesh
     x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
     dims = [p.dim % x.ndim if isinstance(p, Shard) else None for p in x.placements]
@@ -159,7 +184,7 @@ def from_dtensor(x: DTensor) -> DomainTensor:
 
 
 def _chunks(length: int, degree: int) -> AxisLayout:
-    """Return the layout of torch.chunk: all pieces are as long as the first, but for the last ones."""
+    """Return the layout of torch.chunk: all pieces are as long as the first, except the last ones."""
     piece = -(-length // degree)
     return sized([min(max(length - rank * piece, 0), piece) for rank in range(degree)])
 
@@ -172,29 +197,38 @@ def scatter(
     device: torch.device | str = "cpu",
     source: Mapping[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return this rank's shard of a tensor that one rank has; no other rank ever holds it whole. Not differentiable.
+    """Return this rank's shard of a tensor that one rank has. No other rank ever has it whole. Not differentiable.
 
-    x: the tensor on the source, None elsewhere; shape: its global shape. source: for each sharded dimension the rank,
-    in the group of that axis, of the process that has the tensor; the first rank where it is not given. With several
-    axes the source cuts the first axis, and the ranks that get its slabs cut the next one.
+    With several axes the source cuts the first axis, and the ranks that get its slabs cut the next one.
+
+    Args:
+        x: The tensor on the source, any shape; None elsewhere.
+        domain: The domain of the shards.
+        shape: The global shape.
+        dtype: The type of the elements.
+        device: The device of the shards.
+        source: For each sharded dimension, the rank in the axis's group of the process that has the tensor. The first
+            rank if absent.
 
     Raises:
-        ValueError: x has another shape or dtype, or is given on another rank than the source.
+        ValueError: x has another shape or dtype, or another rank than the source has a tensor.
     """
     owners = {dim: (source or {}).get(dim, 0) for dim in domain.axes}
-    mine = [axis.rank == owners[dim] for dim, axis in domain.axes.items()]
-    if all(mine) != (x is not None) or (
+    is_source = [axis.rank == owners[dim] for dim, axis in domain.axes.items()]
+    if all(is_source) != (x is not None) or (
         x is not None and (tuple(x.shape), x.dtype) != (tuple(shape), dtype)
     ):
-        given = "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
+        description = (
+            "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
+        )
         raise ValueError(
-            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {given} on this "
+            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {description} on this "
             "rank; pass the tensor on the source, and None elsewhere"
         )
     rows = list(shape)
     with torch.no_grad():
         for number, (dim, axis) in enumerate(domain.axes.items()):
-            if all(mine[number + 1 :]):  # the others' turn comes with the next axis
+            if all(is_source[number + 1 :]):  # other ranks follow with the next axis
                 if x is None:
                     x = torch.empty(
                         [*rows[:dim], 0, *rows[dim + 1 :]], dtype=dtype, device=device
@@ -210,8 +244,12 @@ def scatter(
 def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return this rank's shard of an array on disk, such as of zarr, HDF5 or numpy.memmap; only its part is read.
 
-    source: has a `shape` and takes a tuple of slices. An axis of which the rank has several ranges is read range by
-    range.
+    If the rank has several ranges of an axis, they are read one by one.
+
+    Args:
+        source: The array; has a `shape` and takes a tuple of slices.
+        domain: The domain of the shards.
+        dtype: The type of the elements; None means the type of the array.
     """
     shape = tuple(source.shape)
 

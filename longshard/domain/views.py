@@ -28,13 +28,13 @@ from longshard.sharding.ranges import Range, Ranges, intersection, union
 from longshard.sharding.tensors import planned
 
 _MANY = 2**16
-"""Ranges of a rank, at most, where a sharded dimension is merged behind others."""
-# each the stride of one dimension
+"""The most ranges of a rank, if a sharded dimension is merged after others."""
+# each is the stride of one dimension
 _PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)
 
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "t")
-def arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+def _arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
     """Bring the dimensions of the shard into another order, which the strides of an empty tensor show."""
     marks = _PRIMES[: x.ndim]
     order = function(
@@ -45,21 +45,21 @@ def arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> 
 
 
 @rule("unsqueeze")
-def unsqueezed(function: Callable, x: DomainTensor, dim: int) -> DomainTensor:
-    """Put in a dimension of size 1."""
+def _unsqueezed(function: Callable, x: DomainTensor, dim: int) -> DomainTensor:
+    """Insert a dimension of size 1."""
     return wrapped(x.local.unsqueeze(dim), x.domain.moved(1, first=dim % (x.ndim + 1)))
 
 
 @rule("unflatten")
-def unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[int]) -> Any:
-    """Split a dimension; torch does so in Python, which the compiler does not trace."""
-    return reshaped(
+def _unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[int]) -> Any:
+    """Split a dimension. torch does it in Python, which the compiler does not trace."""
+    return _reshape_rule(
         torch.Tensor.view, x, (*x.shape[:dim], *sizes, *x.shape[dim % x.ndim + 1 :])
     )
 
 
 @rule("view", "reshape", "flatten", "squeeze", "view_as", "reshape_as")
-def reshaped(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _reshape_rule(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_sharded(x):  # the other tensor is
         return x.reshape(tuple(args[0].shape))
     if isinstance(args[0] if args else None, torch.dtype):
@@ -72,22 +72,22 @@ def reshaped(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
-    """Merge or split dimensions. Of what comes of a sharded one, the first that fits the shards is sharded.
+    """Merge or split dimensions. Of the new dimensions of a sharded one, the first that fits the shards is sharded.
 
-    A shard that is merged behind whole dimensions has a range for each of their rows, and one behind another sharded
-    dimension, as width behind height, is gathered. Where no new dimension fits the shards, their ends move to the
-    next rows of the first one.
+    If a sharded dimension is merged after whole dimensions, a shard has a range for each of their rows. If it is merged
+    after another sharded dimension, as width after height, it is gathered. If no new dimension fits the shards, their
+    ends move to the next rows of the first new dimension.
     """
     if not x.numel():
         raise refused(name, x, "it has no elements")
     axes: dict[int, Axis] = {}
     for old, new in _groups(x.shape, sizes):
-        mine = [dim for dim in old if dim in x.domain.axes]
-        if len(mine) > 1:
-            return _reshaped(name, gather(x, mine[1:]), sizes)
-        if not mine:
+        sharded = [dim for dim in old if dim in x.domain.axes]
+        if len(sharded) > 1:
+            return _reshaped(name, gather(x, sharded[1:]), sizes)
+        if not sharded:
             continue
-        (dim,) = mine
+        (dim,) = sharded
         before = math.prod(x.shape[old[0] : dim])
         after = math.prod(x.shape[dim + 1 : old[-1] + 1])
         axis = x.domain.axes[dim]
@@ -97,20 +97,20 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
             )
         shards = axis.layout.ranges
         shape = tuple(int(sizes[d]) for d in new)
-        found, length, ranges = _refitted(axis.layout.length, shards, before, after, shape)
+        position, length, ranges = _refitted(axis.layout.length, shards, before, after, shape)
         layout = AxisLayout(axis.layout.name, length, ranges)
         # `layout` covers all rows of the group, and its ends are where it can be cut
-        if found is None:
+        if position is None:
             flat = [*x.shape[: old[0]], layout.length, *x.shape[old[-1] + 1 :]]
             x = reshard(_reshaped(name, x, flat), {old[0]: layout})
             return _reshaped(name, x, sizes)
-        axes[new[found]] = Axis(layout, axis.group)
+        axes[new[position]] = Axis(layout, axis.group)
     result = Domain(axes)
     return wrapped(x.local.reshape(result.local_shape(sizes)), result)
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """Yield the dimensions that become others, as few at a time as can be."""
+    """Yield groups of dimensions that become others; a group is as small as possible."""
     a = b = 0
     while a < len(old) or b < len(new):
         i = a
@@ -133,10 +133,10 @@ def _refitted(
 ) -> tuple[int | None, int, tuple[Ranges, ...]]:
     """Return which of the new dimensions of a group is sharded, and length and ranges of its layout.
 
-    If none fits: None, and those of all rows of the group in which the first new dimension would.
+    If none fits: None, and the layout of the flattened group, cut at rows of its first new dimension.
 
-    length, ranges: the layout of a dimension with `before` rows before it, and elements of `after` behind each of its
-    rows.
+    length, ranges: the layout of a dimension. before: number of rows of the dimensions before it. after: number of
+    elements of each of its rows.
     """
     own = AxisLayout("rows", length, ranges).repeated(before)
     rows = [[(a * after, b * after) for a, b in shard] for shard in own.ranges]
@@ -164,7 +164,7 @@ def _refitted(
 
 
 @rule("expand", "expand_as")
-def expanded(function: Callable, x: Any, *sizes: Any) -> Any:
+def _expanded(function: Callable, x: Any, *sizes: Any) -> Any:
     """Expand dimensions of size 1."""
     if function.__name__ == "expand_as":
         sizes = sizes[0].shape
@@ -187,7 +187,7 @@ def expanded(function: Callable, x: Any, *sizes: Any) -> Any:
 
 
 @rule("repeat", "tile")
-def repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
+def _repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
     sizes = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
     sizes = [1] * (x.ndim - len(sizes)) + sizes
     x = x.reshape(*[1] * (len(sizes) - x.ndim), *x.shape)
@@ -195,12 +195,12 @@ def repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
     result = wrapped(x.local.repeat(*own), x.domain)
     for dim in x.domain.axes:
         if sizes[dim] != 1:
-            result = concatenated(torch.cat, [result] * sizes[dim], dim)
+            result = _concatenated(torch.cat, [result] * sizes[dim], dim)
     return result
 
 
 @rule("repeat_interleave", first_only=True)
-def each_repeated(
+def _each_repeated(
     function: Callable, x: DomainTensor, repeats: int, dim: int | None = None
 ) -> DomainTensor:
     refuse_unless(
@@ -215,14 +215,14 @@ def each_repeated(
 
 
 @rule("pixel_shuffle", first_only=True)
-def pixel_shuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
+def _pixel_shuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
     *before, _, h, w = x.shape
     x = x.reshape(*before, -1, factor, factor, h, w).movedim((-4, -3), (-3, -1))
     return x.reshape(*before, -1, h * factor, w * factor)
 
 
 @rule("pixel_unshuffle", first_only=True)
-def pixel_unshuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
+def _pixel_unshuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
     *before, _, h, w = x.shape
     x = x.reshape(*before, -1, h // factor, factor, w // factor, factor).movedim(
         (-3, -1), (-4, -3)
@@ -231,13 +231,13 @@ def pixel_unshuffle(function: Callable, x: DomainTensor, factor: int) -> DomainT
 
 
 @rule("channel_shuffle", first_only=True)
-def channel_shuffle(function: Callable, x: DomainTensor, groups: int) -> DomainTensor:
+def _channel_shuffle(function: Callable, x: DomainTensor, groups: int) -> DomainTensor:
     return x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(x.shape)
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
-def made(function: Callable, x: DomainTensor, *size: Any, **kwargs: Any) -> DomainTensor:
-    """Sharded as x, if it has the sizes of x there; otherwise whole on every rank."""
+def _created(function: Callable, x: DomainTensor, *size: Any, **kwargs: Any) -> DomainTensor:
+    """Create a tensor. It is sharded as x if it has the sizes of x there; otherwise it is whole on every rank."""
     made = function(torch.empty((), device="meta"), *size, **{**kwargs, "device": "meta"})
     same = made.ndim == x.ndim and all(made.shape[dim] == x.shape[dim] for dim in x.domain.axes)
     domain = x.domain if same else Domain({})
@@ -246,16 +246,16 @@ def made(function: Callable, x: DomainTensor, *size: Any, **kwargs: Any) -> Doma
 
 
 @rule("cat", "concat", "concatenate", "stack")
-def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> DomainTensor:
-    """Put tensors together; the dimensions beside take the layout of the first sharded one.
+def _concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> DomainTensor:
+    """Concatenate tensors; the other dimensions have the layout of the first tensor that is sharded there.
 
-    Along a sharded dimension nothing is sent: a rank keeps its rows of each tensor, one after another. Of a tensor that
-    is whole there, such as a class token, the first rank has all rows.
+    Along a sharded dimension nothing is sent: a rank keeps its rows of each tensor, one after another. If a tensor is
+    whole there, such as a class token, the first rank has all its rows.
     """
     is_new = function.__name__ == "stack"
     first = next(x for x in tensors if isinstance(x, DomainTensor))
     dim %= first.ndim + is_new
-    domain = common_domain(tensors, first.shape, but_for=None if is_new else dim)
+    domain = common_domain(tensors, first.shape, except_dim=None if is_new else dim)
     axis = None if is_new else domain.axes.get(dim)
     if axis is None:
         parts = [own_part(x, domain, first.shape) for x in tensors]
@@ -280,10 +280,10 @@ def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> Do
 
 
 @rule("__getitem__")
-def sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
+def _sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
     """Index by slices, numbers, None, an ellipsis and tensors of numbers.
 
-    Rows of slices stay where they are; of one row every rank gets a copy.
+    Rows of slices stay on their rank; of a single row every rank gets a copy.
     """
     index = index if isinstance(index, tuple) else (index,)
     index = tuple(torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in index)
@@ -299,8 +299,8 @@ def sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
 
 
 @rule("__setitem__")
-def assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
-    """Change rows where they are. A sharded value of a whole tensor is gathered."""
+def _assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
+    """Change rows on their rank. A sharded value for a whole tensor is gathered."""
     if not is_sharded(x):
         if not isinstance(value, DomainTensor):
             raise refused(
@@ -318,24 +318,24 @@ def assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
     local_index, domain, single = _own_index(x, index)
     part = wrapped(x.local.detach()[local_index], domain)
     if isinstance(value, AnyTensor):
-        for dim in single:  # a number takes a dimension away
+        for dim in single:  # a number removes a dimension
             value = value.unsqueeze(dim - part.ndim) if value.ndim >= part.ndim - dim else value
         value = own_part(value, part.domain, part.shape)
     x.local[local_index] = value
 
 
 def _own_index(x: DomainTensor, index: Any) -> tuple[tuple, Domain, list[int]]:
-    """Return the index of the shard, the domain of what it gives, and the dimensions there that a number asks for."""
+    """Return the index of the shard, the domain of its result, and the result's dimensions that a number indexes."""
     index = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or type(i) in (slice, int)) for i in index):
         raise refused(
             "indexing",
             x,
-            "indices beside slices and numbers, but for tensors of numbers that are read",
+            "indices other than slices and numbers; tensors of numbers can only be read",
         )
-    rest = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
+    free = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
     place = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
-    index = (*index[:place], *[slice(None)] * rest, *index[place + 1 :])
+    index = (*index[:place], *[slice(None)] * free, *index[place + 1 :])
     local_index = []
     axes = {}
     dim = 0
@@ -378,7 +378,7 @@ def _cut_ranges(
 
 
 def _every(axis: Axis, start: int, stop: int, step: int) -> tuple[Axis, list[int]]:
-    """Return the axis of the rows start, start + step, ... below stop, and which rows of its shard this rank gives."""
+    """Return the axis of the rows start, start + step, ... below stop, and which of them this rank's shard has."""
     number = max(-(-(stop - start) // step), 0)
 
     def places(part: Range) -> Range:

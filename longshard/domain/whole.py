@@ -1,7 +1,7 @@
-"""What torch does with whole tensors: the shapes of a call's results, and which of them may share memory.
+"""Ask torch about whole tensors: the shapes of a call's results, and which of them may share memory.
 
-The call runs on contiguous tensors of the global shapes without data, so every rank gets the same answer, and what
-torch refuses is refused on every rank before anything is sent.
+The call runs on contiguous tensors of the global shapes without data, so every rank gets the same answer. If torch
+refuses the call, it is refused on every rank before anything is sent.
 """
 
 import weakref
@@ -15,17 +15,26 @@ from longshard.sharding.tensors import version_of
 
 
 class Seen(NamedTuple):
-    """A result: its global shape, and whether it shares memory with an argument."""
+    """A result.
+
+    Attributes:
+        shape: Its global shape.
+        is_view: Whether it shares memory with an argument.
+    """
 
     shape: tuple[int, ...]
     is_view: bool
 
 
 class Base(NamedTuple):
-    """The shard of which another tensor may be a view, and the version of the shard at that time.
+    """The shard that another tensor may be a view of, and its version when the view was made.
 
-    Of rows 5 + 3 the slice of the first six is everything that rank 0 has, and a part of what rank 1 has. So a shard
-    may be a view on one rank and a copy on another one.
+    With rows 5 + 3, the slice of the first six is everything that rank 0 has, and a part of the rows of rank 1. So a
+    shard may be a view on one rank and a copy on another one.
+
+    Attributes:
+        shard: A weak reference to the shard.
+        version: The version of the shard.
     """
 
     shard: weakref.ref
@@ -33,11 +42,15 @@ class Base(NamedTuple):
 
     @classmethod
     def of(cls, shard: torch.Tensor) -> "Base":
-        """Return the note for a view that is made now."""
+        """Return the note for a view that is made now.
+
+        Args:
+            shard: The viewed shard, any shape.
+        """
         return cls(weakref.ref(shard), version_of(shard))
 
     def has_changed(self) -> bool:
-        """Return whether the shard was changed in place since then, which a copy does not show."""
+        """Return whether the shard has been changed in place since then: a copy does not show the change."""
         shard = self.shard()
         return shard is not None and version_of(shard) != self.version
 
@@ -48,12 +61,16 @@ _CACHE: dict[Any, tuple[Seen, ...] | None] = {}
 def results(
     function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]
 ) -> tuple[Seen, ...] | None:
-    """Return what torch gives for whole tensors, one entry for each tensor; None if it cannot be known without data.
+    """Return the results that torch has for whole tensors; None if they cannot be known without data.
 
-    kinds: the classes of tensors, which have a global `shape` and a `dtype`.
+    Args:
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        kinds: The classes of tensors, which have a global `shape` and a `dtype`.
 
     Raises:
-        Exception: as torch does for the whole tensors, such as RuntimeError for shapes that do not fit.
+        Exception: Any error of torch for the whole tensors, such as RuntimeError for shapes that do not fit.
     """
     if torch.compiler.is_compiling():
         return None
@@ -80,11 +97,13 @@ def _results(
             return tensors[-1]
         return x
 
-    # Modes, such as that of selective checkpointing, must not count these calls.
+    # Modes, such as the mode of selective checkpointing, must not count these calls.
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         args, kwargs = mapped(whole, (args, kwargs))
         try:
-            found = [x for x in flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+            outputs = [
+                x for x in flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)
+            ]
         except NotImplementedError:  # it depends on data, or on a device
             return None
         except RuntimeError as error:
@@ -93,12 +112,16 @@ def _results(
             raise
     return tuple(
         Seen(tuple(x.shape), any(torch._C._is_alias_of(x, tensor) for tensor in tensors))
-        for x in found
+        for x in outputs
     )
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested tuples, lists and dictionaries."""
+    """Yield the leaves of nested tuples, lists and dictionaries.
+
+    Args:
+        value: The nested value.
+    """
     if isinstance(value, tuple | list | dict):
         for part in value.values() if isinstance(value, dict) else value:
             yield from flat(part)
@@ -107,8 +130,13 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested arguments, or results, with the function applied to each leaf."""
-    # several results that have names
+    """Return nested arguments, or results, with a function applied to each leaf.
+
+    Args:
+        function: The function.
+        value: The nested value.
+    """
+    # the last kind: several results that have names
     if type(value) in (tuple, list) or hasattr(value, "n_sequence_fields"):
         return type(value)([mapped(function, part) for part in value])
     return (

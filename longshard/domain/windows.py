@@ -1,8 +1,8 @@
 """Rules of functions whose outputs read windows of rows: convolutions, pools, and windows themselves.
 
-The owner of some rows computes the outputs that belong to them (longshard/sharding/windows.py). It fetches
-the rows that these read, one exchange for each sharded dimension, and computes one tile of outputs after another. Each
-rank's gradients of weight and bias are its outputs' part.
+The owner of some rows computes the outputs that belong to them (longshard/sharding/windows.py). It fetches the rows
+that these outputs read, one exchange for each sharded dimension, and computes one tile of outputs after another. Each
+rank's gradients of weight and bias are the part of its outputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule, wrapped
-from longshard.sharding.exchange import exchange
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.rows import connected, layout_of, plan_pieces, plan_rows, put_together
+from longshard.sharding.rows import (
+    connected,
+    exchange,
+    layout_of,
+    plan_pieces,
+    plan_rows,
+    put_together,
+)
 from longshard.sharding.tensors import to_device, wide_type
 from longshard.sharding.windows import (
     Tile,
@@ -27,10 +33,10 @@ from longshard.sharding.windows import (
 )
 
 Way = Callable[[AxisLayout], WindowPlan] | int
-"""How a dimension is computed: by the plan for a layout; or it is whole, and the function itself makes n outputs."""
+"""How a dimension is computed: by the plan for a layout; or it is whole, and the function itself computes n outputs."""
 
 Tiles = Mapping[int, Tile]
-"""For each dimension with a plan the outputs that a call computes, and the rows that it gets."""
+"""For each dimension with a plan, the outputs that a call computes, and its input rows."""
 
 
 def slide(
@@ -42,17 +48,21 @@ def slide(
     parameters: Sequence[torch.Tensor | None] = (),
     periodic: bool = False,
 ) -> DomainTensor:
-    """Return the function of the windows of x, put together from tiles.
+    """Return the function of the windows of x, put together from tiles. Exchanges come before local dimensions.
 
-    channels: of the result, in the dimension before the first of `ways`; None: as x. parameters: weight and bias, which
-    must have gradients on every rank. periodic: rows beyond the ends are those of the other end, else zeros.
+    Args:
+        x: The tensor, any shape.
+        ways: Dimension to the way in which it is computed.
+        function: Computes a tile from its rows.
+        channels: Size of the result in the dimension before the first one of `ways`; None means the size of x.
+        parameters: Weight and bias, which must have gradients on every rank.
+        periodic: Whether rows beyond one end are the rows of the other end; else zeros.
     """
     local = x.local
     pieces = {}
     tiles = {}
     layouts = {}
     shape = list(x.local.shape)
-    # first what others send
     for dim, way in sorted(ways.items(), key=lambda way: way[0] not in x.domain.axes):
         if isinstance(way, int):
             shape[dim] = way
@@ -103,17 +113,30 @@ def _numbers(name: str) -> list[str]:
 
 
 def spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
-    """Return the last `number` dimensions of x; refuse sharded channels, the dimension before them."""
+    """Return the last `number` dimensions of x.
+
+    Args:
+        function: The function of torch.
+        x: The tensor, any shape.
+        number: Number of spatial dimensions.
+
+    Raises:
+        DomainOperatorError: The dimension before them, the channels, is sharded.
+    """
     first = x.ndim - number
     refuse_unless(first - 1 not in x.domain.axes, function, x, "sharded channels")
     return range(first, x.ndim)
 
 
 def per_axis(value: float | str | Sequence, dims: Sequence[int]) -> tuple:
-    """Return one value for each spatial dimension, given for all of them or one by one.
+    """Return one value for each spatial dimension.
+
+    Args:
+        value: One value for all dimensions, or one for each.
+        dims: The dimensions.
 
     Raises:
-        ValueError: another number of values.
+        ValueError: There is another number of values.
     """
     values = (value,) * len(dims) if isinstance(value, int | float | str) else tuple(value)
     values *= len(dims) if len(values) == 1 else 1
@@ -127,9 +150,9 @@ def per_axis(value: float | str | Sequence, dims: Sequence[int]) -> tuple:
 def _windows(
     function: Callable, x: DomainTensor, *options: int | str | Sequence, ceil: bool = False
 ) -> dict[int, Window]:
-    """Return the window of each spatial dimension; `same` pads the odd row behind, as PyTorch does.
+    """Return the window of each spatial dimension. `same` pads the odd row at the end, as in PyTorch.
 
-    options: kernel size, stride, padding, and perhaps dilation and output padding, as of PyTorch's functions.
+    options: kernel size, stride, padding, and perhaps dilation and output padding, as in PyTorch's functions.
     """
     dims = spatial_dims(function, x, int(function.__name__[-2]))
     dilation, output_padding = (*options[3:], *(1, 0)[len(options) - 3 :])
@@ -142,7 +165,7 @@ def _windows(
     return windows
 
 
-# ---- convolutions
+# ---- Convolutions
 
 
 @rule(*_numbers("conv"), first_only=True)
@@ -158,9 +181,20 @@ def conv(
     *,
     periodic: bool = False,
 ) -> DomainTensor:
-    """With stride 1 and as many outputs as inputs the layout stays; else it is that of rows at multiples of the stride.
+    """Return the convolution of a sharded tensor. With stride 1 and equally many outputs and inputs the layout stays.
 
-    weight: (C_out, C / groups, *kernel), whole on every rank. periodic: the padding is rows of the other end.
+    Otherwise the owner of a row at a multiple of the stride owns the output.
+
+    Args:
+        function: F.conv1d, F.conv2d or F.conv3d.
+        x: (N, C, *spatial).
+        weight: (C_out, C / groups, *kernel), whole on every rank.
+        bias: (C_out,); None if absent.
+        stride: As in PyTorch.
+        padding: As in PyTorch.
+        dilation: As in PyTorch.
+        groups: As in PyTorch.
+        periodic: Whether the padding is rows of the other end.
     """
     windows = _windows(function, x, weight.shape[2:], stride, padding, dilation)
     ways: dict[int, Way] = {d: partial(window_plan, window=w) for d, w in windows.items()}
@@ -180,10 +214,10 @@ def conv(
 
 
 @rule(*_numbers("conv_transpose"), first_only=True)
-def conv_transpose(
+def _conv_transpose(
     function, x, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
 ) -> DomainTensor:
-    """The owner of input row i computes the outputs [i * stride, (i + 1) * stride).
+    """Compute a transposed convolution: the owner of input row i computes the outputs [i * stride, (i + 1) * stride).
 
     weight: (C, C_out / groups, *kernel), whole on every rank.
     """
@@ -211,18 +245,18 @@ def conv_transpose(
 
 
 def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
-    """Return of the transposed convolution of a tile's inputs: first output wanted, how many, how many are missing."""
+    """Return of a tile's transposed convolution: the first wanted output, how many there are, how many are missing."""
     (start, stop), (first, last) = tile
     offset = first * window.stride - window.before
     computed = (last - first - 1) * window.stride + window.reach + 1
     return start - offset, stop - start, max(stop - offset - computed, 0)
 
 
-# ---- pools
+# ---- Pools
 
 
 @rule(*_numbers("max_pool"), first_only=True)
-def max_pool(
+def _max_pool(
     function,
     x,
     kernel_size,
@@ -255,7 +289,9 @@ def max_pool(
             after = (
                 (stop - 1) * window.stride - window.before + window.reach + 1 - tile.inputs[1]
             )
-            if before or after:  # PyTorch's padding is no element, which minus infinity is too
+            if (
+                before or after
+            ):  # minus infinity never is the maximum, as with PyTorch's padding
                 part = F.pad(
                     part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf
                 )
@@ -265,7 +301,7 @@ def max_pool(
 
 
 @rule(*_numbers("avg_pool"), first_only=True)
-def avg_pool(
+def _avg_pool(
     function,
     x,
     kernel_size,
@@ -304,8 +340,8 @@ def avg_pool(
 
 
 @rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
-def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
-    """Of a sharded dimension each output is a mean, or a maximum, over ranks, and whole on every rank."""
+def _adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
+    """Pool. In a sharded dimension each output is a mean, or a maximum, over ranks, and whole on every rank."""
     refuse_unless(not return_indices, function, x, "the indices of a pool")
     dims = range(x.ndim - int(function.__name__[-2]), x.ndim)
     reduction = torch.mean if function.__name__[:12] == "adaptive_avg" else torch.amax
@@ -323,23 +359,29 @@ def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTenso
 
 
 def on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainTensor:
-    """Apply a function to a shard, which may be empty, of a tensor whose spatial dimensions are whole."""
+    """Return a function of a shard, which may be empty, of a tensor whose spatial dimensions are whole.
+
+    Args:
+        function: The function.
+        x: The tensor, any shape.
+        *options: Its further arguments.
+    """
     if x.local.numel():
         return wrapped(function(x.local, *options), x.domain)
     shape = function(torch.empty(x.shape, device="meta"), *options).shape
     return wrapped(connected(x.local.new_zeros(x.domain.local_shape(shape)), x.local), x.domain)
 
 
-# ---- the windows themselves
+# ---- The windows themselves
 
 
 @rule("unfold", first_only=True)
-def unfold(function, x, *args, **kwargs) -> DomainTensor:
-    """Tensor.unfold, the windows of one dimension; and F.unfold, the columns of an image: (N, C * kernel, outputs)."""
-    return (_windows_of if function is torch.Tensor.unfold else _columns)(x, *args, **kwargs)
+def _unfold(function, x, *args, **kwargs) -> DomainTensor:
+    """Return the windows of one dimension (Tensor.unfold), or the columns of an image (F.unfold)."""
+    return (_unfolded if function is torch.Tensor.unfold else _columns)(x, *args, **kwargs)
 
 
-def _windows_of(
+def _unfolded(
     x: DomainTensor, dimension: int, size: int, step: int, dilation: int = 1
 ) -> DomainTensor:
     dim = dimension % x.ndim
@@ -353,6 +395,6 @@ def _columns(x: DomainTensor, kernel_size, dilation=1, padding=0, stride=1) -> D
     options = (per_axis(option, dims) for option in (kernel_size, stride, dilation, padding))
     for dim, size, step, gap, around in zip(dims, *options, strict=True):
         x = F.pad(x, (*(0, 0) * (-dim - 1), around, around))
-        x = _windows_of(x, dim, size, step, gap).movedim(-1, -3)
-    # of (N, C, kernel rows, kernel columns, rows, columns)
+        x = _unfolded(x, dim, size, step, gap).movedim(-1, -3)
+    # (N, C, kernel rows, kernel columns, rows, columns)
     return x.flatten(-5, -3).flatten(-2)

@@ -1,4 +1,4 @@
-"""Checks of what a model of transformers is given, and of its logits: each must be right for a part of a sequence."""
+"""Check the arguments of a model of transformers, and its logits: each must be right for a part of a sequence."""
 
 import inspect
 from typing import Any
@@ -12,30 +12,48 @@ from longshard.integrations import inspection
 
 
 def check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
-    """Raise a ContextParallelError unless there is a row of logits for each token of the rank's part."""
+    """Check that there is a row of logits for each token of the rank's part.
+
+    Args:
+        model: The model.
+        logits: The logits, (..., S, V); None if absent.
+        live: The plan of the context.
+
+    Raises:
+        ContextParallelError: There is another number of rows.
+    """
     length = live.layout.local_length(live.rank)
     if isinstance(logits, torch.Tensor) and (logits.ndim < 3 or logits.shape[-2] != length):
         raise ContextParallelError(
             f"{type(model).__name__} has logits of shape {tuple(logits.shape)}, not one row for each token of a rank's "
-            "part; use a model with a head for every token, such as one for causal or masked language modelling"
+            "part. Use a model with a head for every token, such as one for causal or masked language modelling"
         )
 
 
 def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise a ContextParallelError if a model counts positions itself, or shifts labels within a part."""
-    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    given |= given.get("kwargs", {})
+    """Check that a model does not count positions itself, and does not shift labels within a part.
+
+    Args:
+        model: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        ContextParallelError: It does.
+    """
+    inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    inputs |= inputs.get("kwargs", {})
     name = type(model).__name__
-    has_text = any(given.get(key) is not None for key in ("input_ids", "inputs_embeds"))
-    if inspection.takes_positions(model) and given.get("position_ids") is None and has_text:
+    has_text = any(inputs.get(key) is not None for key in ("input_ids", "inputs_embeds"))
+    if inspection.takes_positions(model) and inputs.get("position_ids") is None and has_text:
         raise ContextParallelError(
             f"{name} got no `position_ids`, and would count positions from 0 on every rank; give it global "
             "`position_ids`, cut as a buffer of `context_parallel`"
         )
-    if given.get("labels") is not None and (
-        given.get("shift_labels") is None or not given.get("num_items_in_batch")
+    if inputs.get("labels") is not None and (
+        inputs.get("shift_labels") is None or not inputs.get("num_items_in_batch")
     ):
         raise ContextParallelError(
-            f"{name} got `labels`, which it shifts within the part of a rank and divides by the tokens of that part; "
-            "shift and cut labels as a buffer, and take the loss from the logits"
+            f"{name} got `labels`, which it shifts within the part of a rank. It divides by the tokens of this part. "
+            "Instead, shift and cut labels as a buffer, and take the loss from the logits"
         )

@@ -1,4 +1,4 @@
-"""Which attention modules and layers attended through the context, found out by hooks around them."""
+"""Record which attention modules and layers attended through the context, by hooks around them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,18 +11,20 @@ from longshard.integrations import inspection
 
 
 class AttendedLayers:
-    """Counts the context's attention calls of modules while a model runs, and says which of them made none.
+    """Counts the context's attention calls of modules while a model runs, and says which modules made none.
 
-    is_in_force: returns whether attention is intercepted where it is called.
+    Args:
+        live: The plan of the context.
+        is_in_force: Returns whether attention is intercepted at the place of the call.
     """
 
     def __init__(self, live: LivePlan, is_in_force: Callable[[], bool]) -> None:
         self._live = live
         self._is_in_force = is_in_force
-        self._root: nn.Module | None = None  # whose forward runs
+        self._root: nn.Module | None = None  # the model that runs
         self._calls_before: dict[nn.Module, int] = {}
         self._attended: dict[str, bool] = {}  # of attention modules and layers, in this forward
-        # of nn.ModuleLists: kinds, number
+        # model -> name of each nn.ModuleList -> kinds of its layers, number of its layers
         self._stacks: dict[nn.Module, dict[str, tuple[list[str], int]]] = {}
 
     def covered(
@@ -30,24 +32,37 @@ class AttendedLayers:
     ) -> list[tuple[str, nn.Module]]:
         """Return the attention modules and layers of a model, to be watched by `before` and `after`.
 
-        The context does not see a call from another thread, a function compiled by torch.jit or a C++ library. The
-        module of such a call counts none.
+        The context does not see a call from another thread, from a function compiled by torch.jit or from a C++
+        library. The module of such a call counts none.
+
+        Args:
+            root: The model.
+            modules: The modules of the model, by name.
         """
         kinds: list[str] = []
         stacks = self._stacks[root] = {}
         layers = set()
-        found = []
+        watched = []
         for name, module in modules.items():
             kinds = inspection.layer_kinds(getattr(module, "config", None)) or kinds
             if isinstance(module, nn.ModuleList):
                 stacks[name] = kinds, len(module)
                 layers.update(f"{name}.{i}" for i in range(len(module)))
             if name in layers or inspection.ATTENTION.search(type(module).__name__):
-                found.append((name, module))
-        return found
+                watched.append((name, module))
+        return watched
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Hook before the forward of a module."""
+        """Hook before the forward of a module.
+
+        Args:
+            module: The module.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            ContextParallelError: No interception is in force.
+        """
         if not self._is_in_force():
             raise ContextParallelError(
                 f"{type(module).__name__} was called in another thread, or outside of the context's interception; "
@@ -58,22 +73,38 @@ class AttendedLayers:
     def after(
         self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object
     ) -> None:
-        """Hook after the forward of the module `name`."""
+        """Hook after the forward of a module.
+
+        Args:
+            name: The name of the module.
+            module: The module.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            result: Its result.
+        """
         if self._root is not None:  # it is not a recomputation
             self._attended[name] = (
                 self._attended.get(name, True) and self._live.calls > self._calls_before[module]
             )
 
     def begin(self, root: nn.Module) -> None:
-        """Note that the forward of a model begins, unless the model runs inside another watched model."""
+        """Note that the forward of a model begins, unless the model runs inside another watched model.
+
+        Args:
+            root: The model.
+        """
         if self._root in (None, root):
             self._root = root
             self._attended = {}
-            # a model found by its call gets hooks too late for it
+            # a model that is detected at its call gets its hooks after `before` would run
             self._calls_before[root] = self._live.calls
 
     def end(self, root: nn.Module) -> str | None:
-        """Return why the forward of a model, which ends, is refused, or None."""
+        """Return why the forward of a model, which ends, is refused; None if it is not.
+
+        Args:
+            root: The model.
+        """
         if root is not self._root:
             return None
         attended = self._attended

@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from longshard.context.planning.options import ContextParallelError
 
 NOT_COMPILED = "`intercept_sdpa` cannot be compiled; the model runs as it is inside the context"
-# The compiler breaks its graph at a function with this mark; where it may not (fullgraph), it raises with this reason.
+# The compiler breaks its graph at a function with this mark. If it may not (fullgraph), it raises with this reason.
 outside_of_graphs = torch.compiler.disable(reason=NOT_COMPILED)
 
 # Arguments of transformers' attention functions that do not change attention; any other one must be empty.
@@ -23,18 +23,28 @@ _WITHOUT_EFFECT = frozenset(
         "output_attentions",
         "output_hidden_states",
         "return_dict",
+        "output_router_logits",
+        "num_items_in_batch",
+        "sliding_window",
     }
-    | {"output_router_logits", "num_items_in_batch", "sliding_window"}
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One attention call of a model: q (B, H, S, D), k and v (B, K, S, D), and its options.
+    """One attention call of a model.
 
-    window: how many keys a query sees, its own among them; 0: no window. sinks: (H,), as for the operator. positions:
-    that the model gives its attention. hides_from: the distance from which on tokens are hidden in another way than by
-    a window, or 0. refusal: why the call cannot be context parallel, or None.
+    Attributes:
+        q: The queries, (B, H, S, D).
+        k: The keys, (B, K, S, D).
+        v: The values, (B, K, S, D).
+        scale: Factor of the scores; None means the default.
+        is_causal: Whether later tokens are hidden.
+        window: Number of keys that a query sees, its own among them; 0 means no window.
+        sinks: (H,), as for the operator; None if absent.
+        positions: The positions that the model passes to its attention; None if absent.
+        hides_from: The distance from which on tokens are hidden in another way than by a window; 0 if absent.
+        refusal: Why the call cannot be context parallel; None if it can.
     """
 
     q: torch.Tensor
@@ -50,7 +60,15 @@ class Call:
 
 
 def attend(q: torch.Tensor, call: Call) -> torch.Tensor:
-    """Hand a call to the `Interception` in force; ContextParallelError if none is."""
+    """Return the result of a call, which the interception in force runs.
+
+    Args:
+        q: The queries, (B, H, S, D).
+        call: The call.
+
+    Raises:
+        ContextParallelError: No interception is in force.
+    """
     if has_torch_function_unary(q):
         return handle_torch_function(attend, (q,), call)
     raise ContextParallelError(
@@ -60,14 +78,26 @@ def attend(q: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def is_intercepted(x: torch.Tensor) -> bool:
-    """Return whether an `Interception` is in force here."""
+    """Return whether an `Interception` is in force here.
+
+    Args:
+        x: A tensor of any shape.
+    """
     return has_torch_function_unary(x) and handle_torch_function(is_intercepted, (x,), x)
 
 
 def refusal_of_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float
 ) -> str | None:
-    """Return why attention of these inputs cannot be context parallel, or None."""
+    """Return why attention of these inputs cannot be context parallel; None if it can.
+
+    Args:
+        q: The queries, (B, H, S, D).
+        k: The keys, (B, K, S, D).
+        v: The values, (B, K, S, D).
+        mask: The mask of the call; None if absent.
+        dropout: The probability of dropout.
+    """
     if mask is not None:
         return (
             f"this attention got a mask of shape {tuple(mask.shape)}, which says nothing of the tokens of other ranks; "
@@ -92,7 +122,7 @@ def refusal_of_call(
     return None
 
 
-# ---- transformers
+# ---- Transformers
 
 
 def register_transformers_attention(name: str = "context_parallel") -> None:
@@ -100,6 +130,9 @@ def register_transformers_attention(name: str = "context_parallel") -> None:
 
     It runs inside `context_parallel(..., intercept=intercept_sdpa())`, and is an error elsewhere. Unlike an intercepted
     F.scaled_dot_product_attention, it honours sliding windows and attention sinks. Needs transformers 5.
+
+    Args:
+        name: The name of the implementation.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -124,8 +157,8 @@ def _transformers_attention(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = others.get("sliding_window") or 0
     hides_from = 0
-    # A note of `_transformers_mask` is an expanded tensor on the CPU, so that it has no memory, can be read without
-    # waiting for a GPU, and remains what it is when it is detached or sliced.
+    # A note of `_transformers_mask` is an expanded tensor on the CPU. It has no memory, can be read without waiting
+    # for a GPU, and does not change when it is detached or sliced.
     mask = attention_mask
     if (
         mask is not None
@@ -137,8 +170,10 @@ def _transformers_attention(
         attention_mask = None
         window, hides_from = (noted, 0) if noted > 0 else (window, -noted)
     refusal = refusal_of_call(query, key, value, attention_mask, dropout)
-    given = {name for name, value in others.items() if value is not None and value is not False}
-    if unknown := given - _WITHOUT_EFFECT:
+    options = {
+        name for name, value in others.items() if value is not None and value is not False
+    }
+    if unknown := options - _WITHOUT_EFFECT:
         refusal = (
             f"this model passes {', '.join(map(repr, sorted(unknown)))} to its attention, which context-parallel "
             "attention does not know; use a model without"
@@ -166,10 +201,10 @@ def _transformers_mask(
 ) -> torch.Tensor | None:
     """Return None if the mask is causal or full, and a note for `_transformers_attention` if it hides distant tokens.
 
-    A note is the size of a window, or minus that of another form.
+    A note is the size of a window; the negative size if the form is not a window.
 
-    The window of some models is in their mask only (Qwen2-MoE, Phimoe), whose length here is that of a rank's part. Any
-    other mask is returned as one that attention refuses.
+    Some models have their window in the mask only (Qwen2-MoE, Phimoe); the mask here has the length of a rank's part.
+    Any other mask is returned as a dense mask, which attention refuses.
     """
     is_simple = (allow_is_causal_skip or allow_is_bidirectional_skip) and q_length == kv_length
     if not is_simple or not (attention_mask is None or bool(attention_mask.all())):
@@ -183,7 +218,7 @@ def _transformers_mask(
 
 
 def _is_window(mask_function: Callable[..., torch.Tensor], size: int) -> bool:
-    """Return whether a mask function of transformers shows each query `size` keys, the last of them its own."""
+    """Return whether a mask function of transformers shows each query `size` keys, the last one its own."""
     query = torch.tensor([size, size + 1, 2 * size, 2 * size + 1])
     zero = torch.zeros_like(query)
     seen = [

@@ -1,4 +1,4 @@
-"""Whether a model can be context parallel: only attention mixes its tokens, and its positions can be given.
+"""Decide whether a model can be context parallel: only attention mixes its tokens, and it takes positions.
 
 The rules read modules and configurations, not names of models, and import no library of models. A module with a
 `config` and a `main_input_name` counts as a model of transformers.
@@ -25,7 +25,7 @@ SCAN_PARAMETERS = frozenset(
         "recurrent_gate_weight",
     }
 )
-# Keys under which a configuration lists the kinds of its layers; kinds that are attention, or mix no tokens.
+# Keys under which a configuration lists the kinds of its layers. Then kinds that are attention, or mix no tokens.
 _KINDS = (
     "layer_types",
     "layers_block_type",
@@ -46,7 +46,7 @@ _ATTENTION_KINDS = frozenset(
     }
 )
 TOKENWISE_KINDS = frozenset({"moe", "mlp", "dense", "sparse"})
-# Kinds that are right if their layers are bound; a layer that is not is seen by its parameters, or where it runs.
+# Kinds that are right if their layers are bound. A layer that is not bound is detected by its parameters or its call.
 _BOUND_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "hybrid"})
 _WITHOUT_WINDOW = frozenset({"full_attention", "attention", "full", "global"}) | TOKENWISE_KINDS
 _WINDOWS = (
@@ -75,22 +75,31 @@ _MIXING = {
 
 
 class Allowed:
-    """Modules that a user checked by hand, by class, class name, dotted name in the model, or kind of layers."""
+    """Modules that a user checked by hand.
+
+    Args:
+        entries: Classes, class names, dotted names in the model, or kinds of layers.
+    """
 
     def __init__(self, entries: Collection[type | str]) -> None:
         self._entries = tuple(entries)
         self._used: set[type | str] = set()
 
     def has(self, module: nn.Module | None, name: str) -> bool:
-        """Return whether a module of this dotted name, or (without a module) a kind of layers, is allowed."""
+        """Return whether a module, or a kind of layers, is allowed.
+
+        Args:
+            module: The module; None for a kind of layers.
+            name: The dotted name of the module, or the kind.
+        """
         names = {name, *(cls.__name__ for cls in type(module).__mro__ if module is not None)}
-        found = [
+        entries = [
             x
             for x in self._entries
             if (isinstance(module, x) if isinstance(x, type) else x in names)
         ]
-        self._used.update(found)
-        return bool(found)
+        self._used.update(entries)
+        return bool(entries)
 
     @property
     def unused(self) -> list[str]:
@@ -103,24 +112,40 @@ class Allowed:
 
 
 def is_model(module: nn.Module) -> bool:
-    """Return whether a module is a model of transformers, not one of its layers."""
+    """Return whether a module is a model of transformers, not one of its layers.
+
+    Args:
+        module: The module.
+    """
     return hasattr(module, "config") and hasattr(module, "main_input_name")
 
 
 def reads_text(model: nn.Module) -> bool:
-    """Return whether a model of transformers reads tokens, rather than images or sound."""
+    """Return whether a model of transformers reads tokens, rather than images or sound.
+
+    Args:
+        model: The model.
+    """
     return model.main_input_name in ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Return whether the model's forward has a parameter `position_ids`."""
+    """Return whether the model's forward has a parameter `position_ids`.
+
+    Args:
+        model: The model.
+    """
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def checked_modules(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn.Module]]:
     """Yield (dotted name, module) of a model, without allowed modules and inner models of images or sound.
 
-    A model of text and images runs on text alone, without its inner models; `ModelWatch` refuses calls of them.
+    A model of text and images runs on text only, without its inner models; `ModelWatch` refuses calls of them.
+
+    Args:
+        root: The model.
+        allowed: Modules that a user checked by hand.
     """
     seen: set[nn.Module] = set()
 
@@ -140,14 +165,19 @@ def checked_modules(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn
 def refusal_of_model(
     root: nn.Module, seq_len: int, allowed: Allowed, bound: Collection[nn.Module] = ()
 ) -> str | None:
-    """Return why a model cannot be context parallel over sequences of seq_len tokens, or None.
+    """Return why a model cannot be context parallel; None if it can.
 
-    bound: modules whose convolutions and scans run over ranks (`scans.bind`). The result depends on modules and
-    configurations alone, so that it is the same on every rank.
+    The result depends only on modules and configurations, so that it is the same on every rank.
+
+    Args:
+        root: The model.
+        seq_len: Number of tokens of a sequence.
+        allowed: Modules that a user checked by hand.
+        bound: Modules whose convolutions and scans run over ranks (`scans.bind`).
     """
-    found = list(checked_modules(root, allowed))
-    models = [module for _, module in found if is_model(module)]
-    names = {type(module).__name__ for _, module in found}
+    checked = list(checked_modules(root, allowed))
+    models = [module for _, module in checked if is_model(module)]
+    names = {type(module).__name__ for _, module in checked}
     if bound and not any(
         regex.search(name) for name in names for regex in (ATTENTION, POSITIONS)
     ):
@@ -155,7 +185,7 @@ def refusal_of_model(
     for module in models:
         if refusal := _refusal_of_configuration(module, seq_len, allowed, bound):
             return refusal
-    for name, module in found:
+    for name, module in checked:
         refusal = refusal_of_module(name or "the model", module, seq_len, bound)
         if refusal and not mixes_if_called(module, bound):
             return refusal
@@ -175,17 +205,24 @@ _ALLOW = (
 def refusal_of_module(
     name: str, module: nn.Module, seq_len: int, bound: Collection[nn.Module] = ()
 ) -> str | None:
-    """Return why a module of this dotted name cannot be context parallel, whatever the model around it, or None."""
-    what = _what_mixes(module, bound)
-    if what:
+    """Return why a module cannot be context parallel in any model; None if it can.
+
+    Args:
+        name: The dotted name of the module.
+        module: The module.
+        seq_len: Number of tokens of a sequence.
+        bound: Modules whose convolutions and scans run over ranks.
+    """
+    mixer = _mixer(module, bound)
+    if mixer:
         return (
-            f"{name} ({type(module).__name__}) is {what}, which mixes tokens outside of attention, and a rank has only "
-            f"some of them; use a model in which attention alone mixes tokens, or, {_ALLOW}"
+            f"{name} ({type(module).__name__}) is {mixer}, which mixes tokens outside of attention, and a rank has "
+            f"only some of them. Use a model in which attention alone mixes tokens, or, {_ALLOW}"
         )
     if getattr(module, "token_dropout", False):
         return (
-            f"{name} ({type(module).__name__}) scales embeddings by the share of mask tokens among those of a "
-            "rank; use `token_dropout=False`"
+            f"{name} ({type(module).__name__}) scales embeddings by the share of mask tokens among the tokens of "
+            "a rank; use `token_dropout=False`"
         )
     scale = getattr(module, "floor_scale", None)
     is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(
@@ -200,18 +237,23 @@ def refusal_of_module(
 
 
 def mixes_if_called(module: nn.Module, bound: Collection[nn.Module]) -> bool:
-    """Return whether a module mixes tokens if it is called, and need not be.
+    """Return whether a module mixes tokens if it is called, but need not be called.
 
-    A model that gets text alone does not call what mixes the positions of images, and a layer that is bound does not
-    call its convolution, whose weights it gives to a function.
+    A model that gets only text does not call the modules that mix the positions of images. A bound layer does not call
+    its convolution; it passes the weights to a function.
+
+    Args:
+        module: The module.
+        bound: Modules whose convolutions and scans run over ranks.
     """
     is_spare = type(module).__name__.endswith(("2d", "3d")) or (
         module in bound and isinstance(module, conv._ConvNd)
     )
-    return is_spare and _what_mixes(module, bound) is not None
+    return is_spare and _mixer(module, bound) is not None
 
 
-def _what_mixes(module: nn.Module, bound: Collection[nn.Module]) -> str | None:
+def _mixer(module: nn.Module, bound: Collection[nn.Module]) -> str | None:
+    """Return in words how a module mixes tokens; None if it does not."""
     if isinstance(module, torch.jit.ScriptModule):
         return "compiled by torch.jit, whose attention cannot be seen,"
     if isinstance(module, conv._ConvNd):
@@ -221,9 +263,9 @@ def _what_mixes(module: nn.Module, bound: Collection[nn.Module]) -> str | None:
             if max(module.kernel_size) == 1 or is_patchwise
             else f"a convolution of {module.kernel_size} tokens"
         )
-    for cls, what in _MIXING.items():
+    for cls, words in _MIXING.items():
         if isinstance(module, cls):
-            return what
+            return words
     if module in bound:
         return None
     scans = SCAN_PARAMETERS.intersection(
@@ -260,8 +302,8 @@ def _refusal_of_configuration(
     window = window_of(config)
     if implementation == "sdpa" and window and window < seq_len:
         return (
-            f"{name} has a sliding window of {window} for {seq_len} tokens, of which F.scaled_dot_product_attention "
-            "gets a mask for the part of a rank, or nothing; call `register_transformers_attention()` and "
+            f"{name} has a sliding window of {window} for {seq_len} tokens, but F.scaled_dot_product_attention gets "
+            "only a mask for the part of a rank, or no mask. Call `register_transformers_attention()` and "
             'model.set_attn_implementation("context_parallel")'
         )
     chunk = getattr(config, "attention_chunk_size", None)
@@ -274,7 +316,11 @@ def _refusal_of_configuration(
 
 
 def window_of(config: object) -> int | None:
-    """Return the smallest window of attention that a configuration has for some of its layers, or None."""
+    """Return the smallest window of attention that a configuration has for some of its layers; None if it has none.
+
+    Args:
+        config: The configuration.
+    """
     kinds = layer_kinds(config)
     if kinds and _WITHOUT_WINDOW.issuperset(kinds):
         return None
@@ -287,7 +333,13 @@ def moves_tokens(
 ) -> bool:
     """Return whether a call of F.pad, roll, cumsum, flip, mean or conv1d works along the tokens of a rank.
 
-    x: (B, tokens, ...) or (..., tokens, D), for conv1d (..., D, tokens), before the call; length: tokens of the rank.
+    Args:
+        name: The name of the function.
+        x: Its first argument before the call: (B, tokens, ...) or (..., tokens, D), for conv1d (..., D, tokens).
+        result: Its result, any shape.
+        args: Its other positional arguments.
+        kwargs: Its keyword arguments.
+        length: Number of tokens of the rank.
     """
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return False
@@ -325,7 +377,11 @@ def _dims_of_call(name: str, args: tuple, kwargs: dict[str, Any]) -> list[int]:
 
 
 def layer_kinds(config: object) -> list[str]:
-    """Return the kind of each layer by the configuration, or an empty list."""
+    """Return the kind of each layer by the configuration, or an empty list.
+
+    Args:
+        config: The configuration.
+    """
     for key in _KINDS:
         kinds = getattr(config, key, None)
         if kinds and all(isinstance(kind, str) for kind in kinds):

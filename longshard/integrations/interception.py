@@ -1,11 +1,11 @@
 """Run a model that this project did not write inside a context: its attention runs over all ranks.
 
-A torch function mode, in force in one context and one thread, gives calls of `F.scaled_dot_product_attention` to the
-context-parallel operator. No function is replaced, and the model stays as it is. A mode is off while it handles a call,
-and `loss.backward()` is such a call. So backward runs with the mode entered again, and recomputed attention is context
-parallel too.
+A torch function mode, in force in one context and one thread, runs calls of `F.scaled_dot_product_attention` by the
+context-parallel operator. No function is replaced, and the model is not changed. A mode is off while it handles a call,
+and `loss.backward()` is a call, too. So backward runs with the mode entered again, and recomputed attention is context
+parallel, too.
 
-A model that says something about the tokens of one rank, such as a dense mask, says nothing about the whole sequence.
+If a model says something about the tokens of one rank, such as a dense mask, it says nothing about the whole sequence.
 Such a call is refused.
 """
 
@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from longshard.context.attention import context_parallel_attention
-from longshard.context.live import AttentionSettings, LivePlan
+from longshard.context.attention_inputs import AttentionSettings
+from longshard.context.live import LivePlan
 from longshard.context.local_attention import ATTENTION_CALLS, attends
 from longshard.context.planning.options import ContextParallelError
 from longshard.context.regions import Intercept
@@ -37,7 +38,7 @@ from longshard.integrations.scans import run_scan, scanned
 from longshard.integrations.watch import ModelWatch
 from longshard.sharding.exchange import all_gather
 
-# They mix rows along a dimension, which may be the dimension of tokens.
+# These functions mix rows along a dimension, which may be the dimension of tokens.
 _NAMES = ("roll", "cumsum", "flip", "mean")
 _SHIFTS = frozenset(
     {F.pad, F.conv1d, *(getattr(of, name) for of in (torch, torch.Tensor) for name in _NAMES)}
@@ -49,8 +50,10 @@ def intercept_sdpa(
 ) -> Intercept:
     """Return `intercept` of `context_parallel`, which runs calls of F.scaled_dot_product_attention over all ranks.
 
-    model: is checked when the context is entered; without it each model is checked at its first call inside.
-    allow_modules: classes, names or kinds of modules not to refuse (docs/transformers.md).
+    Args:
+        model: The model, which is checked when the context is entered. If None, each model is checked at its first call
+            inside.
+        allow_modules: Classes, names or kinds of modules not to refuse (docs/transformers.md).
     """
 
     @contextmanager
@@ -68,8 +71,8 @@ def intercept_sdpa(
         if allowed.unused:
             raise ContextParallelError(
                 f"allow_modules of intercept_sdpa names {allowed.unused}, and the model has no such "
-                "module or kind of layers; give classes, their names, dotted names of modules, or "
-                "kinds of layers, and only those it has"
+                "module or kind of layers. Give classes, their names, dotted names of modules, or "
+                "kinds of layers that the model has"
             )
 
     return intercepting
@@ -78,13 +81,17 @@ def intercept_sdpa(
 class Interception(TorchFunctionMode):
     """The mode in which attention calls run over the ranks of an open plan, also during backward.
 
-    handle: the plan's, for the whole batch; a call may hold fewer sequences if all have the same mask. watch: what
-    observes the models that run.
+    Args:
+        handle: The handle of the plan for the whole batch, (B,) int64. A call may have fewer sequences if all have the
+            same mask.
+        live: The plan.
+        watch: Observes the models that run.
 
     Raises:
-        ContextParallelError: another interception is in force, or a rank has fewer than two tokens; and from calls that
-            cannot be context parallel: a mask, dropout. A refusal of a rank's first call is an error on all ranks, so
-            that no rank waits for another.
+        ContextParallelError: Another interception is in force, or a rank has fewer than two tokens. Also raised by
+            calls
+            that cannot be context parallel: a mask, dropout. A refusal of a rank's first call is an error on all ranks,
+            so that no rank waits for another.
     """
 
     def __init__(self, handle: torch.Tensor, live: LivePlan, watch: ModelWatch) -> None:
@@ -95,10 +102,10 @@ class Interception(TorchFunctionMode):
             )
         shortest = min(live.layout.lengths)
         if shortest < 2:
-            # transformers takes a single query for a step of generation, and calls its attention not causal.
+            # For transformers, a single query is a step of generation; its attention is not causal.
             raise ContextParallelError(
                 f"`intercept_sdpa` with {live.layout.length} tokens leaves a rank {shortest}, and "
-                "models take a single token for a step of generation; use at least "
+                "models take a single token for a step of generation. Use at least "
                 f"{2 * live.layout.degree} tokens and the load balancer 'head_tail' or 'contiguous'"
             )
         self._handle = handle
@@ -140,13 +147,13 @@ class Interception(TorchFunctionMode):
                 return _BACKWARD[func](*args, **kwargs)
         return func(*args, **kwargs)
 
-    # After a graph break the compiler may still trace the functions that are called from there. A collective would then
-    # wait for a result that nobody computes.
+    # After a graph break the compiler may still trace the functions that are called from there. A traced collective
+    # would wait for a result that nobody computes.
     @outside_of_graphs
     def _attend(self, call: Call) -> torch.Tensor:
         self._agree(call.refusal or self._watch.on_attention(call))
         scale = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
-        # The operator takes one size of heads: zeros change neither scores nor the rest of an output.
+        # The operator takes one size of heads: zeros change neither scores nor the other elements of an output.
         size = max(call.q.shape[-1], call.v.shape[-1])
         q, k, v = (
             x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
@@ -157,21 +164,21 @@ class Interception(TorchFunctionMode):
         return out if call.v.shape[-1] == size else out[..., : call.v.shape[-1]]
 
     @outside_of_graphs
-    def _scan(self, name: str, function: Callable, given: dict[str, Any]) -> Any:
+    def _scan(self, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
         self._agree(self._watch.shift)
-        return scanned(name, function, given, self._handle, self._live)
+        return scanned(name, function, arguments, self._handle, self._live)
 
     def _agree(self, refusal: str | None) -> None:
-        """Raise this rank's refusal, or that of other ranks or of all; a collective if there is news to compare."""
+        """Raise the refusal of this rank, of other ranks or of all; a collective if there is news to compare."""
         if self._watch.has_news:
             mesh = self._live.mesh
             positions = self._watch.positions
-            mine = torch.tensor(
+            local_state = torch.tensor(
                 [refusal is not None, positions.flags],
                 dtype=torch.int64,
                 device=mesh.device_type,
             )
-            ranks = all_gather(mine, mesh).tolist()
+            ranks = all_gather(local_state, mesh).tolist()
             refusing = [rank for rank, (refused, _) in enumerate(ranks) if refused]
             if refusing and refusal is None:
                 raise ContextParallelError(
@@ -218,7 +225,7 @@ def _backward(
 ) -> None:
     for x in inputs or ():
         if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf:
-            x.retain_grad()  # as torch does where it is given the tensor
+            x.retain_grad()  # as torch does for a tensor; it does not for an edge
     torch.autograd.backward(
         _edges(tensors), *args, inputs=None if inputs is None else _edges(inputs), **kwargs
     )
@@ -248,7 +255,7 @@ def _grad(
 
 
 def _edges(tensors: Sequence[torch.Tensor | GradientEdge]) -> list[GradientEdge]:
-    """Return edges of the graph in place of tensors: torch would call the mode again for tensors, not for edges."""
+    """Return tensors as edges of the graph: torch would call the mode again for tensors, but not for edges."""
     return [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x in tensors]
 
 

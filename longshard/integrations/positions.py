@@ -1,4 +1,4 @@
-"""The positions that a model uses on a rank, compared with the places of its tokens in the sequence or documents."""
+"""Compare the positions that a model uses on a rank with the positions of its tokens in the sequence or documents."""
 
 import weakref
 from functools import reduce
@@ -18,6 +18,9 @@ class Positions:
 
     A model without positions counts a rank's part of the sequence from 0. This is right if the part begins a sequence
     or a document, and only if the other ranks count in the same way. So the ranks compare their `flags`.
+
+    Args:
+        live: The plan of the context.
     """
 
     def __init__(self, live: LivePlan) -> None:
@@ -31,7 +34,11 @@ class Positions:
     def see(self, positions: object) -> bool:
         """Check a value that may be positions: an integer tensor (..., tokens of this rank).
 
-        Return whether it may be, and was not checked just before. No shape decides this, so that ranks agree.
+        Args:
+            positions: The value.
+
+        Returns:
+            Whether it may be positions, and was not checked just before. No shape decides this, so that ranks agree.
         """
         if not isinstance(positions, torch.Tensor) or positions.dtype not in (
             torch.int64,
@@ -59,25 +66,29 @@ class Positions:
             self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)
 
     def refusal_of_ranks(self, flags: list[int]) -> str | None:
-        """Return why positions are wrong, by the flags of all ranks, or None if all count the sequence or documents."""
+        """Return why positions are wrong; None if all ranks count the sequence or documents.
+
+        Args:
+            flags: The flags of each rank.
+        """
         self.flags = 0
         if reduce(or_, flags) != _RESTARTED | _NOT_GLOBAL | _NOT_BY_DOCUMENT:
             return None
         return (
             f"the model counts positions from 0 on rank(s) {[rank for rank, x in enumerate(flags) if x & _RESTARTED]} "
-            "of the group, where its tokens are not the sequence's first; give it global `position_ids`, cut as a "
-            "buffer of `context_parallel`, or those of documents together with their mask"
+            "of the group, where its tokens are not the sequence's first. Give it global `position_ids`, cut as a "
+            "buffer of `context_parallel`, or positions in documents together with their mask"
         )
 
 
 def _agree(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return for each row of x (rows, n) whether it is `places` (n,) plus an offset, which some tables have."""
+    """Return for each row of x, (rows, n), whether it is `places`, (n,), plus an offset, which some tables have."""
     offset = x - places
     return (offset == offset[:, :1]).all(1) & (offset[:, 0] >= 0)
 
 
 def _places_in_documents(live: LivePlan, tokens: np.ndarray) -> list[np.ndarray]:
-    """Return, for each sequence of the mask, the places of tokens counted from the first key that each may see."""
+    """Return, for each sequence of the mask, the positions of tokens counted from the first key that each may see."""
     places = []
     for number in range(live.mask.sequences):
         bands = live.mask.sequence(number).bands

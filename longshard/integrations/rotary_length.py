@@ -1,6 +1,6 @@
 """Rotary tables that depend on the longest sequence: give them the largest position of all ranks.
 
-transformers' `dynamic` and `longrope` have frequencies that depend on max(position_ids) + 1.
+In transformers, the frequencies of `dynamic` and `longrope` depend on max(position_ids) + 1.
 """
 
 from typing import Any
@@ -14,7 +14,11 @@ from longshard.sharding.exchange import all_reduce
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Return whether a module's table depends on the largest position, which one rank may not hold."""
+    """Return whether a module's table depends on the largest position, which may be on another rank.
+
+    Args:
+        module: The module.
+    """
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(
@@ -25,7 +29,17 @@ def depends_on_length(module: nn.Module) -> bool:
 def lengthened(
     mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict]:
-    """Return a rotary module's arguments with the largest position of all ranks appended; a collective."""
+    """Return a rotary module's arguments with the largest position of all ranks appended; a collective.
+
+    Args:
+        mesh: The 1-D mesh of the ranks.
+        module: The rotary module.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        ContextParallelError: The arguments have no `position_ids`.
+    """
     positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
     if not isinstance(positions, torch.Tensor) or positions.ndim < 2:
         raise ContextParallelError(
@@ -40,7 +54,14 @@ def lengthened(
 
 
 def shortened(module: nn.Module, args: tuple, kwargs: dict[str, Any], table: Any) -> Any:
-    """Return a rotary module's table, or tables, without the row of the position that `lengthened` appended."""
+    """Return a rotary module's table, or tables, without the row of the position that `lengthened` appended.
+
+    Args:
+        module: The rotary module.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        table: The table, (..., S + 1, D), or several.
+    """
     return (
         table[..., :-1, :]
         if isinstance(table, torch.Tensor)

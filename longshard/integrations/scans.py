@@ -1,7 +1,7 @@
 """Convolutions and scans of transformers' models, run over the ranks of a context by this project's operators.
 
-Layers of transformers call them as functions of their own file, under the same names in each. `bind` puts in the place
-of such a function one that hands its call to the `Interception` in force, and calls the function where none is. A
+Layers of transformers call them as functions of their own file, under the same names in each. `bind` replaces such a
+function by one that passes its call to the `Interception` in force; without an interception, it calls the function. A
 layer whose functions are all known is exact over ranks; others stay refused.
 """
 
@@ -32,9 +32,9 @@ class Where(NamedTuple):
     """The plan and the rows of a scan.
 
     Attributes:
-        handle: the handle of the plan.
+        handle: The handle of the plan.
         positions: (B, S), the positions of this rank's rows in their documents; None for one document.
-        activations: the activations that the layer's file knows, by name.
+        activations: The activations that the layer's file knows, by name.
     """
 
     handle: torch.Tensor
@@ -42,29 +42,52 @@ class Where(NamedTuple):
     activations: Any
 
 
-def run_scan(x: torch.Tensor, name: str, function: Callable, given: dict[str, Any]) -> Any:
-    """Hand a call to the `Interception` in force, which must be. x: a tensor of its arguments; given: all, by name."""
+def run_scan(x: torch.Tensor, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
+    """Return the result of a call, which the interception in force runs.
+
+    Args:
+        x: A tensor of its arguments, any shape.
+        name: The name of the function.
+        function: The function.
+        arguments: All arguments, by name.
+
+    Raises:
+        AssertionError: No interception is in force.
+    """
     if has_torch_function_unary(x):
-        return handle_torch_function(run_scan, (x,), x, name, function, given)
+        return handle_torch_function(run_scan, (x,), x, name, function, arguments)
     raise AssertionError(f"{name} is bound to a context, and none is in force")
 
 
 def scanned(
-    name: str, function: Callable, given: dict[str, Any], handle: torch.Tensor, live: LivePlan
+    name: str,
+    function: Callable,
+    arguments: dict[str, Any],
+    handle: torch.Tensor,
+    live: LivePlan,
 ) -> Any:
-    """Return what a function of transformers returns for the whole sequence, of this rank's rows.
+    """Return this rank's rows of the result that a function of transformers returns for the whole sequence.
+
+    Args:
+        name: The name of the function.
+        function: The function.
+        arguments: All arguments, by name; tensors have this rank's rows.
+        handle: The handle of the plan, (B,) int64.
+        live: The plan.
 
     Raises:
-        ContextParallelError: a state that is given or asked for, or documents that the mask does not tell.
+        ContextParallelError: The call passes or requests a state, or it describes documents, which the mask should do.
     """
-    if given.get("initial_state", given.get("initial_states")) is not None or any(
-        map(given.get, _ASKED)
+    if arguments.get("initial_state", arguments.get("initial_states")) is not None or any(
+        map(arguments.get, _ASKED)
     ):
         raise ContextParallelError(
-            f"{name} was called with a cache, whose states are those of one process; pass `use_cache=False`"
+            f"{name} was called with a cache, whose states belong to one process; pass `use_cache=False`"
         )
     packed = [
-        key for key in _PACKED if given.get(key, given.get("kwargs", {}).get(key)) is not None
+        key
+        for key in _PACKED
+        if arguments.get(key, arguments.get("kwargs", {}).get(key)) is not None
     ]
     if packed:
         raise ContextParallelError(
@@ -73,11 +96,11 @@ def scanned(
             "`attention_mask`"
         )
     live.calls += _KNOWN[name].run is not _not_fused
-    device = next(x.device for x in given.values() if isinstance(x, torch.Tensor))
+    device = next(x.device for x in arguments.values() if isinstance(x, torch.Tensor))
     where = Where(
         handle, positions_of(live, device), inspect.unwrap(function).__globals__.get("ACT2FN")
     )
-    return _KNOWN[name].run(where, given)
+    return _KNOWN[name].run(where, arguments)
 
 
 _ASKED = ("output_final_state", "return_final_states", "return_last_state")
@@ -85,47 +108,51 @@ _PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 
 def positions_of(live: LivePlan, device: torch.device) -> torch.Tensor | None:
-    """Return the positions of this rank's rows in their documents, (sequences of the mask, S), None for one document.
+    """Return the positions of this rank's rows in their documents, (sequences of the mask, S); None for one document.
+
+    Args:
+        live: The plan.
+        device: The device of the result.
 
     Raises:
-        ContextParallelError: the mask is not one of documents.
+        ContextParallelError: The mask is not a mask of documents.
     """
     if live.mask is None:
         return None
     rows = live.layout.indices(live.rank)
     starts = [_starts(live.mask, number) for number in range(live.mask.sequences)]
-    if all(len(found) <= 1 for found in starts):
+    if all(len(begins) <= 1 for begins in starts):
         return None
     firsts = np.stack(
-        [found[np.searchsorted(found, rows, side="right") - 1] for found in starts]
+        [begins[np.searchsorted(begins, rows, side="right") - 1] for begins in starts]
     )
     return torch.from_numpy(rows - firsts).to(device)
 
 
 def _starts(mask: Mask, number: int) -> np.ndarray:
     bands = mask.sequence(number).bands
-    found = sorted({band.kv_start for band in bands})
-    ends = [*found[1:], mask.q_len]
+    begins = sorted({band.kv_start for band in bands})
+    ends = [*begins[1:], mask.q_len]
     for band in bands:
-        end = ends[found.index(band.kv_start)]
+        end = ends[begins.index(band.kv_start)]
         if (
             mask.q_len != mask.kv_len
             or not band.kv_start <= band.q_start < band.q_stop <= end
             or band.kv_stop > end
         ):
             raise ContextParallelError(
-                f"a scan of states cannot follow the mask {band}, which is not one of documents; give "
+                f"a scan of states cannot follow the mask {band}, which is not a mask of documents; give "
                 "`documents(lengths)`, or no mask"
             )
-    return np.array(found or [0])
+    return np.array(begins or [0])
 
 
-# ---- the functions, by their names in transformers; their arguments by name
+# ---- The functions, by their names in transformers; their arguments by name
 
 
-def _convolution(where: Where, given: dict[str, Any]) -> torch.Tensor:
+def _convolution(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
     """hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S)."""
-    x, weight, bias, activation = (given[key] for key in _CONVOLUTION)
+    x, weight, bias, activation = (arguments[key] for key in _CONVOLUTION)
     rows = x.to(weight.dtype).transpose(1, 2)
     out = context_parallel_convolution(
         rows, weight.unsqueeze(1), where.handle, _repeated(where.positions, rows)
@@ -135,10 +162,10 @@ def _convolution(where: Where, given: dict[str, Any]) -> torch.Tensor:
     return out.transpose(1, 2).to(x.dtype)
 
 
-def _delta_rule(where: Where, given: dict[str, Any]) -> tuple[torch.Tensor, None]:
+def _delta_rule(where: Where, arguments: dict[str, Any]) -> tuple[torch.Tensor, None]:
     """query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V)."""
-    q, k, v, g, beta = (given[key] for key in _DELTA)
-    if given.get("use_qk_l2norm_in_kernel"):
+    q, k, v, g, beta = (arguments[key] for key in _DELTA)
+    if arguments.get("use_qk_l2norm_in_kernel"):
         q, k = (
             wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)
         )
@@ -147,27 +174,29 @@ def _delta_rule(where: Where, given: dict[str, Any]) -> tuple[torch.Tensor, None
     return linear_attention(tokens, where.handle)[0].to(v.dtype), None
 
 
-def _mamba2(where: Where, given: dict[str, Any]) -> torch.Tensor:
+def _mamba2(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
     """hidden_states: (B, S, H, P); dt: (B, S, H); A: (H,); B, C: (B, S, groups, N); D: (H,) -> (B, S, H, P)."""
-    x, step, rate, k, q = (given[key] for key in _MAMBA)
-    step = step if given["dt_bias"] is None else step + given["dt_bias"].to(step.dtype)
-    step = wide((F.softplus(step) if given["dt_softplus"] else step).clamp(*given["dt_limit"]))
+    x, step, rate, k, q = (arguments[key] for key in _MAMBA)
+    step = step if arguments["dt_bias"] is None else step + arguments["dt_bias"].to(step.dtype)
+    step = wide(
+        (F.softplus(step) if arguments["dt_softplus"] else step).clamp(*arguments["dt_limit"])
+    )
     positions = _repeated(where.positions, x)
     x = wide(x)
     scan = q, k, x * step.unsqueeze(-1), rate * step
     out = linear_attention(Tokens(*map(wide, scan), None, positions, 1.0), where.handle)[0]
-    return out if given["D"] is None else out + given["D"].unsqueeze(-1) * x
+    return out if arguments["D"] is None else out + arguments["D"].unsqueeze(-1) * x
 
 
-def _mamba1(where: Where, given: dict[str, Any]) -> torch.Tensor:
+def _mamba1(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
     """hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S). A channel is a head."""
-    x, step, rate, k, q = (given[key] for key in _MAMBA)
+    x, step, rate, k, q = (arguments[key] for key in _MAMBA)
     step = (
         step
-        if given["delta_bias"] is None
-        else step + given["delta_bias"].to(step.dtype).unsqueeze(-1)
+        if arguments["delta_bias"] is None
+        else step + arguments["delta_bias"].to(step.dtype).unsqueeze(-1)
     )
-    step = wide(F.softplus(step) if given["delta_softplus"] else step).transpose(1, 2)
+    step = wide(F.softplus(step) if arguments["delta_softplus"] else step).transpose(1, 2)
     v = wide(x).transpose(1, 2) * step
     positions = _repeated(where.positions, x)
     q, k = (wide(part).transpose(1, 2).unsqueeze(2) for part in (q, k))
@@ -175,12 +204,12 @@ def _mamba1(where: Where, given: dict[str, Any]) -> torch.Tensor:
     tokens = Tokens(q, k, v.unsqueeze(-1), log_decay, None, positions, 1.0)
     out = linear_attention(tokens, where.handle)[0]
     out = out.squeeze(-1).transpose(1, 2)
-    out = out if given["D"] is None else out + x * given["D"].unsqueeze(-1)
-    return out if given["z"] is None else out * F.silu(given["z"])
+    out = out if arguments["D"] is None else out + x * arguments["D"].unsqueeze(-1)
+    return out if arguments["z"] is None else out * F.silu(arguments["z"])
 
 
-def _not_fused(where: Where, given: dict[str, Any]) -> None:
-    """Return what transformers takes for: there is no such kernel, run the parts."""
+def _not_fused(where: Where, arguments: dict[str, Any]) -> None:
+    """Return None, by which transformers knows that there is no fused kernel, and runs the parts."""
 
 
 def _repeated(positions: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -210,12 +239,19 @@ _KNOWN = {
 }
 
 
-# ---- binding
+# ---- Binding
 
 
 def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Bind the functions that these modules call, and return the modules with what is in them that are exact then."""
-    found = set()
+    """Bind the functions that modules call; return the modules, and their parts, that are exact over ranks then.
+
+    Args:
+        modules: The modules.
+
+    Returns:
+        The exact modules.
+    """
+    exact = set()
     for module in modules:
         calls = _bound(type(module))
         scans = any(_KNOWN[name].is_scan for name in calls)
@@ -223,8 +259,8 @@ def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
             name.rpartition(".")[2] in SCAN_PARAMETERS for name, _ in module.named_parameters()
         )
         if scans or ("causal_conv1d_fn" in calls and not has_state):
-            found.update(module.modules())
-    return found
+            exact.update(module.modules())
+    return exact
 
 
 @lru_cache(maxsize=1024)
@@ -239,7 +275,7 @@ def _bound(cls: type[nn.Module]) -> frozenset[str]:
             first = _KNOWN[name].parameters
             if parameters[: len(first)] == first:
                 bound.add(name)
-                if not hasattr(function, "of_ranks"):
+                if not hasattr(function, "runs_over_ranks"):
                     forward.__globals__[name] = _binding(name, function)
     return frozenset(bound)
 
@@ -247,7 +283,7 @@ def _bound(cls: type[nn.Module]) -> frozenset[str]:
 def _parameters(function: Callable) -> tuple[str, ...] | None:
     try:
         return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of a kernel in C++
+    except (TypeError, ValueError):  # a kernel in C++
         return None
 
 
@@ -259,9 +295,9 @@ def _binding(name: str, function: Callable) -> Callable:
         x = args[0] if args else next(iter(kwargs.values()))
         if not is_intercepted(x):
             return function(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return run_scan(x, name, function, given.arguments)
+        bound_arguments = signature.bind(*args, **kwargs)
+        bound_arguments.apply_defaults()
+        return run_scan(x, name, function, bound_arguments.arguments)
 
-    bound.of_ranks = True
+    bound.runs_over_ranks = True
     return bound

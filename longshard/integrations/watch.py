@@ -1,8 +1,9 @@
-"""Checks of the models that run inside a context, by hooks that are removed with the context.
+"""Check the models that run inside a context, by hooks that are removed with the context.
 
-A model is given, or found at its first call. Its modules and configuration are checked before it runs. While it runs,
-the hooks see which positions its modules use, and which attention modules and layers attended through the context. A
-layer that did not, although others did, either mixes no tokens or mixes them where the context does not see it.
+A model is passed to the interception, or detected at its first call. Its modules and configuration are checked before
+it runs. While it runs, the hooks see which positions its modules use, and which attention modules and layers attended
+through the context. If a layer did not, although others did, it either mixes no tokens, or it mixes them where the
+context does not see it.
 """
 
 import threading
@@ -32,12 +33,15 @@ from longshard.integrations.scans import bind
 class ModelWatch:
     """Hooks on the models that run in one context and one thread.
 
-    is_in_force: returns whether attention is intercepted where it is called. model: the model that will run, if it is
-    known. allowed: modules that a user checked by hand.
+    Args:
+        live: The plan of the context.
+        is_in_force: Returns whether attention is intercepted at the place of the call.
+        model: The model that will run; None if it is not known.
+        allowed: Modules that a user checked by hand.
 
     Raises:
-        ContextParallelError: a model cannot be context parallel, or is called in a way that is wrong for a part of a
-            sequence; the same on every rank.
+        ContextParallelError: A model cannot be context parallel, or is called in a way that is wrong for a part of a
+            sequence. The error is the same on every rank.
     """
 
     def __init__(
@@ -55,10 +59,10 @@ class ModelWatch:
         self._allowed = allowed
         self._known: set[nn.Module] = set()
         self._handles: list[RemovableHandle] = []
-        # calls that run: of `tokens` (embeddings), of `allowed` modules
+        # number of calls that run now, of `tokens` (embeddings) and of `allowed` modules
         self._inside: Counter[str] = Counter()
         self.shift: str | None = None
-        """Why a call that mixed tokens is refused."""
+        """Why a call that mixed tokens is refused; None if there was none."""
         self._thread = threading.get_ident()
         self._attended = AttendedLayers(live, is_in_force)
 
@@ -76,10 +80,14 @@ class ModelWatch:
         while self._handles:
             self._handles.pop().remove()
 
-    # ---- for the interception
+    # ---- For the interception
 
     def see(self, *values: object) -> None:
-        """Check values that may be positions, such as the indices of a table that is not one of tokens."""
+        """Check values that may be positions, such as the indices of a table that is not a table of tokens.
+
+        Args:
+            *values: The values.
+        """
         for x in values if not self._inside["tokens"] else ():
             self.has_news |= self.positions.see(x)
 
@@ -89,6 +97,13 @@ class ModelWatch:
         """Check a call such as F.pad or torch.cumsum, which mixes tokens if it works along them.
 
         Its refusal waits for the next attention call, where ranks may still compare, or for the end of the forward.
+
+        Args:
+            name: The name of the function.
+            x: Its first argument, (B, tokens, ...), if it is a tensor.
+            shifted: Its result, any shape.
+            args: Its other positional arguments.
+            kwargs: Its keyword arguments.
         """
         length = self._live.layout.local_length(self._live.rank)
         if not self._inside["allowed"] and inspection.moves_tokens(
@@ -96,22 +111,26 @@ class ModelWatch:
         ):
             self.shift = self.shift or (
                 f"the model calls {name} along the {length} tokens of this rank, which mixes tokens outside of "
-                "attention; use a model in which attention alone mixes tokens, or, if it is right for a part of a "
+                "attention. Use a model in which attention alone mixes tokens. Or, if it is right for a part of a "
                 "sequence, name the module that calls it in `intercept_sdpa(allow_modules=[...])`"
             )
 
     def on_attention(self, call: Call) -> str | None:
-        """Return why a call cannot be context parallel, by rules that give every rank the same result, or None."""
+        """Return why a call cannot be context parallel, by rules that give every rank the same result; None if it can.
+
+        Args:
+            call: The attention call.
+        """
         self.see(call.positions)
         if self.shift is None and 0 < call.hides_from < self._live.layout.length:
             return (
                 f"this model's mask hides tokens by a distance of {call.hides_from} in another way than a causal "
-                f"window, such as chunks, for {self._live.layout.length} tokens; use a causal model, or sequences of "
+                f"window, such as chunks, for {self._live.layout.length} tokens. Use a causal model, or sequences of "
                 f"at most {call.hides_from} tokens"
             )
         return self.shift
 
-    # ---- hooks, at which the compiler breaks its graph
+    # ---- Hooks. The compiler breaks its graph at them.
 
     def _before(self, module: nn.Module, hook: Callable) -> None:
         self._handles.append(
@@ -141,8 +160,8 @@ class ModelWatch:
         ):
             raise ContextParallelError(refusal)
         self.has_news = True
-        found = dict(inspection.checked_modules(root, self._allowed))
-        for name, module in found.items():
+        modules = dict(inspection.checked_modules(root, self._allowed))
+        for name, module in modules.items():
             self._hook(module, root)
             if inspection.mixes_if_called(module, bound):
                 refusal = inspection.refusal_of_module(name, module, self._live.layout.length)
@@ -160,7 +179,7 @@ class ModelWatch:
                 self._before(module, partial(_refuse, refusal))
             if self._allowed.has(module, name):
                 self._count(module, "allowed")
-        for name, module in self._attended.covered(root, found):
+        for name, module in self._attended.covered(root, modules):
             self._before(module, self._attended.before)
             self._after(module, partial(self._attended.after, name))
         self._before(root, lambda module, args, kwargs: self._begin(module))
@@ -184,9 +203,9 @@ class ModelWatch:
             self._before(module, partial(lengthened, self._live.mesh))
             self._after(module, shortened)
 
-    def _count(self, module: nn.Module, what: str) -> None:
+    def _count(self, module: nn.Module, kind: str) -> None:
         def add(number: int, *_: object) -> None:
-            self._inside[what] += number
+            self._inside[kind] += number
 
         self._before(module, partial(add, 1))
         self._after(module, partial(add, -1))
@@ -195,7 +214,7 @@ class ModelWatch:
         self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object
     ) -> None:
         if inspection.is_model(root):
-            # a model found by its call had no hook before that call
+            # a model that was detected at its call had no hook before that call
             check_inputs(root, args, kwargs)
             check_logits(root, getattr(result, "logits", None), self._live)
         elif inspection.POSITIONS.search(type(root).__name__):

@@ -1,10 +1,7 @@
-"""All collectives that this project calls itself (FSDP and DTensor have their own), with calls and bytes counted.
+"""All collectives that this project calls itself, with counts of calls and bytes. FSDP and DTensor call their own.
 
-`exchange` moves rows: each rank states which rows of an axis it wants, and gets them from their owners. A halo, a
-change of layout, a gather and a scatter are exchanges. The adjoint adds up the gradients of a row at its owner.
-
-Nothing is sent of tensors on the meta device: a forward without data shows shapes. A group of one rank has no
-communicator: what would be sent is copied.
+Tensors on the meta device are never sent: a forward on them shows shapes only. A group of one rank has no
+communicator: its only rank copies the data instead.
 """
 
 import math
@@ -17,24 +14,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from longshard.sharding.layout import AxisLayout
-from longshard.sharding.movement import Movement, plan_movement
-from longshard.sharding.ranges import Range, Wanted, size
-from longshard.sharding.tensors import wide_type, with_adjoint
-
 Ranks = DeviceMesh | dist.ProcessGroup
-"""A 1-D mesh, or a group."""
+"""A 1-D mesh, or a process group."""
 
-# kind -> calls of this process; tests compare them with the cost of a plan
+# kind -> calls of this process; tests compare the calls with the cost of a plan
 calls: Counter[str] = Counter()
 # kind -> bytes that this process sent to others; `all_reduce`, `all_gather` and `broadcast` are not counted
 bytes_sent: Counter[str] = Counter()
 
 
 def all_reduce(x: torch.Tensor, over: Ranks, op: str = "sum") -> torch.Tensor:
-    """Reduce `x` over a 1-D mesh or a group, in place, and return it; over one rank nothing is sent.
+    """Reduce `x` over the ranks, in place, and return it. One rank sends nothing.
 
-    x: contiguous, of one shape on every rank; op: `sum`, `max` or `min`.
+    Args:
+        x: A contiguous tensor of any shape, which is the same on every rank.
+        over: The ranks.
+        op: `sum`, `max` or `min`.
+
+    Returns:
+        `x`.
     """
     if over.size() > 1 and not x.is_meta:
         _count("all_reduce")
@@ -43,7 +41,12 @@ def all_reduce(x: torch.Tensor, over: Ranks, op: str = "sum") -> torch.Tensor:
 
 
 def all_gather(x: torch.Tensor, over: Ranks) -> torch.Tensor:
-    """Return the `x` of every rank of a 1-D mesh or a group, in its order: (size, *x.shape)."""
+    """Return the `x` of every rank, in the order of the ranks: (size, *x.shape).
+
+    Args:
+        x: A tensor of any shape, which is the same on every rank.
+        over: The ranks.
+    """
     gathered = x.new_empty(over.size(), *x.shape)
     if x.is_meta:
         return gathered
@@ -55,7 +58,15 @@ def all_gather(x: torch.Tensor, over: Ranks) -> torch.Tensor:
 
 
 def broadcast(x: torch.Tensor, over: Ranks) -> torch.Tensor:
-    """Copy the `x` of the first rank of a 1-D mesh or a group to all others, in place, and return it."""
+    """Copy the `x` of the first rank to all other ranks, in place, and return it.
+
+    Args:
+        x: A contiguous tensor of any shape, which is the same on every rank.
+        over: The ranks.
+
+    Returns:
+        `x`.
+    """
     if over.size() > 1:
         _count("broadcast")
         dist.broadcast(x, group=_group(over), group_src=0)
@@ -63,7 +74,11 @@ def broadcast(x: torch.Tensor, over: Ranks) -> torch.Tensor:
 
 
 def has_peers(over: Ranks) -> bool:
-    """Return whether other ranks answer. Back end `fake` copies inputs to outputs: of one rank, or in a trace."""
+    """Return whether other processes answer; backend `fake` (one rank, or a trace) copies inputs to outputs instead.
+
+    Args:
+        over: The ranks.
+    """
     return dist.get_backend(_group(over)) != "fake"
 
 
@@ -73,7 +88,13 @@ def _group(over: Ranks) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A contiguous tensor to or from a rank of the group."""
+    """A contiguous tensor that this rank sends to, or receives from, another rank of the group.
+
+    Attributes:
+        tensor: The tensor, of any shape.
+        peer: The other rank.
+        is_send: Whether this rank sends the tensor.
+    """
 
     tensor: torch.Tensor
     peer: int
@@ -84,8 +105,11 @@ class Transfer:
 class Pending:
     """Transfers that have started. Their tensors may be read and written after `wait`.
 
-    kept: tensors that are kept alive until then, because another stream still uses their memory. arrived: what `wait`
-    calls once, when everything has arrived. timeout: how long to wait; None: the group's time-out.
+    Attributes:
+        works: The handles of PyTorch.
+        kept: Tensors that must stay alive until `wait`, because another stream still uses their memory.
+        arrived: Function that `wait` calls once, after all transfers; None if absent.
+        timeout: How long `wait` waits for each transfer; None means the time-out of the group.
     """
 
     works: Sequence[dist.Work] = ()
@@ -94,6 +118,7 @@ class Pending:
     timeout: timedelta | None = None
 
     def wait(self) -> None:
+        """Wait for the transfers, call `arrived` and release the tensors. A second call does nothing."""
         for work in self.works:
             work.wait(*(() if self.timeout is None else (self.timeout,)))
         if self.arrived is not None:
@@ -104,7 +129,12 @@ class Pending:
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device | str) -> timedelta | None:
-    """Return the time-out of the collectives of a group for tensors of a device; None if its backend has none."""
+    """Return the time-out of the collectives of a group; None if its backend has no time-out.
+
+    Args:
+        group: The group.
+        device: The device of the tensors, which selects the backend.
+    """
     # no public name as of torch 2.13
     options = group._get_backend(torch.device(device)).options
     return None if options is None else options._timeout
@@ -117,9 +147,16 @@ def send_receive(
     kind: str,
     arrived: Callable[[], None] | None = None,
 ) -> Pending:
-    """Start all transfers of this rank. Two ranks must list the transfers between them in the same order.
+    """Start all transfers of this rank; skip empty tensors. Two ranks must list their transfers in the same order.
 
-    kind: the name under which calls and sent bytes are counted. Empty transfers are skipped.
+    Args:
+        transfers: The transfers of this rank.
+        group: The group of the ranks.
+        kind: The name under which calls and sent bytes are counted.
+        arrived: Function that `Pending.wait` calls after all transfers; None if absent.
+
+    Returns:
+        The handle to wait for.
     """
     transfers = [transfer for transfer in transfers if transfer.tensor.numel()]
     if not transfers:
@@ -132,7 +169,7 @@ def send_receive(
         for t in transfers
     ]
     timeout = None
-    # its `wait` would use the time-out with which the group was made
+    # `wait` of gloo without an argument uses the time-out with which the group was made, not the present one.
     if dist.get_backend(group) == "gloo":
         timeout = group_timeout(group, "cpu")
     return Pending(dist.batch_isend_irecv(operations), transfers, arrived, timeout)
@@ -141,9 +178,18 @@ def send_receive(
 def allocate(
     group: dist.ProcessGroup, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return uninitialised memory, (the product of `size`,), that the group's network reads and writes without copies.
+    """Return uninitialised 1-D memory that the network of the group reads and writes without copies.
 
-    NCCL has some on GPUs that NVLink SHARP joins; None without.
+    NCCL has this memory on GPUs with NVLink SHARP.
+
+    Args:
+        group: The group.
+        size: Sizes; the memory has as many elements as their product.
+        dtype: The type of the elements.
+        device: The device of the memory.
+
+    Returns:
+        1-D, or None if the backend has no memory of this kind.
     """
     backend = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
@@ -154,7 +200,16 @@ def allocate(
 def gather_shards(
     x: torch.Tensor, group: dist.ProcessGroup, *, kind: str
 ) -> tuple[torch.Tensor, Pending]:
-    """Start gathering the contiguous `x` of every rank, all of one shape; return ((size, *x.shape), handle)."""
+    """Start to gather the `x` of every rank.
+
+    Args:
+        x: A contiguous tensor of any shape, which is the same on every rank.
+        group: The group of the ranks.
+        kind: The name under which calls and sent bytes are counted.
+
+    Returns:
+        The gathered tensors, (size, *x.shape), and the handle to wait for.
+    """
     size = group.size()
     gathered = x.new_empty(size, *x.shape)
     _count(kind, x.nbytes * (size - 1))
@@ -167,7 +222,16 @@ def gather_shards(
 def reduce_shards(
     x: torch.Tensor, group: dist.ProcessGroup, *, kind: str
 ) -> tuple[torch.Tensor, Pending]:
-    """Start summing x[r] of every rank at rank r; return (sum of shape x.shape[1:], handle). x: contiguous."""
+    """Start to sum x[r] over the ranks; rank r gets the sum of x[r].
+
+    Args:
+        x: A contiguous tensor, (size, ...), of one shape on every rank.
+        group: The group of the ranks.
+        kind: The name under which calls and sent bytes are counted.
+
+    Returns:
+        The sum, shape x.shape[1:], and the handle to wait for.
+    """
     size = group.size()
     summed = x.new_empty(x.shape[1:])
     _count(kind, summed.nbytes * (size - 1))
@@ -185,9 +249,17 @@ def all_to_all(
     *,
     kind: str,
 ) -> tuple[torch.Tensor, Pending]:
-    """Start sending each rank its piece of `sent` (1-D); return (the pieces of all ranks, one after another; handle).
+    """Start to send each rank its piece of `sent`.
 
-    send_sizes, receive_sizes: elements to and from each rank; any may be 0.
+    Args:
+        sent: The pieces for all ranks, one after another, 1-D.
+        send_sizes: Number of elements for each rank; may be 0.
+        receive_sizes: Number of elements from each rank; may be 0.
+        group: The group of the ranks.
+        kind: The name under which calls and sent bytes are counted.
+
+    Returns:
+        The pieces from all ranks, one after another, 1-D, and the handle to wait for.
     """
     received = sent.new_empty(sum(receive_sizes))
     if sent.is_meta:
@@ -196,7 +268,7 @@ def all_to_all(
     _count(kind, (sum(send_sizes) - own) * sent.element_size())
     if group.size() == 1:
         return received.copy_(sent.detach()), Pending()
-    is_async = not torch.compiler.is_compiling()  # what is traced has no handles
+    is_async = not torch.compiler.is_compiling()  # a traced graph has no handles
     work = dist.all_to_all_single(
         received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=is_async
     )
@@ -206,14 +278,20 @@ def all_to_all(
 def exchange_counts(
     counts: torch.Tensor, group: dist.ProcessGroup, *, kind: str
 ) -> tuple[list[int], list[int]]:
-    """Tell each rank how many rows it will get; return how many go to each rank, and how many come from each.
+    """Exchange the numbers of rows that the ranks will send. The host waits, because the numbers depend on data.
 
-    counts: (ranks,) int64, which depend on data: the host waits for them.
+    Args:
+        counts: Number of rows that this rank sends to each rank, 1-D, int64.
+        group: The group of the ranks.
+        kind: The name under which calls and sent bytes are counted.
+
+    Returns:
+        The number of rows to each rank, and the number of rows from each rank.
     """
     one = [1] * group.size()
-    theirs, pending = all_to_all(counts, one, one, group, kind=kind)
+    arriving, pending = all_to_all(counts, one, one, group, kind=kind)
     pending.wait()
-    return counts.tolist(), theirs.tolist()
+    return counts.tolist(), arriving.tolist()
 
 
 def send_rows(
@@ -224,7 +302,18 @@ def send_rows(
     *,
     kind: str,
 ) -> torch.Tensor:
-    """Send the next sent[r] rows of x to each rank r; return the rows of all ranks, one rank after another."""
+    """Send consecutive rows of x to the ranks: the first sent[0] rows to rank 0, the next sent[1] rows to rank 1, ...
+
+    Args:
+        x: The rows, (rows, ...), in the order of the ranks that get them.
+        sent: Number of rows for each rank.
+        arriving: Number of rows from each rank.
+        group: The group of the ranks.
+        kind: The name under which calls and sent bytes are counted.
+
+    Returns:
+        The rows from all ranks, one rank after another: (sum of arriving, ...).
+    """
     width = x.shape[1:].numel()
     sizes = ([rows * width for rows in counts] for counts in (sent, arriving))
     arrived, pending = all_to_all(x.reshape(-1), *sizes, group, kind=kind)
@@ -234,142 +323,12 @@ def send_rows(
 
 def _count(kind: str, size: int | None = None) -> None:
     if torch.compiler.is_compiling():
-        return  # a graph of torch.compile has no place for counters
+        return  # a compiled graph cannot count
     calls[kind] += 1
     if size is not None:
         bytes_sent[kind] += size
 
 
-# torch 2.13 renamed them
+# torch 2.13 renamed these functions
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-# ---- rows that are wanted, from their owners
-
-
-def exchange(
-    x: torch.Tensor,
-    layout: AxisLayout,
-    wanted: Sequence[Sequence[Range]],
-    *,
-    dim: int,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """Return the rows that this rank wants, range after range in dimension `dim`; differentiable, a collective.
-
-    x: this rank's shard, `layout.local_length(rank)` rows in `dim`. wanted: the half-open ranges that each rank of the
-    group wants, the same list on every rank. Ranges may overlap; rows beyond the ends of the axis are zeros. The
-    adjoint adds up the gradients of all copies of a row, own ones first, then in the order of ranks.
-
-    Raises:
-        ValueError: a shard of another length, ranges for another number of ranks, or an inverted range.
-    """
-    rank = group.rank()
-    wanted = tuple(map(tuple, wanted))
-    _check_wanted(x.shape[dim], layout, wanted, group)
-    movement = plan_movement(layout.ranges, wanted, rank)
-
-    def fetched(x: torch.Tensor) -> torch.Tensor:
-        result = _with_rows(x, movement.rows, dim)
-        target = result.movedim(dim, 0)
-        for start, stop in movement.outside:
-            target[start:stop] = 0
-        _move(x.movedim(dim, 0), target, movement, group, add=False)
-        return result
-
-    def returned(gradient: torch.Tensor) -> torch.Tensor:
-        # A row may have gone to many ranks.
-        exact = wide_type(gradient.dtype)
-        result = _with_rows(gradient, layout.local_length(rank), dim, exact)
-        _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement, group, add=True)
-        return result.to(gradient.dtype)
-
-    return with_adjoint(x, fetched, returned)
-
-
-def _check_wanted(
-    rows: int,
-    layout: AxisLayout,
-    wanted: Wanted,
-    group: dist.ProcessGroup,
-) -> None:
-    rank = group.rank()
-    if (
-        rows != layout.local_length(rank)
-        or len(wanted) != layout.degree
-        or layout.degree != group.size()
-    ):
-        raise ValueError(
-            f"exchange got {rows} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
-            f"{layout.local_length(rank)} rows for this rank and {layout.degree} ranks"
-        )
-    if any(start > stop for ranges in wanted for start, stop in ranges):
-        raise ValueError(
-            f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
-        )
-
-
-def _with_rows(
-    x: torch.Tensor, rows: int, dim: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return an uninitialised tensor like `x` with another number of rows in `dim`."""
-    shape = list(x.shape)
-    shape[dim] = rows
-    return x.new_empty(shape, dtype=dtype)
-
-
-def _move(
-    rows: torch.Tensor,
-    target: torch.Tensor,
-    movement: Movement,
-    group: dist.ProcessGroup,
-    *,
-    add: bool,
-) -> None:
-    """Send rows to the ranks that want them, and write them; or back to their owners, and add them up.
-
-    target: has no values yet.
-    """
-    sent, received = (
-        (movement.received, movement.sent) if add else (movement.sent, movement.received)
-    )
-    own = group.rank()
-    shape = rows.shape[1:]
-    width = shape.numel()
-    parts = [
-        rows[start:stop].reshape(-1)
-        for r, places in enumerate(sent)
-        if r != own
-        for start, stop in places
-    ]
-    buffer = torch.cat(parts) if parts else rows.new_empty(0)
-    send_sizes, counts = (
-        [size(p) * width * (r != own) for r, p in enumerate(x)] for x in (sent, received)
-    )
-    arrived, pending = all_to_all(buffer, send_sizes, counts, group, kind="exchange")
-    # own rows fill the target, with nothing to add to
-    is_first = add and received[own] == ((0, target.shape[0]),)
-    if add and not is_first:
-        target.zero_()
-    # while the others are sent
-    for (start, stop), place in zip(sent[own], received[own], strict=True):
-        put_rows(target, [place], rows[start:stop], add=add and not is_first)
-    pending.wait()
-    for rank, (piece, places) in enumerate(zip(arrived.split(counts), received, strict=True)):
-        if rank != own:
-            put_rows(target, places, piece.view(size(places), *shape), add=add)
-
-
-def put_rows(
-    rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool
-) -> None:
-    """Write, or add, the rows of `piece` to the ranges `places` of `rows`, one after another, in place."""
-    offset = 0
-    for start, stop in places:
-        part = piece[offset : offset + stop - start]
-        if add:
-            rows[start:stop].add_(part)  # not `+=`, which also copies the rows onto themselves
-        else:
-            rows[start:stop] = part
-        offset += stop - start

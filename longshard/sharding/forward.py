@@ -1,7 +1,7 @@
-"""The only function that replaces a module's forward from outside, in a fixed order of features.
+"""Replace the forward of a module from outside, in a fixed order of features. No other function may do this.
 
-FSDP comes last and works by hooks. A feature replaces a forward once, and not after a later feature of the list. A
-forward that was set on the instance by other code is refused, because it would be dropped without a message.
+FSDP comes last and works by hooks. A feature replaces a forward once, and never after a later feature of the list.
+If other code has set a forward on the instance, it is refused: it would be dropped without a message.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,13 @@ _WRAPPING = ORDER[-2:]
 def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]) -> None:
     """Replace the forward of a module.
 
-    feature: one of `ORDER`; the last two wrap any forward, also one that other code has set.
+    Args:
+        module: The module.
+        feature: A name of `ORDER`. The last two features wrap any forward, also one that other code has set.
+        forward: The new forward.
 
     Raises:
-        RuntimeError: out of order, a second time, or over a forward that other code has set.
+        RuntimeError: The feature is out of order or is applied twice, or other code has set a forward.
     """
     before: tuple[str, ...] = module.__dict__.get("_forward_replaced_by", ())
     kind = type(module).__name__

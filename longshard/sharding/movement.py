@@ -1,4 +1,4 @@
-"""Which rows each rank sends to which, and where they stand in its result: integers, before any row moves."""
+"""Plan which rows each rank sends to which rank, and at which places of its result they stand. No row moves here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,13 @@ from longshard.sharding.tensors import planned
 
 @dataclass(frozen=True)
 class Movement:
-    """What one rank sends and receives in an exchange of rows.
+    """The rows that one rank sends and receives in an exchange.
 
-    sent[r]: places in its shard that go to rank r, in order; received[r]: places in its result that come from rank r.
-    rows: number of rows of the result; those at the places `outside` come from no rank.
+    Attributes:
+        sent: For each rank r, the places in this rank's shard that go to r, in order.
+        received: For each rank r, the places in this rank's result that come from r.
+        rows: Number of rows of the result.
+        outside: The places of the result that come from no rank.
     """
 
     sent: tuple[tuple[Range, ...], ...]
@@ -32,7 +35,13 @@ class Movement:
 
 @planned
 def plan_movement(owned: tuple[Ranges, ...], wanted: Wanted, rank: int) -> Movement:
-    """Return what `rank` sends and receives when every rank r owns the ranges owned[r] and wants wanted[r]."""
+    """Return the rows that a rank sends and receives.
+
+    Args:
+        owned: For each rank, the ranges that it owns.
+        wanted: For each rank, the ranges that it wants.
+        rank: The rank.
+    """
     own = Offsets(owned[rank])
     sent = tuple(tuple(place for _, place in common_parts(ranges, own)) for ranges in wanted)
     received = tuple(
@@ -47,7 +56,15 @@ def plan_movement(owned: tuple[Ranges, ...], wanted: Wanted, rank: int) -> Movem
 
 
 def common_parts(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]]:
-    """Return the parts of `wanted` that one rank owns, in order: (place in the wanted rows, place in the shard)."""
+    """Return the parts of `wanted` that one rank owns, in order.
+
+    Args:
+        wanted: The ranges that another rank wants.
+        owned: The ranges that the rank owns.
+
+    Returns:
+        Pairs: the range of places in the wanted rows, and the range of places in the shard.
+    """
     parts = []
     before = 0
     for start, stop in wanted:

@@ -1,6 +1,6 @@
-"""How a tensor goes from whole to sharded and back, with typed gradients.
+"""Shard a whole tensor and unshard it again, with typed gradients.
 
-The gradient of a tensor that every rank has whole has one of two placements, which the caller names:
+If every rank has a tensor whole, its gradient has one of two placements, which the caller names:
 
     partial      The ranks' gradients add up to the whole gradient. Use it if gradients are summed over the ranks anyway
                  (FSDP over `dp_shard_cp`, as in the trainer) and each rank's loss is its part of the sum.
@@ -19,8 +19,9 @@ from functools import lru_cache, partial
 import torch
 import torch.distributed as dist
 
-from longshard.sharding.exchange import all_reduce, exchange
+from longshard.sharding.exchange import all_reduce
 from longshard.sharding.layout import AxisLayout
+from longshard.sharding.rows import exchange
 from longshard.sharding.tensors import TensorFunction, to_device, wide_type, with_adjoint
 
 PLACEMENTS = ("partial", "replicated")
@@ -34,12 +35,17 @@ def shard(
     group: dist.ProcessGroup,
     grad: str = "partial",
 ) -> torch.Tensor:
-    """Return this rank's rows of x, which every rank has whole: `layout.length` rows in `dim`.
+    """Return this rank's rows of a tensor that every rank has whole.
 
-    grad: placement of the gradient of x: `partial`, or `replicated` (a collective in the backward).
+    Args:
+        x: The whole tensor, any shape with `layout.length` rows in `dim`.
+        layout: Which rank owns which rows.
+        dim: The dimension to shard.
+        group: The group of the ranks.
+        grad: The placement of the gradient of x: `partial`, or `replicated` (a collective in the backward).
 
     Raises:
-        ValueError: another placement, or another number of rows.
+        ValueError: The placement is unknown, or x has another number of rows.
     """
     _check(x, dim, layout.length, grad)
     own_rows, all_rows = _rows(layout, dim, group)
@@ -54,13 +60,18 @@ def unshard(
     group: dist.ProcessGroup,
     grad: str = "partial",
 ) -> torch.Tensor:
-    """Return all rows, in their global order, of which x has this rank's; a collective.
+    """Return all rows in their global order; a collective.
 
-    grad: placement of the gradient of the result: `partial` (summed over the ranks in the backward, a collective), or
-    `replicated` (the backward takes this rank's rows).
+    Args:
+        x: The shard of this rank, any shape with `layout.local_length(rank)` rows in `dim`.
+        layout: Which rank owns which rows.
+        dim: The sharded dimension.
+        group: The group of the ranks.
+        grad: The placement of the result's gradient. `partial`: the backward sums it over the ranks, a collective.
+            `replicated`: the backward takes this rank's rows.
 
     Raises:
-        ValueError: another placement, or another number of rows.
+        ValueError: The placement is unknown, or x has another number of rows.
     """
     _check(x, dim, layout.local_length(group.rank()), grad)
     own_rows, all_rows = _rows(layout, dim, group)
@@ -68,12 +79,22 @@ def unshard(
 
 
 def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return x, with the sum of all ranks' gradients as gradient on every rank; a collective in the backward."""
+    """Return x; its gradient is the sum of all ranks' gradients, on every rank. The backward is a collective.
+
+    Args:
+        x: A tensor of any shape, which every rank has whole.
+        group: The group of the ranks.
+    """
     return with_adjoint(x, lambda x: x.view_as(x), lambda gradient: summed(gradient, group))
 
 
 def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over the ranks, of floats computed in at least float32. Not differentiable."""
+    """Return the sum over the ranks. Not differentiable. Floats are summed in float32 at least.
+
+    Args:
+        x: A tensor of any shape, which is the same on every rank.
+        group: The group of the ranks.
+    """
     dtype = wide_type(x.dtype) if x.is_floating_point() else x.dtype
     return all_reduce(x.to(dtype, copy=True, memory_format=torch.contiguous_format), group).to(
         x.dtype
@@ -81,7 +102,12 @@ def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def added_up(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over the ranks, as `summed`, whose gradient is the sum of the ranks' gradients."""
+    """Return the sum over the ranks, as `summed`. Its gradient is the sum of the ranks' gradients.
+
+    Args:
+        x: A tensor of any shape, which is the same on every rank.
+        group: The group of the ranks.
+    """
     add = partial(summed, group=group)
     return with_adjoint(x, add, add)
 
@@ -98,20 +124,31 @@ def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
 
 @lru_cache(maxsize=64)
 def rows_on(layout: AxisLayout, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the global positions of a rank's rows on a device, copied once: (local length,) int64, to read only."""
+    """Return the global positions of a rank's rows, (local length,) int64, on a device; cached, so do not write to it.
+
+    Args:
+        layout: Which rank owns which rows.
+        rank: The rank.
+        device: The device of the result.
+    """
     return to_device(torch.from_numpy(layout.indices(rank)), device)
 
 
 @lru_cache(maxsize=64)
 def places_on(layout: AxisLayout, device: torch.device) -> torch.Tensor:
-    """Return the place of each row among those of all shards, one after another: (length,) int64, to read only."""
+    """Return the place of each row in the shards laid one after another: (length,) int64; cached, do not write to it.
+
+    Args:
+        layout: Which rank owns which rows.
+        device: The device of the result.
+    """
     return to_device(torch.from_numpy(layout.order().argsort()), device)
 
 
 def _rows(
     layout: AxisLayout, dim: int, group: dist.ProcessGroup
 ) -> tuple[TensorFunction, TensorFunction]:
-    """Return what takes this rank's rows of a whole tensor, and what takes all rows of shards, a collective."""
+    """Return two functions: take this rank's rows of a whole tensor, and gather all rows from shards (a collective)."""
 
     def own_rows(x: torch.Tensor) -> torch.Tensor:
         return x.index_select(dim, rows_on(layout, group.rank(), x.device))

@@ -1,4 +1,4 @@
-"""Algebra of half-open integer ranges, of which layouts, masks and plans are made. Torch-free."""
+"""Algebra of half-open integer ranges. Layouts, masks and plans consist of them. Torch-free."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,24 +7,36 @@ Range = tuple[int, int]
 """Half-open: (start, stop)."""
 
 Ranges = tuple[Range, ...]
-"""Ascending, disjoint, none empty, no two touching."""
+"""Ascending, disjoint, non-empty ranges; no two touch."""
 
 Wanted = tuple[tuple[Range, ...], ...]
-"""For each rank the ranges of rows that it wants, one after another; they may overlap and leave the axis."""
+"""For each rank, the ranges of rows that it wants, one after another. They may overlap and leave the axis."""
 
 
 def size(ranges: Iterable[Range]) -> int:
-    """Return the sum of the lengths of some ranges."""
+    """Return the sum of the lengths.
+
+    Args:
+        ranges: The ranges.
+    """
     return sum(stop - start for start, stop in ranges)
 
 
 def aligned(length: int) -> int:
-    """Return the bytes that a tensor takes in a row of an all-to-all of tensors of several types."""
+    """Return a length rounded up to 16 bytes: the space of a tensor in an all-to-all of tensors of several types.
+
+    Args:
+        length: Number of bytes.
+    """
     return -(-length // 16) * 16
 
 
 def union(ranges: Iterable[Range]) -> Ranges:
-    """Return all numbers of some ranges, which may overlap, be empty, and come in any order."""
+    """Return all numbers of some ranges.
+
+    Args:
+        ranges: The ranges, in any order; they may overlap and be empty.
+    """
     joined: list[Range] = []
     for start, stop in sorted(ranges):
         if start >= stop:
@@ -38,11 +50,16 @@ def union(ranges: Iterable[Range]) -> Ranges:
 
 
 def intersection(a: Ranges, b: Ranges) -> Ranges:
-    """Return the numbers that are in both."""
+    """Return the numbers that are in both.
+
+    Args:
+        a: Ranges.
+        b: Other ranges.
+    """
     common = []
     i = 0
     j = 0
-    if a and b:  # skip ranges before the other's first one
+    if a and b:  # skip the ranges that end before the first range of the other
         i = _first_after(a, b[0][0])
         j = _first_after(b, a[0][0])
     while i < len(a) and j < len(b):
@@ -58,8 +75,13 @@ def intersection(a: Ranges, b: Ranges) -> Ranges:
 
 
 def difference(a: Ranges, b: Ranges) -> Ranges:
-    """Return the numbers of `a` that are not in `b`."""
-    left = []
+    """Return the numbers of `a` that are not in `b`.
+
+    Args:
+        a: The ranges.
+        b: The ranges to leave out.
+    """
+    remaining = []
     j = 0
     for start, stop in a:
         while j < len(b) and b[j][1] <= start:
@@ -67,16 +89,20 @@ def difference(a: Ranges, b: Ranges) -> Ranges:
         k = j
         while k < len(b) and b[k][0] < stop:
             if start < b[k][0]:
-                left.append((start, b[k][0]))
+                remaining.append((start, b[k][0]))
             start = b[k][1]
             k += 1
         if start < stop:
-            left.append((start, stop))
-    return tuple(left)
+            remaining.append((start, stop))
+    return tuple(remaining)
 
 
 class Offsets:
-    """The places of numbers when their ranges are laid one after another."""
+    """The places of numbers when their ranges are laid one after another.
+
+    Args:
+        ranges: The ranges.
+    """
 
     def __init__(self, ranges: Ranges) -> None:
         self.ranges = ranges
@@ -87,30 +113,48 @@ class Offsets:
         self._places: dict[tuple[Range, ...], Ranges] = {}
 
     def __call__(self, number: int) -> int:
-        """Return how many numbers of the ranges are below `number`, which is its place if the ranges hold it."""
+        """Return the number of values in the ranges that are below `number`; this is its place if a range holds it.
+
+        Args:
+            number: The number.
+        """
         i = bisect_right(self._starts, number) - 1
         if i < 0:
             return 0
         return self._before[i] + min(number, self.ranges[i][1]) - self._starts[i]
 
     def places(self, parts: Sequence[Range]) -> Ranges:
-        """Return the places of `parts`, each inside one of the ranges; adjacent places become one range. Kept."""
-        found = self._places.get(parts := tuple(parts))
-        if found is None:
-            self._places[parts] = found = union(
+        """Return the places of `parts`; adjacent places become one range. Results are cached.
+
+        Args:
+            parts: Ranges; each is inside one of the ranges of this object.
+        """
+        places = self._places.get(parts := tuple(parts))
+        if places is None:
+            self._places[parts] = places = union(
                 (self(start), self(stop - 1) + 1) for start, stop in parts
             )
-        return found
+        return places
 
     def ranges_at(self, start: int, stop: int) -> Iterator[Range]:
-        """Yield the numbers at places [start, stop), as ranges."""
+        """Yield the numbers at the places [start, stop), as ranges.
+
+        Args:
+            start: The first place.
+            stop: The end of the places.
+        """
         for (first, last), before in zip(self.ranges, self._before, strict=False):
             part = max(start - before, 0) + first, min(stop - before, last - first) + first
             if part[0] < part[1]:
                 yield part
 
     def borders(self, start: int, stop: int) -> Iterable[int]:
-        """Yield the starts and stops of ranges that are in [start, stop]."""
+        """Yield the starts and stops of ranges that lie in [start, stop].
+
+        Args:
+            start: The lowest number.
+            stop: The highest number.
+        """
         i = max(bisect_right(self._starts, start) - 1, 0)
         while i < len(self.ranges) and self.ranges[i][0] <= stop:
             yield from (b for b in self.ranges[i] if start <= b <= stop)

@@ -1,13 +1,20 @@
-"""A sharded axis, and rows that a rank wants of it: from other ranks only if some rank lacks them, and zeros."""
+"""A sharded axis, the rows of it that a rank wants, and their exchange.
+
+Each rank states which rows of an axis it wants, and gets them from their owners. A halo, a change of layout, a gather
+and a scatter are exchanges. The adjoint adds up the gradients of a row at its owner. Rows beyond the ends are zeros.
+`fetch` exchanges rows only if some rank wants rows that it does not own.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from longshard.sharding.exchange import exchange
+from longshard.sharding.exchange import all_to_all
 from longshard.sharding.layout import AxisLayout, sized
+from longshard.sharding.movement import Movement, plan_movement
 from longshard.sharding.ranges import (
     Range,
     Ranges,
@@ -17,12 +24,20 @@ from longshard.sharding.ranges import (
     size,
     union,
 )
-from longshard.sharding.tensors import planned, wide_type
+from longshard.sharding.tensors import planned, wide_type, with_adjoint
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A sharded axis: the ranks of `group` own its rows as `layout` says."""
+    """A sharded axis.
+
+    Attributes:
+        layout: Which rank owns which rows.
+        group: The group of the ranks.
+
+    Raises:
+        ValueError: The layout has another number of ranks than the group.
+    """
 
     layout: AxisLayout
     group: dist.ProcessGroup
@@ -36,6 +51,7 @@ class Axis:
 
     @property
     def degree(self) -> int:
+        """The number of ranks."""
         return self.layout.degree
 
     @property
@@ -45,11 +61,17 @@ class Axis:
 
     @property
     def rows(self) -> int:
+        """The number of rows of this rank."""
         return self.layout.local_length(self.rank)
 
 
 def layout_of(axis: Axis | None, length: int) -> tuple[AxisLayout, int]:
-    """Return the layout of a dimension and this rank's number in it; without an axis, of one rank that has all rows."""
+    """Return the layout of a dimension and the number of this rank in it.
+
+    Args:
+        axis: The sharded axis; None means that one rank, number 0, has all rows.
+        length: Number of rows without an axis.
+    """
     return (sized([length]), 0) if axis is None else (axis.layout, axis.rank)
 
 
@@ -59,14 +81,14 @@ def plan_rows(
 ) -> tuple[Wanted, str]:
     """Return the rows that each rank wants, and their source.
 
-    The source is `own` (each rank wants exactly the rows that it owns), `local` (no rank wants rows of another rank) or
-    `ranks`. The wishes of all ranks decide it, so that either all ranks communicate or none does.
+    The source is `own` (each rank wants exactly its own rows), `local` (no rank wants rows of another rank) or `ranks`.
+    The wishes of all ranks decide it, so that either all ranks communicate or none does.
 
     Args:
-        owned: the rows that each rank owns.
-        length: the number of rows of the whole dimension.
-        wanted: the rows that each rank wants; numbers below 0 or from `length` on are beyond the ends.
-        periodic: whether rows beyond one end are the rows at the other end. Otherwise they are zeros.
+        owned: For each rank, the rows that it owns.
+        length: Number of rows of the whole dimension.
+        wanted: For each rank, the rows that it wants. Numbers below 0 or from `length` on are beyond the ends.
+        periodic: Whether rows beyond one end are the rows at the other end. Otherwise they are zeros.
     """
     if periodic:
         wanted = tuple(
@@ -84,7 +106,15 @@ def plan_rows(
 
 
 def wrapped(part: Range, length: int) -> list[Range]:
-    """Return a range of a periodic axis as ranges within [0, length)."""
+    """Return a range of a periodic axis as ranges within [0, length).
+
+    Args:
+        part: The range, which may leave the axis.
+        length: Number of rows of the axis.
+
+    Raises:
+        ValueError: The axis has no rows, and the range is not empty.
+    """
     start, stop = part
     if start < stop and not length:
         raise ValueError(
@@ -102,11 +132,17 @@ def wrapped(part: Range, length: int) -> list[Range]:
 def fetch(
     x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, periodic: bool = False
 ) -> torch.Tensor:
-    """Return the rows of dimension `dim` that this rank wants, differentiable; zeros beyond the ends, unless periodic.
+    """Return the rows of dimension `dim` that this rank wants; differentiable.
 
-    axis: None if every rank has the dimension whole. wanted: of every rank of the axis, the same on all of them; of
-    this rank alone without an axis. Nothing is copied if every rank wants its own rows, and nothing is sent if no rank
-    wants rows of another one; else it is one exchange.
+    Nothing is copied if every rank wants its own rows. Nothing is sent if no rank wants rows of another rank. Otherwise
+    it is one exchange.
+
+    Args:
+        x: The shard of this rank, any shape.
+        axis: The sharded axis; None if every rank has the dimension whole.
+        wanted: For each rank of the axis, the rows that it wants; the same on all ranks. Without an axis, one entry.
+        dim: The dimension.
+        periodic: Whether rows beyond one end are the rows at the other end. Otherwise they are zeros.
     """
     layout, rank = layout_of(axis, x.shape[dim])
     wanted, source = plan_rows(layout.ranges, layout.length, wanted, periodic)
@@ -119,12 +155,18 @@ def fetch(
 
 
 Pieces = tuple[tuple[bool, int, int], ...]
-"""Rows of a dimension as parts (is of the shard, start, stop); rows of the other parts are zeros."""
+"""Rows of a dimension, in parts: (whether they are rows of the shard, start, stop). The other parts are zeros."""
 
 
 @planned
 def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces:
-    """Return the rows wanted of an axis, which are all owned, and zeros beyond the ends."""
+    """Return the wanted rows of an axis as pieces: rows of the shard, and zeros beyond the ends.
+
+    Args:
+        owned: The rows of this rank.
+        length: Number of rows of the axis.
+        wanted: The wanted rows; this rank owns all of them that are on the axis.
+    """
     pieces = []
     for part in wanted:
         parts = [(*x, False) for x in difference((part,), ((0, length),))]
@@ -137,19 +179,24 @@ def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces
 
 @planned
 def _has_copies(pieces: Pieces) -> bool:
-    """Return whether a row of the shard is there more than once, so that gradients are added up."""
+    """Return whether a row of the shard occurs more than once: then the backward adds up its gradients."""
     taken = [(start, stop) for is_own, start, stop in pieces if is_own]
     return size(union(taken)) < size(taken)
 
 
 def put_together(x: torch.Tensor, pieces: dict[int, Pieces]) -> torch.Tensor:
-    """Return the rows of the shard x that the pieces of each dimension name; differentiable, nothing is sent."""
+    """Return the rows that the pieces of each dimension name. Differentiable; sends nothing.
+
+    Args:
+        x: The shard of this rank, any shape.
+        pieces: Dimension to its pieces.
+    """
     for dim, parts in pieces.items():
         dtype = x.dtype
         shape = [*x.shape]
         if x.is_floating_point() and _has_copies(parts):
             x = x.to(wide_type(dtype))
-        # so that every rank joins the backward
+        # an empty part of x, so that a rank without rows joins the backward
         rows = [x.narrow(dim, 0, 0)]
         for is_own, start, stop in parts:
             shape[dim] = stop - start
@@ -159,9 +206,156 @@ def put_together(x: torch.Tensor, pieces: dict[int, Pieces]) -> torch.Tensor:
 
 
 def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
-    """Return a result without elements that depends on the inputs: every rank joins the exchanges of the backward.
+    """Return an empty result that depends on the inputs, so that every rank joins the exchanges of the backward.
 
-    It is linear in each input, as a convolution is in rows and weights: derivatives depend on the other inputs.
+    The result is linear in each input, as a convolution is in rows and weights: derivatives depend on the other inputs.
+
+    Args:
+        empty: A tensor without elements, any shape.
+        *inputs: The tensors that the result depends on, any shape; None is skipped.
     """
     factors = [1 + x.reshape(-1)[:0].sum() for x in inputs if x is not None]
     return empty + math.prod(factors)
+
+
+# ---- Exchange
+
+
+def exchange(
+    x: torch.Tensor,
+    layout: AxisLayout,
+    wanted: Sequence[Sequence[Range]],
+    *,
+    dim: int,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Return the rows that this rank wants, range after range in dimension `dim`; differentiable, a collective.
+
+    Rows beyond the ends of the axis are zeros. The adjoint adds up the gradients of all copies of a row: first the
+    copies on its owner, then the copies on other ranks, in the order of the ranks.
+
+    Args:
+        x: The shard of this rank, any shape with `layout.local_length(rank)` rows in `dim`.
+        layout: Which rank owns which rows.
+        wanted: The half-open ranges that each rank wants; they may overlap. The same on every rank.
+        dim: The sharded dimension.
+        group: The group of the ranks.
+
+    Raises:
+        ValueError: The shard has another length, the number of ranks is another, or a range is inverted.
+    """
+    rank = group.rank()
+    wanted = tuple(map(tuple, wanted))
+    _check_wanted(x.shape[dim], layout, wanted, group)
+    movement = plan_movement(layout.ranges, wanted, rank)
+
+    def fetched(x: torch.Tensor) -> torch.Tensor:
+        result = _with_rows(x, movement.rows, dim)
+        target = result.movedim(dim, 0)
+        for start, stop in movement.outside:
+            target[start:stop] = 0
+        _move(x.movedim(dim, 0), target, movement, group, add=False)
+        return result
+
+    def returned(gradient: torch.Tensor) -> torch.Tensor:
+        # Many ranks may have a copy of a row: add up their gradients in a wide type.
+        exact = wide_type(gradient.dtype)
+        result = _with_rows(gradient, layout.local_length(rank), dim, exact)
+        _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement, group, add=True)
+        return result.to(gradient.dtype)
+
+    return with_adjoint(x, fetched, returned)
+
+
+def _check_wanted(
+    rows: int,
+    layout: AxisLayout,
+    wanted: Wanted,
+    group: dist.ProcessGroup,
+) -> None:
+    rank = group.rank()
+    if (
+        rows != layout.local_length(rank)
+        or len(wanted) != layout.degree
+        or layout.degree != group.size()
+    ):
+        raise ValueError(
+            f"exchange got {rows} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
+            f"{layout.local_length(rank)} rows for this rank and {layout.degree} ranks"
+        )
+    if any(start > stop for ranges in wanted for start, stop in ranges):
+        raise ValueError(
+            f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
+        )
+
+
+def _with_rows(
+    x: torch.Tensor, rows: int, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return an uninitialised tensor like `x`, (..., rows, ...), with another number of rows in `dim`."""
+    shape = list(x.shape)
+    shape[dim] = rows
+    return x.new_empty(shape, dtype=dtype)
+
+
+def _move(
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    movement: Movement,
+    group: dist.ProcessGroup,
+    *,
+    add: bool,
+) -> None:
+    """Send rows to the ranks that want them and write them; with `add`, send gradients to the owners and add them up.
+
+    rows: The rows that this rank has, (rows, ...). target: The result, (rows, ...), uninitialised.
+    """
+    sent, received = (
+        (movement.received, movement.sent) if add else (movement.sent, movement.received)
+    )
+    own = group.rank()
+    shape = rows.shape[1:]
+    width = shape.numel()
+    parts = [
+        rows[start:stop].reshape(-1)
+        for r, places in enumerate(sent)
+        if r != own
+        for start, stop in places
+    ]
+    buffer = torch.cat(parts) if parts else rows.new_empty(0)
+    send_sizes, counts = (
+        [size(p) * width * (r != own) for r, p in enumerate(x)] for x in (sent, received)
+    )
+    arrived, pending = all_to_all(buffer, send_sizes, counts, group, kind="exchange")
+    # The rows of this rank fill the target: write them instead of adding them to zeros.
+    is_first = add and received[own] == ((0, target.shape[0]),)
+    if add and not is_first:
+        target.zero_()
+    # Copy the rows of this rank while the other rows are sent.
+    for (start, stop), place in zip(sent[own], received[own], strict=True):
+        put_rows(target, [place], rows[start:stop], add=add and not is_first)
+    pending.wait()
+    for rank, (piece, places) in enumerate(zip(arrived.split(counts), received, strict=True)):
+        if rank != own:
+            put_rows(target, places, piece.view(size(places), *shape), add=add)
+
+
+def put_rows(
+    rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool
+) -> None:
+    """Write, or add, rows to ranges of a tensor, in place.
+
+    Args:
+        rows: The tensor to change, (rows, ...).
+        places: The ranges of `rows`.
+        piece: The new rows, (rows, ...), range after range.
+        add: Whether to add to the present rows.
+    """
+    offset = 0
+    for start, stop in places:
+        part = piece[offset : offset + stop - start]
+        if add:
+            rows[start:stop].add_(part)  # not `+=`, which also copies the rows onto themselves
+        else:
+            rows[start:stop] = part
+        offset += stop - start

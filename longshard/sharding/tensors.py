@@ -14,10 +14,16 @@ F = TypeVar("F", bound=Callable)
 
 
 def planned(function: F) -> F:
-    """Cache a function of hashable plain data. torch.compile calls it and keeps the result, instead of tracing it.
+    """Cache a function of plain data. torch.compile calls the function and keeps the result; it does not trace it.
 
-    Arguments are numbers, strings and tuples of them: of other objects a compiled function would check the identity.
-    The result is no tensor: torch.compile gives all constants of one name one source.
+    The arguments must be numbers, strings and tuples of them: torch.compile would check other objects by identity. The
+    result must not be a tensor: torch.compile gives all constants of one name one source.
+
+    Args:
+        function: The function.
+
+    Returns:
+        The cached function.
     """
     cached = lru_cache(maxsize=1024)(function)
 
@@ -30,10 +36,14 @@ def planned(function: F) -> F:
 
 
 def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return a 63-bit hash of names, shapes and bytes, the same in every process, by which ranks compare tensors."""
+    """Return a 63-bit hash of names, shapes and bytes, which is the same in every process. Ranks compare tensors by it.
+
+    Args:
+        tensors: Name to tensor, any shape.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(tensors):
-        # A copy, because `numpy()` would fix the size of the tensor's memory. Bytes, because numpy lacks some types.
+        # Copy, because `numpy()` would fix the size of the tensor's memory. View as bytes: numpy lacks some types.
         tensor = tensors[name].detach().to("cpu", copy=True).contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.view(-1).view(torch.uint8).numpy())
@@ -41,9 +51,13 @@ def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `x`, in host memory, on a device.
+    """Return a tensor on a device.
 
-    A GPU reads it from pinned memory by itself: the host neither waits for the kernels before the copy, nor for it.
+    A GPU copies host memory from pinned memory: the host waits neither for earlier kernels nor for the copy.
+
+    Args:
+        x: The tensor, any shape.
+        device: The device of the result.
     """
     if device.type != "cuda" or x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.to(device)
@@ -51,16 +65,24 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:
-    """Return the shard of this rank, of a plain tensor the tensor itself."""
+    """Return the shard of this rank; of a plain tensor, the tensor itself.
+
+    Args:
+        x: A tensor or DTensor of any shape.
+    """
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 _PART = 1 << 26
-"""Elements of rows that are copied to float32 at a time: 256 MiB."""
+"""Number of elements that are copied to float32 at a time: 256 MiB."""
 
 
 def in_parts(*rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield as many rows of each tensor at a time as have `_PART` elements in the first, (T, C)."""
+    """Yield parts of the tensors, row block by row block; a block has at most `_PART` elements of the first tensor.
+
+    Args:
+        *rows: Tensors with the same number of rows; the first is (T, C).
+    """
     step = max(_PART // max(rows[0].shape[1], 1), 1)
     return zip(*(x.split(step) for x in rows), strict=True)
 
@@ -68,36 +90,59 @@ def in_parts(*rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 def added_rows(
     rows: torch.Tensor, places: torch.Tensor, number: int, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the sum of the rows of each place, (T, C) -> (number, C), in the type of rows; not differentiable.
+    """Return the sum of the rows of each place: (number, C), in the type of `rows`. Not differentiable.
 
-    places, weights: (T,). They are added in float32 at least; weighted and copied to that type a part at a time.
+    The rows are added in float32 at least. They are weighted and copied to that type a part at a time.
+
+    Args:
+        rows: The rows, (T, C).
+        places: The place of each row, (T,).
+        number: Number of places.
+        weights: The factor of each row, (T,); None if absent.
     """
     total = rows.new_zeros(number, rows.shape[1], dtype=wide_type(rows.dtype))
-    for part, where, *weight in in_parts(rows, places, *([] if weights is None else [weights])):
+    optional = [] if weights is None else [weights]
+    for part, part_places, *weight in in_parts(rows, places, *optional):
         part = part * weight[0].unsqueeze(1) if weight else part
-        total.index_add_(0, where, part.to(total.dtype))
+        total.index_add_(0, part_places, part.to(total.dtype))
     return total.to(rows.dtype)
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the floating type in which sums of a type are kept: float32 at least."""
+    """Return the type in which values of a floating type are summed: float32 at least.
+
+    Args:
+        dtype: The floating type.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy in float32 of what has half precision."""
+    """Return x; a tensor of half precision is copied to float32.
+
+    Args:
+        x: A floating tensor of any shape.
+    """
     return x.to(wide_type(x.dtype))
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP's groups of parameters of a module that `fully_shard` has wrapped."""
+    """Return FSDP's groups of parameters of a module that `fully_shard` has wrapped.
+
+    Args:
+        module: The wrapped module.
+    """
     state = module._get_fsdp_state()  # no public name as of torch 2.13
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def version_of(x: torch.Tensor) -> int:
-    """Return the number of changes in place, which autograd counts; 0 for a tensor of inference mode."""
+    """Return the number of in-place changes that autograd has counted; 0 for a tensor of inference mode.
+
+    Args:
+        x: The tensor, any shape.
+    """
     return 0 if x.is_inference() else x._version  # no public name as of torch 2.13
 
 
@@ -107,9 +152,14 @@ TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 def with_adjoint(
     x: torch.Tensor, function: TensorFunction, adjoint: TensorFunction
 ) -> torch.Tensor:
-    """Return the function of x, linear; its backward applies the adjoint to the gradient, and can be differentiated.
+    """Return function(x). The backward applies the adjoint to the gradient, and can be differentiated.
 
     It is one node of the graph, so that a rank without rows to send or receive still joins, forward and backward.
+
+    Args:
+        x: The tensor, any shape.
+        function: A linear function.
+        adjoint: The adjoint of the function.
     """
     return _WithAdjoint.apply(x, function, adjoint)
 
@@ -127,5 +177,10 @@ class _WithAdjoint(torch.autograd.Function):
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the 1-D mesh of all ranks of a mesh."""
+    """Return the 1-D mesh of all ranks of a mesh.
+
+    Args:
+        mesh: The mesh.
+        name: The name of the new dimension.
+    """
     return mesh._flatten(name)

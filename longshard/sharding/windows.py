@@ -1,8 +1,8 @@
-"""Sliding windows over a sharded axis, in integers: which rank computes which outputs, from which rows. Torch-free.
+"""Plan sliding windows over a sharded axis: which rank computes which outputs, from which rows. Torch-free.
 
 Output o of a convolution or a pooling reads the inputs o * stride - before + j * dilation for j in [0, kernel). The
 rank that owns input row o * stride computes it, so that with stride 1 and n outputs of n inputs the layout stays. The
-owner of the last row also computes the outputs behind the end:
+owner of the last row also computes the outputs after the end:
 
     kernel 3, stride 2, padding 1; 9 rows as 5 + 4:   rank 0: rows 0 1 2 3 4      outputs 0 1 2, which read [-1, 6)
                                                       rank 1: rows 5 6 7 8        outputs 3 4, which read [5, 10)
@@ -18,7 +18,17 @@ from longshard.sharding.ranges import Range, Wanted, union
 
 
 class Window(NamedTuple):
-    """A sliding window of one axis. extra: outputs beyond those that fit (output padding); ceil: as `ceil_mode`."""
+    """A sliding window of one axis.
+
+    Attributes:
+        kernel: Number of rows that an output reads.
+        stride: Distance of two windows, in rows.
+        before: Rows of padding before the axis.
+        after: Rows of padding after the axis.
+        dilation: Distance of two rows of a window.
+        extra: Outputs in addition to the ones that fit (output padding).
+        ceil: Whether the number of outputs is rounded up, as with `ceil_mode`.
+    """
 
     kernel: int
     stride: int = 1
@@ -30,12 +40,17 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """From the first row of a window to its last one."""
+        """The distance from the first row of a window to its last row."""
         return self.dilation * (self.kernel - 1)
 
 
 class Tile(NamedTuple):
-    """Outputs that are computed together, and the rows that they read; `inputs` may leave the axis."""
+    """Outputs that are computed together, and the rows that they read.
+
+    Attributes:
+        outputs: The outputs.
+        inputs: The rows; they may leave the axis.
+    """
 
     outputs: Range
     inputs: Range
@@ -43,27 +58,36 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """The layout of the outputs, and each rank's tiles, of which the wanted rows are the inputs."""
+    """The layout of the outputs, and the tiles of each rank.
+
+    Attributes:
+        layout: Which rank computes which outputs.
+        tiles: For each rank, its tiles; the rank wants the rows of their `inputs`.
+    """
 
     layout: AxisLayout
     tiles: tuple[tuple[Tile, ...], ...]
 
     @property
     def wanted(self) -> Wanted:
-        """The rows that each rank wants, tile after tile."""
+        """For each rank, the rows that it wants, tile after tile."""
         return tuple(tuple(tile.inputs for tile in tiles) for tiles in self.tiles)
 
 
 def outputs_of(length: int, window: Window) -> int:
     """Return the number of outputs of a convolution or a pooling.
 
+    Args:
+        length: Number of rows of the axis.
+        window: The window.
+
     Raises:
-        ValueError: the window is longer than the padded axis.
+        ValueError: The window is longer than the padded axis.
     """
     free = length + window.before + window.after - window.reach - 1
     outputs = -(-free // window.stride) + 1 if window.ceil else free // window.stride + 1
     if window.ceil and (outputs - 1) * window.stride >= length + window.before:
-        # as PyTorch: a window that starts in the padding behind the end is left out
+        # As PyTorch does: leave out a window that starts in the padding after the end.
         outputs -= 1
     if free < 0 or outputs < 1:
         raise ValueError(
@@ -75,7 +99,16 @@ def outputs_of(length: int, window: Window) -> int:
 
 @lru_cache(maxsize=1024)
 def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> WindowPlan:
-    """Return the plan of a convolution or a pooling; within: tiles read only rows of the axis, not its padding."""
+    """Return the plan of a convolution or a pooling.
+
+    Args:
+        layout: The layout of the inputs.
+        window: The window.
+        within: Whether tiles read only rows of the axis, not its padding.
+
+    Raises:
+        ValueError: The window is longer than the padded axis.
+    """
     total = outputs_of(layout.length, window)
     step = window.stride
 
@@ -90,8 +123,12 @@ def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> 
 def transposed_outputs(length: int, window: Window) -> int:
     """Return the number of outputs of a transposed convolution.
 
+    Args:
+        length: Number of rows of the axis.
+        window: The window.
+
     Raises:
-        ValueError: no output is left.
+        ValueError: No output is left.
     """
     outputs = (
         (length - 1) * window.stride
@@ -110,7 +147,15 @@ def transposed_outputs(length: int, window: Window) -> int:
 
 @lru_cache(maxsize=1024)
 def transposed_plan(layout: AxisLayout, window: Window) -> WindowPlan:
-    """Return the plan of a transposed convolution: input i adds to the outputs i * stride - before + j * dilation."""
+    """Return the plan of a transposed convolution: input i adds to the outputs i * stride - before + j * dilation.
+
+    Args:
+        layout: The layout of the inputs.
+        window: The window.
+
+    Raises:
+        ValueError: No output is left.
+    """
     total = transposed_outputs(layout.length, window)
     step = window.stride
 
@@ -131,19 +176,25 @@ def plan_outputs(
     first_output: Callable[[int], int],
     inputs: Callable[[int, int], Range],
 ) -> WindowPlan:
-    """Return the plan in which the owner of rows [a, b) computes outputs [first_output(a), first_output(b)).
+    """Return the plan in which the owner of the rows [a, b) computes the outputs [first_output(a), first_output(b)).
 
-    first_output: monotonic, 0 for row 0. inputs: the rows that outputs [start, stop) read.
+    Args:
+        layout: The layout of the inputs.
+        total: Number of outputs.
+        first_output: Function of a row; monotonic, 0 for row 0.
+        inputs: Function of start and stop that returns the rows which the outputs [start, stop) read.
     """
     tiles = []
     for ranges in layout.ranges:
-        mine = []
+        rank_tiles = []
         for a, b in ranges:
             start = min(first_output(a), total)
             stop = total if b == layout.length else min(first_output(b), total)
             if start < stop:
-                mine.append(Tile((start, stop), inputs(start, stop)))
-        tiles.append(tuple(mine))
-    shards = tuple(union(tile.outputs for tile in mine) for mine in tiles)
-    same = total == layout.length and shards == layout.ranges
-    return WindowPlan(layout if same else AxisLayout(layout.name, total, shards), tuple(tiles))
+                rank_tiles.append(Tile((start, stop), inputs(start, stop)))
+        tiles.append(tuple(rank_tiles))
+    shards = tuple(union(tile.outputs for tile in rank_tiles) for rank_tiles in tiles)
+    is_same = total == layout.length and shards == layout.ranges
+    return WindowPlan(
+        layout if is_same else AxisLayout(layout.name, total, shards), tuple(tiles)
+    )

@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshard.context import attention, live
+from longshard.context.attention_inputs import AttentionSettings
 from longshard.context.execution import build
 from longshard.context.execution.kernels.choose import GpuKernels
 from longshard.context.execution.kernels.cuda import CudaFlash, Cudnn
-from longshard.context.live import AttentionSettings
 from longshard.context.planning.options import ContextParallelOptions
 
 _TOKENS, _HEADS, _HEAD_DIM = 64, 8, 16  # of a rank

@@ -13,8 +13,9 @@ from torch.distributed.tensor import experimental
 from torch.nn import functional as F
 
 from longshard.context.attention import context_parallel_attention
+from longshard.context.attention_inputs import AttentionInputs, AttentionSettings
 from longshard.context.execution.kernels.base import BackwardInputs, Terms
-from longshard.context.live import AttentionInputs, AttentionSettings, LivePlan, opened
+from longshard.context.live import LivePlan, opened
 from longshard.context.planning.options import ContextParallelOptions
 from longshard.sharding import exchange
 from scripts.benchmarks.context_parallel_tiles import Problem

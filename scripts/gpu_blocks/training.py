@@ -86,7 +86,8 @@ def documents_on_ranks(
     watch: fills such a counter while it is open.
     """
     from longshard.context.attention import context_parallel_attention
-    from longshard.context.live import AttentionSettings, LivePlan, opened
+    from longshard.context.attention_inputs import AttentionSettings
+    from longshard.context.live import LivePlan, opened
     from longshard.context.planning.options import ContextParallelOptions
     from tests.distributed.attention_cases import BATCH, Case
     from tests.thread_ranks import ThreadMesh, run_ranks

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longshard.context.attention import (
     context_parallel_attention,
 )
-from longshard.context.live import AttentionSettings, LivePlan, opened
+from longshard.context.attention_inputs import AttentionSettings
+from longshard.context.live import LivePlan, opened
 from longshard.context.planning.cost import AttentionShape, LatentShape, attention_cost
 from longshard.context.planning.mask import (
     Mask,

@@ -16,8 +16,9 @@ from longshard.context.attention import (
     context_parallel_attention,
     operator,
 )
+from longshard.context.attention_inputs import AttentionSettings
 from longshard.context.execution import build
-from longshard.context.live import AttentionSettings, LivePlan, opened
+from longshard.context.live import LivePlan, opened
 from longshard.context.planning.balance import LOAD_BALANCERS
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
 from longshard.sharding.layout import head_tail

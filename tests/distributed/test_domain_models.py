@@ -20,6 +20,7 @@ from longshard.domain.domain import Axis, Domain, sized
 from longshard.domain.modules import NeighborhoodAttention, parallelize
 from longshard.domain.tensor import DomainOperatorError, DomainTensor
 from longshard.sharding import exchange as door
+from longshard.sharding import rows as sharded_rows
 from longshard.sharding.layout import AxisLayout
 from scripts.gpu_blocks.block import largest
 from tests.distributed.domain_cases import error, local, meshes
@@ -75,7 +76,7 @@ def compare(name: str, mesh: DeviceMesh, domain: Domain, fault: bool) -> dict[st
     sum((b * c).sum() for b, c in zip(expected, cotangents, strict=True)).backward()
     # What every rank has whole counts once a rank, so each takes its share.
     mine = [share(c, a.domain, domain) for a, c in zip(got, cotangents, strict=True)]
-    lost = mock.patch.object(door, "all_to_all", nothing_arrives) if fault else nullcontext()
+    lost = mock.patch.object(sharded_rows, "all_to_all", nothing_arrives) if fault else nullcontext()
     with lost:
         sum((a.local * c).sum() for a, c in zip(got, mine, strict=True)).backward()
     errors["gradient of the input"] = error(shard.grad, local(whole.grad, domain), whole.grad)

@@ -120,7 +120,7 @@ def test_a_move_sends_each_element_once(pool: WorkerPool) -> None:
 
 def test_a_wrong_move_is_refused_on_every_rank(pool: WorkerPool) -> None:
     for said in pool.run(2, refusals):
-        assert all("the source is sharded, the target is whole" in text for text in said)
+        assert all("The source must be sharded, the target whole" in text for text in said)
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from longshard.sharding import exchange as door
-from longshard.sharding.exchange import exchange
 from longshard.sharding.layout import AxisLayout, contiguous, head_tail
+from longshard.sharding.rows import exchange
 from tests.distributed.attention_cases import mesh_of_all, random
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow

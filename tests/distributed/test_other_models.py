@@ -148,7 +148,7 @@ def test_mistakes_that_are_refused(pool: WorkerPool) -> None:
     )
     for message in boundary:
         assert "counts positions from 0 on rank(s) [1] of the group" in message
-        assert "those of documents together with their mask" in message
+        assert "positions in documents together with their mask" in message
 
 
 def test_attention_that_is_not_sdpa_is_noticed(pool: WorkerPool) -> None:

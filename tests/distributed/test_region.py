@@ -18,8 +18,8 @@ from longshard.context.planning.mask import documents_of, full
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
 from longshard.context.regions import Region, region, replicate, shard, unshard
 from longshard.sharding import exchange as door
-from longshard.sharding.exchange import exchange
 from longshard.sharding.layout import AxisLayout, head_tail
+from longshard.sharding.rows import exchange
 from scripts.gpu_blocks.block import largest
 from tests.distributed.attention_cases import mesh_of_all, random, relative
 from tests.distributed.pool import WorkerPool

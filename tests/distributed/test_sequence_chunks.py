@@ -246,7 +246,7 @@ def test_losses_of_tokens_are_in_their_order(pool: WorkerPool) -> None:
 
 
 def unnumbered_case() -> None:
-    with mock.patch("trainer.models.decoder.of_layer", lambda handle, _: handle), trainer_of([CHUNKS]) as trainer:
+    with mock.patch("trainer.models.decoder.with_layer", lambda handle, _: handle), trainer_of([CHUNKS]) as trainer:
         trainer.train_step(1)
 
 

@@ -143,8 +143,8 @@ def refused_calls() -> list[str]:
 
 def test_what_a_scan_cannot_follow_is_refused(pool: WorkerPool) -> None:
     for cache, mask, convolution in pool.run(RANKS, refused_calls):
-        assert "was called with a cache, whose states are those of one process; pass `use_cache=False`" in cache
-        assert "is not one of documents; give `documents(lengths)`, or no mask" in mask
+        assert "was called with a cache, whose states belong to one process; pass `use_cache=False`" in cache
+        assert "is not a mask of documents; give `documents(lengths)`, or no mask" in mask
         assert "conv1d (Conv1d) is a convolution of (4,) tokens, which mixes tokens outside of attention" in convolution
 
 

@@ -155,8 +155,8 @@ EXECUTION = (
     Mutant(
         "gradients of keys are those of the last part of their queries",
         "longshard/context/execution/ulysses.py",
-        "            total.add_(more)",
-        "            total.copy_(more)",
+        "            total.add_(gradient)",
+        "            total.copy_(gradient)",
         "tests/distributed/test_context_parallel.py::test_a_few_heads_at_a_time",
     ),
     Mutant(
@@ -190,8 +190,8 @@ EXECUTION = (
     Mutant(
         "gradients of some rows pass for everything",
         f"{_CP}/planning/lowering.py",
-        "len(found) == 1 and found[0].rows == slice(0, count)",
-        "len(found) == 1",
+        "len(runs) == 1 and runs[0].rows == slice(0, count)",
+        "len(runs) == 1",
         "tests/unit/test_launches.py",
     ),
     Mutant(
@@ -371,21 +371,21 @@ EXECUTION = (
     ),
     Mutant(
         "gradients that come home replace each other",
-        f"{_CP}/execution/ring.py",
+        f"{_CP}/execution/stages.py",
         "put_rows(target, places.places(message.ranges), buffer, add=True)",
         "put_rows(target, places.places(message.ranges), buffer, add=False)",
         _ATTENTION,
     ),
     Mutant(
         "gradients that come home are added before they have arrived",
-        f"{_CP}/execution/ring.py",
+        f"{_CP}/execution/stages.py",
         "        self.pending.wait()\n        if self.reduced is not None:",
         "        if self.reduced is not None:",
         _THREADS,
     ),
     Mutant(
         "rows of other ranks are read before they have arrived",
-        "longshard/sharding/exchange.py",
+        "longshard/sharding/rows.py",
         "    pending.wait()\n    for rank, (piece, places)",
         "    for rank, (piece, places)",
         _THREADS,
@@ -428,13 +428,13 @@ EXECUTION = (
     Mutant(
         "sinks learn the wrong way",
         f"{_CP}/execution/stages.py",
-        "return -(share * (given.dout",
-        "return (share * (given.dout",
+        "-(share * (inputs.dout",
+        "(share * (inputs.dout",
         _ATTENTION,
     ),
     Mutant(
         "the adjoint of an exchange does not add",
-        "longshard/sharding/exchange.py",
+        "longshard/sharding/rows.py",
         "piece.view(size(places), *shape), add=add)",
         "piece.view(size(places), *shape), add=False)",
         "tests/distributed/test_exchange.py",
@@ -531,8 +531,8 @@ CONVOLUTIONS = (
     Mutant(
         "a tap reads one row too late",
         _TAPS,
-        "_of_tiles(rows, tiles, last - tap)",
-        "_of_tiles(rows, tiles, last - tap + 1)",
+        "_tile_rows(rows, tiles, last - tap)",
+        "_tile_rows(rows, tiles, last - tap + 1)",
         "tests/unit/test_short_convolution.py",
     ),
     Mutant(
@@ -559,8 +559,8 @@ CONVOLUTIONS = (
     Mutant(
         "layers are not told where documents begin",
         "trainer/models/decoder.py",
-        "of_layer(attention_plan, int(number)), positions,",
-        "of_layer(attention_plan, int(number)), None,",
+        "with_layer(attention_plan, int(number)), positions,",
+        "with_layer(attention_plan, int(number)), None,",
         "tests/unit/test_short_convolution.py",
     ),
 )
@@ -600,8 +600,8 @@ EMPTY_GROUPS = (
     Mutant(
         "a head group judges its own layouts",
         f"{_CP}/execution/ulysses.py",
-        "if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
-        "if keep and len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
+        "if self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
+        "if len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
         _THREADS,
     ),
     Mutant(
@@ -613,7 +613,7 @@ EMPTY_GROUPS = (
     ),
     Mutant(
         "gradients are added to sums of some rows as if they were of all",
-        f"{_CP}/execution/ring.py",
+        f"{_CP}/execution/stages.py",
         " and stage.places.places(ranges) == ((0, stage.rows),)",
         "",
         _ATTENTION,

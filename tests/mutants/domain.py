@@ -53,14 +53,14 @@ DOMAIN = (
     ),
     Mutant(
         "gradients of rows that went to other ranks are dropped",
-        "longshard/sharding/exchange.py",
+        "longshard/sharding/rows.py",
         "if rank != own:",
         "if rank != own and not add:",
         _CONVOLUTION,
     ),
     Mutant(
         "the gradient of a row is that of its last copy",
-        "longshard/sharding/exchange.py",
+        "longshard/sharding/rows.py",
         "rows[start:stop].add_(part)",
         "rows[start:stop] = part",
         _CONVOLUTION,
@@ -174,7 +174,7 @@ DOMAIN = (
     Mutant(
         "labels that count for nothing count in the mean",
         f"{_DOMAIN}/losses.py",
-        'counts = labels != given.get("ignore_index", -100)',
+        'counts = labels != options.get("ignore_index", -100)',
         "counts = labels == labels",
         _PRODUCTS,
     ),
@@ -188,8 +188,8 @@ DOMAIN = (
     Mutant(
         "keys and values of a sharded sequence are gathered",
         f"{_DOMAIN}/attention.py",
-        "travels = attn_mask is None and of_keys is not None",
-        "travels = False",
+        "is_ring = attn_mask is None and key_axis is not None",
+        "is_ring = False",
         "tests/distributed/test_domain_rows.py::test_no_rank_has_all_keys_and_values",
     ),
     Mutant(
@@ -244,7 +244,7 @@ DOMAIN = (
     Mutant(
         "running statistics are those of a rank's own rows",
         f"{_DOMAIN}/norms.py",
-        "for running, new in ((running_mean, found.mean),",
+        "for running, new in ((running_mean, stats.mean),",
         "for running, new in ((running_mean, x.local.mean((0, *range(2, x.ndim)))),",
         "tests/distributed/test_domain_tensor.py::test_batch_norm_keeps_the_running_statistics_of_one_process",
     ),
@@ -265,8 +265,8 @@ DOMAIN = (
     Mutant(
         "a copy in place of a view may be changed",
         f"{_DOMAIN}/dispatch.py",
-        "x.base = given[0].base or whole.Base.of(given[0].local)",
-        "x.base = given[0].base",
+        "x.base = inputs[0].base or whole.Base.of(inputs[0].local)",
+        "x.base = inputs[0].base",
         f"{_VIEWS_TESTS}::test_a_copy_in_place_of_a_view_is_neither_changed_nor_used_when_stale",
     ),
     Mutant(
@@ -307,8 +307,8 @@ DOMAIN = (
     Mutant(
         "a variance over too few values is NaN",
         f"{_DOMAIN}/reductions.py",
-        "squares / max(found.number - correction, 0)",
-        "squares / (max(found.number - correction, 0) or torch.nan)",
+        "squares / max(stats.number - correction, 0)",
+        "squares / (max(stats.number - correction, 0) or torch.nan)",
         f"{_REDUCTIONS}::test_results_are_nan_or_infinite_where_those_of_torch_are",
     ),
     Mutant(
@@ -363,7 +363,7 @@ DOMAIN = (
     Mutant(
         "old hooks of all modules are not seen",
         f"{_DOMAIN}/modules.py",
-        "if of_all or (module",
+        "if is_global or (module",
         "if (module",
         f"{_MODELS}::test_what_loses_gradients_is_refused",
     ),
@@ -426,14 +426,14 @@ DOMAIN = (
     Mutant(
         "each of equal extremes has the whole gradient",
         f"{_DOMAIN}/indexing.py",
-        "share = of_src / ties.index_select(dim, number)",
-        "share = of_src",
+        "share = is_source_extreme / ties.index_select(dim, number)",
+        "share = is_source_extreme",
         _ROWS,
     ),
     Mutant(
         "an extreme is that of this rank's rows",
         f"{_DOMAIN}/indexing.py",
-        'result = all_reduce(result, target.group, reduce.removeprefix("a"))',
+        'result = all_reduce(result, index_axis.group, reduce.removeprefix("a"))',
         "pass",
         _ALONG,
     ),
@@ -539,7 +539,7 @@ DOMAIN = (
     Mutant(
         "samples and rows of a field are sharded over the same ranks",
         f"{_DOMAIN}/grid_sample.py",
-        "if of_rows is not None and shares_ranks(of_rows, beside.values()):",
+        "if row_axis is not None and shares_ranks(row_axis, other_axes.values()):",
         "if False:",
         "tests/distributed/test_domain_rows.py::test_rows_stay_at_their_owners",
     ),
@@ -567,8 +567,8 @@ DOMAIN = (
     Mutant(
         "of products of ranks for a whole tensor the sum counts",
         f"{_DOMAIN}/indexing.py",
-        "gathered(result, target).prod(0)",
-        "gathered(result, target).sum(0)",
+        "gathered(result, index_axis).prod(0)",
+        "gathered(result, index_axis).sum(0)",
         _ALONG,
     ),
     Mutant(

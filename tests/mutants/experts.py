@@ -9,8 +9,8 @@ EXPERTS = (
     Mutant(
         "a token's gradients from several ranks overwrite each other",
         "longshard/sharding/tensors.py",
-        "total.index_add_(0, where, part.to(total.dtype))",
-        "total.index_copy_(0, where, part.to(total.dtype))",
+        "total.index_add_(0, part_places, part.to(total.dtype))",
+        "total.index_copy_(0, part_places, part.to(total.dtype))",
         f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
     ),
     Mutant(

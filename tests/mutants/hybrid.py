@@ -15,7 +15,7 @@ _METHODS = f"{_LATENT}::test_every_method_layout_and_mask_equals_one_process"
 HYBRID = (
     Mutant(
         "the backward folds maps that are not transposed",
-        f"{_CP}/execution/linear_chunks.py",
+        f"{_CP}/execution/linear_states.py",
         "(transition.mT if reverse else transition) @ state",
         "transition @ state",
         f"{_RANDOM}[gathered-4-0]",
@@ -64,7 +64,7 @@ HYBRID = (
     ),
     Mutant(
         "runs begin with the state before the fragment",
-        f"{_CP}/execution/linear_chunks.py",
+        f"{_CP}/execution/linear_states.py",
         "        state = changed(state, change, reverse=reverse)\n    return",
         "        _ = changed(state, change, reverse=reverse)\n    return",
         f"{_LINEAR}::test_chunks_are_the_recurrence",
@@ -100,8 +100,8 @@ HYBRID = (
     Mutant(
         "the entry state is lost in the backward",
         f"{_CP}/linear_pass.py",
-        "self._chunks.states(Given(entries), self._maps_of_runs())",
-        "self._chunks.states(Given(torch.zeros_like(entries)), self._maps_of_runs())",
+        "self._chunks.states(KnownStates(entries), self._maps_if_runs())",
+        "self._chunks.states(KnownStates(torch.zeros_like(entries)), self._maps_if_runs())",
         f"{_RANDOM}[gathered-4-0]",
     ),
     Mutant(
@@ -121,14 +121,14 @@ HYBRID = (
     Mutant(
         "kernels give the gradients of one sequence to another",
         f"{_CP}/execution/linear_kernels.py",
-        "of_group.unflatten(0, (-1, len(numbers))).unbind(1)",
-        "of_group.unflatten(0, (len(numbers), -1)).unbind(0)",
+        "group_rows.unflatten(0, (-1, len(numbers))).unbind(1)",
+        "group_rows.unflatten(0, (len(numbers), -1)).unbind(0)",
         _INTERPRETED,
     ),
     Mutant(
         "kernels leave out what the states behind a fragment give back",
         f"{_CP}/execution/linear_kernels.py",
-        "(dout, self._of_group(exits, numbers))",
+        "(dout, self._group_states(exits, numbers))",
         "(dout, torch.zeros_like(results[1]))",
         _INTERPRETED,
     ),
@@ -142,8 +142,8 @@ HYBRID = (
     Mutant(
         "gradients of the rotated part of a latent are those of one head",
         f"{_CP}/execution/latent.py",
-        "dk[..., of_keys:].sum(1)",
-        "dk[:, 0, :, of_keys:]",
+        "dk[..., unrotated:].sum(1)",
+        "dk[:, 0, :, unrotated:]",
         f"{_METHODS}[3-ring]",
     ),
     Mutant(
@@ -212,7 +212,7 @@ HYBRID = (
     Mutant(
         "a scan of transformers knows no documents",
         "longshard/integrations/scans.py",
-        "if all(len(found) <= 1 for found in starts):",
+        "if all(len(begins) <= 1 for begins in starts):",
         "if starts:",
         f"{_SCANS}::test_scans_equal_one_process[Qwen3Next]",
     ),
@@ -226,7 +226,7 @@ HYBRID = (
     Mutant(
         "a scan of transformers takes a cache",
         "longshard/integrations/scans.py",
-        "or any(map(given.get, _ASKED)):",
+        "or any(map(arguments.get, _ASKED)):",
         "or False:",
         f"{_SCANS}::test_what_a_scan_cannot_follow_is_refused",
     ),

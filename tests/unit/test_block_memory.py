@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from longshard.context.attention import context_parallel_attention
+from longshard.context.attention_inputs import AttentionSettings
 from longshard.context.execution import ulysses
 from longshard.context.execution.stages import restore_shape
 from longshard.context.execution.ulysses import HeadExchange
-from longshard.context.live import AttentionSettings, LivePlan, flat_mesh, opened
+from longshard.context.live import LivePlan, flat_mesh, opened
 from longshard.context.planning.options import ContextParallelOptions
 from longshard.sharding import tensors
 from longshard.sharding.exchange import Pending

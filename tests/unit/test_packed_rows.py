@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longshard.context.attention_inputs import AttentionInputs, AttentionSettings
 from longshard.context.execution.kernels.base import BackwardInputs, Terms
-from longshard.context.live import AttentionInputs, AttentionSettings, LivePlan
+from longshard.context.live import LivePlan
 from longshard.context.planning.options import ContextParallelOptions
 from tests.distributed.attention_cases import Case
 from tests.thread_ranks import ThreadMesh, run_ranks

@@ -20,15 +20,18 @@ from hypothesis import strategies as st
 from longshard.context.attention import (
     context_parallel_attention,
 )
+from longshard.context.attention_inputs import AttentionSettings
 from longshard.context.execution import ring, ulysses
-from longshard.context.live import AttentionSettings, LivePlan, flat_mesh, opened
+from longshard.context.live import LivePlan, flat_mesh, opened
 from longshard.context.planning.mask import full
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
 from longshard.context.regions import context_parallel
 from longshard.sharding import exchange as door
-from longshard.sharding.exchange import Pending, exchange
+from longshard.sharding import rows as sharded_rows
+from longshard.sharding.exchange import Pending
 from longshard.sharding.layout import AxisLayout, sized
 from longshard.sharding.placement import replicate
+from longshard.sharding.rows import exchange
 from scripts.gpu_blocks.block import largest
 from tests.covering import Row, covering_array
 from tests.distributed.attention_cases import BATCH, Case, random, relative
@@ -130,7 +133,7 @@ def kept_of_cross_attention(rank: int, mesh: ThreadMesh) -> str:
 
 def test_no_head_group_raises_alone() -> None:
     for message in run_ranks(4, kept_of_cross_attention, limit=20):
-        assert "only in self-attention; use keep_exchanged = False" in message
+        assert "as in self-attention; use keep_exchanged = False" in message
 
 
 # ---- the exchange, regions, the context
@@ -243,7 +246,7 @@ def test_attention_without_a_wait_is_nan(method: str, module: Any, name: str, wr
 def test_an_exchange_without_a_wait_is_nan(device: str) -> None:
     results: dict[int, list] = {}
     with (
-        mock.patch.object(door, "all_to_all", without_wait(door.all_to_all)),
+        mock.patch.object(sharded_rows, "all_to_all", without_wait(sharded_rows.all_to_all)),
         pytest.raises(AssertionError, match="no wait for"),
     ):
         run_ranks(2, kept, results, exchanged, 9, device=device)

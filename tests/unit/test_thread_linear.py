@@ -124,7 +124,7 @@ def test_fragments_are_in_the_order_of_their_tokens(layout: AxisLayout, size: in
         for rank, ranges in enumerate(cut.ranges):
             mine = [starts.index(start) for start, _ in ranges]
             assert [i for a, b in fragments.ranges[rank] for i in range(a, b)] == mine
-            before, behind = linear_scan.maps_before(fragments)[rank], linear_scan.maps_behind(fragments)[rank]
+            before, behind = linear_scan.maps_before(fragments)[rank], linear_scan.maps_after(fragments)[rank]
             assert {i for a, b in before for i in range(a, b)} == set(range(max(mine, default=0)))
             assert {i for a, b in behind for i in range(a, b)} == set(
                 range(min(mine, default=len(starts)) + 1, len(starts))

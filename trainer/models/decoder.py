@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from longshard.context.live import of_layer, own_positions
+from longshard.context.live import own_positions, with_layer
 from trainer.families.args import all_layers, expert_layers
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.feed_forward_args import DenseArgs, FeedForwardArgs
@@ -263,7 +263,7 @@ class Transformer(nn.Module):
         def through(number: str, x: torch.Tensor) -> torch.Tensor:
             table = tables.get(self.layers[number].theta)
             return self.layers[number](
-                x, table, of_layer(attention_plan, int(number)), positions, **of_adapters
+                x, table, with_layer(attention_plan, int(number)), positions, **of_adapters
             )
 
         before_norm = [number for number in self.layers if int(number) < self.args.n_layers]

@@ -1,4 +1,4 @@
-"""The execution of a plan, bound to a kernel and to communicators of K/V (and of heads) and of dK/dV.
+"""Build the execution of a plan: bind it to a kernel and to communicators of K/V (and of heads) and of dK/dV.
 
 A communicator of NCCL is a queue, which runs one operation after another.
 """
@@ -27,7 +27,7 @@ from longshard.sharding.exchange import group_timeout
 # Both have `forward(q, k, v, terms=...)` and `backward(BackwardInputs, terms)`, which are collectives.
 Execution = StagedExecution | HeadExchange
 
-# Communicators, by what they are for. They outlive the contexts that use them; an entry is deleted with its group.
+# Communicators by their purpose. They outlive the contexts that use them; an entry is deleted with its group.
 _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
@@ -42,11 +42,16 @@ def build_execution(
     gpu: GpuKernels = GPU_KERNELS,
     needs: KernelNeeds = NO_NEEDS,
 ) -> Execution:
-    """Bind a plan to a kernel for queries like q, and to communicators; it is cheap, because lowered calls are cached.
+    """Return a plan bound to a kernel and to communicators. It is cheap, because lowered calls are cached.
 
-    groups: the group over which K/V are sent in stages, and the group that exchanges heads; the same on a 1-D mesh.
-    waiting: what waits between the chunks of a sequence, if the plan is that of a chunk. needs: of the kernel; the
-    plan says `calls` and `largest`.
+    Args:
+        plan: The plan.
+        q: Queries of the call, (B, H, S, D), for their type, size and device.
+        groups: The group that sends K/V in stages, and the group that exchanges heads; the same on a 1-D mesh.
+        options: How attention is spread.
+        waiting: The rows that wait between the chunks of a sequence, if the plan is for a chunk. Else None.
+        gpu: The GPU kernels of this process.
+        needs: What the attention needs of the kernel; the plan sets `calls` and `largest`.
     """
     device_type = q.device.type
     calls = max(len(stage.tiles) for stage in plan.forward)
@@ -75,11 +80,16 @@ def build_execution(
 
 
 def own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.ProcessGroup:
-    """Return a group of the same ranks for this purpose alone, if a communicator is a queue, else the group itself.
+    """Return a group of the same ranks for one purpose if a communicator is a queue; else the group itself.
 
     A mesh of all ranks has the default group, in which K/V would wait behind the collectives of FSDP. Kernels of
     the new group have high priority. The first use is a collective: NCCL must not start with messages of some ranks.
     The new group is split off this one where it can be: `new_group` would split the job's group, which takes all ranks.
+
+    Args:
+        group: The group.
+        purpose: The purpose, such as `kv` or `dkv`.
+        device_type: The type of the device.
     """
     if not _is_queue(group) or group.size() == 1:
         return group
@@ -91,7 +101,12 @@ def own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.
 
 
 def same_ranks(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
-    """Return a new communicator of high priority for the ranks of a group, with the time-out of that group."""
+    """Return a new communicator of high priority for the ranks of a group, with the same time-out.
+
+    Args:
+        group: The group.
+        description: The name of the communicator.
+    """
     timeout = group_timeout(group, "cuda" if _is_queue(group) else "cpu")
     settings = {
         "group_desc": description,
@@ -106,9 +121,9 @@ def same_ranks(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
 
 
 def _high_priority(timeout: timedelta | None) -> object:
-    """Return options of NCCL with streams of high priority; None where PyTorch has no NCCL.
+    """Return options of NCCL with streams of high priority; None if PyTorch has no NCCL.
 
-    timeout: of the new group: the options have one too, by default ten minutes.
+    timeout: of the new group. The options have a time-out, too, by default ten minutes.
     """
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:

@@ -4,8 +4,8 @@
     second pass    chunks N - 1 ... 0, forward and backward: a chunk reads the rows of earlier chunks, adds to their
                    dK/dV, and takes the dK/dV that later chunks have added to its own rows
 
-So the activations of one chunk exist at once, and K/V and dK/dV of all. Gradients are exact, unlike those of truncated
-backpropagation. The schedule is that of ChunkFlow (arXiv 2503.02356). A plan's tiles, kernels and merging are those of
+So the activations of one chunk exist at once, and K/V and dK/dV of all. Gradients are exact, unlike in truncated
+backpropagation. The schedule is from ChunkFlow (arXiv 2503.02356). Tiles, kernels and merging are the same as in
 context parallelism; `schedules.py` says which rows a chunk reads.
 """
 
@@ -16,28 +16,34 @@ from typing import NamedTuple, Protocol
 import torch
 
 from longshard.context.execution.kernels.base import OutLse, Terms
-from longshard.context.execution.ring import Held, Item, Returning, StagedExecution
-from longshard.context.execution.stages import fold_batch, pack, unpack
-from longshard.sharding.exchange import Pending, put_rows
+from longshard.context.execution.ring import StagedExecution
+from longshard.context.execution.stages import Held, Item, Returning, fold_batch, pack, unpack
+from longshard.sharding.exchange import Pending
 from longshard.sharding.ranges import Offsets, Ranges, size, union
+from longshard.sharding.rows import put_rows
 
 
 class KeptTensor(Protocol):
     """A tensor that waits, on the device or on the host."""
 
     def fetch(self) -> torch.Tensor:
-        """Begin to copy it to the device; return what `take` returns, to be read after `take`."""
+        """Return the tensor that `take` returns, and begin to copy it to the device; read it after `take`."""
 
     def take(self) -> torch.Tensor:
-        """Return it on the device once it is there. Repeatable."""
+        """Return it on the device once it is there; may be called again."""
 
 
 class OnDevice(NamedTuple):
-    """A tensor that waits on the device."""
+    """A tensor that waits on the device.
+
+    Attributes:
+        tensor: The tensor.
+    """
 
     tensor: torch.Tensor
 
     def fetch(self) -> torch.Tensor:
+        """Return the tensor."""
         return self.tensor
 
     take = fetch
@@ -47,7 +53,12 @@ class OnDevice(NamedTuple):
 class ChunkRows:
     """The K/V rows that wait for later chunks, and the sums of their gradients, as they are sent, in one micro-batch.
 
-    keep: makes a tensor wait. Keys are (layer, chunk); a chunk's backward removes its own.
+    Keys are (layer, chunk). The backward of a chunk removes its own entries.
+
+    Attributes:
+        keep: Makes a tensor wait.
+        rows: The places of the rows in the sequence, and the rows.
+        gradients: The sums of their gradients.
     """
 
     keep: Callable[[torch.Tensor], KeptTensor] = OnDevice
@@ -55,7 +66,13 @@ class ChunkRows:
     gradients: dict[tuple[int, int], KeptTensor] = field(default_factory=dict)
 
     def add(self, key: tuple[int, int], ranges: Ranges, gradient: torch.Tensor) -> None:
-        """Add the gradients of `ranges`, some of the rows of a chunk; `gradient` is then no longer the caller's."""
+        """Add the gradients of some rows of a chunk.
+
+        Args:
+            key: The layer and the chunk.
+            ranges: The rows.
+            gradient: Their gradients, (rows, *row_shape); the caller must not use it afterwards.
+        """
         offsets = self.rows[key][0]
         waiting = self.gradients.pop(key, None)
         if waiting is None and ranges == offsets.ranges:
@@ -72,13 +89,23 @@ class ChunkRows:
 
 @dataclass(frozen=True)
 class ChunkExecution(StagedExecution):
-    """The plan of a chunk (`chunk_plan`), for one layer. Groups and passes of heads are not used."""
+    """The plan of a chunk (`chunk_plan`), for one layer. Groups and passes of heads are not used.
+
+    Attributes:
+        waiting: The rows that wait between chunks.
+        layer: The layer.
+    """
 
     waiting: ChunkRows = field(default_factory=ChunkRows)
     layer: int = 0
 
     def forward(self, *qkv: torch.Tensor, terms: Terms) -> OutLse:
-        """Keep the rows of this chunk that later ones see, unless an earlier pass has, and attend."""
+        """Return the output and the log-sum-exp; keep the rows of this chunk that later chunks see, if not done yet.
+
+        Args:
+            *qkv: The rows of the chunk: q (B, H, S, D), k and v (B, K, S, D).
+            terms: The scale, and optional inputs.
+        """
         key = (self.layer, self.plan.rank)
         ranges = union(r for m in self.plan.forward[0].messages for r in m.ranges)
         if ranges and key not in self.waiting.rows:
@@ -112,7 +139,7 @@ class ChunkExecution(StagedExecution):
         return Held(*unpack(rows), rows, stage.places), Pending(kept=[source], arrived=arrived)
 
     def _return_gradients(self, item: Item, gradient: torch.Tensor) -> Returning:
-        """Add to the gradients of an earlier chunk; to those of this chunk, what later ones have added."""
+        """Add to the gradients of an earlier chunk; add the gradients from later chunks to this chunk's own."""
         for message in item.stage.home:
             self.waiting.add((self.layer, message.target), message.ranges, gradient)
         key = self.layer, self.plan.rank

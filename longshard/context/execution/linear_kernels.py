@@ -1,14 +1,14 @@
 """Linear attention of one rank by the Triton kernels of flash-linear-attention (arXiv 2312.06635, package `fla-core`).
 
-They take whole sequences, each from a state, and give outputs and the state behind. A fragment is such a sequence;
-fragments of equal length are one batch. Its map comes from the same kernel:
+They take whole sequences, each from a state, and return outputs and the state after it. A fragment is one of these
+sequences; fragments of equal length are one batch. Its map comes from the same kernel:
 
-    bias          the state behind it, from a state of zeros
-    transition    the state behind it, from the identity, where no token adds a value; the product of all decays without
+    bias          the state after it, from a state of zeros
+    transition    the state after it, from the identity, if no token adds a value; the product of all decays without
                   erasure
 
-so that one call, with values of V + K columns, gives both. Where a document begins, the decay is e^RESET, which is 0 in
-float32: lengths of documents need not be known on the host. With ranks the kernels of the backward run twice, first for
+so that one call, with values of V + K columns, gives both. At the begin of a document, the decay is e^RESET, which is 0
+in float32: the host need not know the lengths of documents. With ranks the kernels of the backward run twice, first for
 the biases.
 """
 
@@ -20,28 +20,34 @@ from functools import cache, cached_property
 import torch
 
 from longshard.context.execution.kernels.flash import is_installed
-from longshard.context.execution.linear_chunks import Given, Tokens
+from longshard.context.execution.linear_chunks import Tokens
+from longshard.context.execution.linear_states import KnownStates
 from longshard.context.planning.capabilities import runs_fla
 from longshard.sharding.tensors import wide_type
 
 logger = logging.getLogger("longshard")
 
 RESET = -128.0
-"""A power of two, behind which running sums of logarithms are rounded to 2^-17, or behind many documents a few times
-that: less than the kernels' products."""
+"""A power of two. After it, running sums of logarithms are rounded to 2^-17, after many documents to a few times that.
+
+This error is smaller than the error of the kernels' products.
+"""
 
 
 def runs_kernels(x: Tokens) -> bool:
     """Return whether the kernels compute these tokens: on a GPU, in half precision, if the package is installed.
 
-    They take no tensors of other classes, such as those that are traced to plan a job's memory.
+    They take no tensors of other classes, such as the tensors that are traced to plan a job's memory.
+
+    Args:
+        x: The tokens.
     """
     kind = x.v.device.type, str(x.v.dtype).removeprefix("torch."), x.q.shape[-1]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    of_channels = x.log_decay.ndim == 4 and x.beta is None
+    has_channel_decays = x.log_decay.ndim == 4 and x.beta is None
     able = (
         runs_fla(*kind, deterministic=deterministic)
-        and not of_channels
+        and not has_channel_decays
         and type(x.v) is torch.Tensor
     )
     return able and _has_package()
@@ -49,19 +55,26 @@ def runs_kernels(x: Tokens) -> bool:
 
 @cache
 def _has_package() -> bool:
-    """Return whether the package is there; the first call logs it."""
-    found = is_installed("fla.ops")
+    """Return whether the package is installed; the first call logs it."""
+    has_package = is_installed("fla.ops")
     by = (
         "the kernels of flash-linear-attention"
-        if found
+        if has_package
         else "PyTorch in chunks; faster here: pip install fla-core"
     )
     logger.info(f"linear attention is computed by {by}")
-    return found
+    return has_package
 
 
 class KernelPass:
-    """By the kernels, of which each call takes all fragments of one length. See `linear_pass.ChunkedPass`."""
+    """A pass by the kernels. Each call takes all fragments of one length. See `linear_pass.ChunkedPass`.
+
+    `shape` is (B, F, H, K, V), the shape of the states before the F fragments of a rank.
+
+    Args:
+        x: The tokens of this rank.
+        lengths: The number of tokens of each fragment.
+    """
 
     def __init__(self, x: Tokens, lengths: Sequence[int]) -> None:
         (batch, _, heads, k_dim) = x.q.shape
@@ -81,75 +94,102 @@ class KernelPass:
         # The kernels without erasure take as many heads of queries and keys as of values.
         self._shared = states // heads if x.beta is None else 1
         q, k = (part.to(x.v.dtype).repeat_interleave(self._shared, 2) for part in (x.q, x.k))
-        self._given = [q, k, x.v, decay, *([] if x.beta is None else [x.beta.to(self._states)])]
+        self._inputs = [
+            q,
+            k,
+            x.v,
+            decay,
+            *([] if x.beta is None else [x.beta.to(self._states)]),
+        ]
 
     @cached_property
     def zeros(self) -> torch.Tensor:
+        """Zeros in the shape of the states, (B, F, H, K, V)."""
         return self._x.v.new_zeros(self.shape, dtype=self._states)
 
     def maps(self) -> torch.Tensor:
-        _, k, v, decay, *beta = (x.to(self._states) for x in self._given)
+        """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 if diagonal."""
+        _, k, v, decay, *beta = (x.to(self._states) for x in self._inputs)
         k_dim, v_dim = self.shape[-2:]
-        found = v.new_empty(*self.shape[:-1], v_dim + (k_dim if beta else 1))
+        maps = v.new_empty(*self.shape[:-1], v_dim + (k_dim if beta else 1))
         if beta:
             v = torch.cat((v, v.new_zeros(*v.shape[:-1], k_dim)), -1)
         for length, numbers in self._groups.items():
             tokens = [self._batch(x, length) for x in (k, k, v, decay, *beta)]
-            state = self._of_group(found, numbers).zero_()
+            state = self._group_states(maps, numbers).zero_()
             if beta:
                 state[..., v_dim:] = torch.eye(k_dim, dtype=state.dtype, device=state.device)
-                behind = _by_kernels(tokens, state, 1.0)[1]
+                after = _by_kernels(tokens, state, 1.0)[1]
             else:
-                behind = _by_kernels(tokens, state[..., :v_dim].contiguous(), 1.0)[1]
-                through = tokens[3].sum(1).exp()[..., None, None].expand(*behind.shape[:-1], 1)
-                behind = torch.cat((behind, through), -1)
-            self._fill(found, numbers, behind)
-        return found
+                after = _by_kernels(tokens, state[..., :v_dim].contiguous(), 1.0)[1]
+                through = tokens[3].sum(1).exp()[..., None, None].expand(*after.shape[:-1], 1)
+                after = torch.cat((after, through), -1)
+            self._fill(maps, numbers, after)
+        return maps
 
-    def forward(self, ends: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, ends: KnownStates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the outputs, (B, S, H, V), the states before fragments, and the state after the last fragment.
+
+        Args:
+            ends: The states before fragments.
+        """
         entries = self._before(ends)
-        behind = torch.empty_like(self.zeros)
+        after = torch.empty_like(self.zeros)
         out: dict[int, torch.Tensor] = {}
         for length, numbers in self._groups.items():
-            tokens = [self._batch(x, length) for x in self._given]
-            rows, states = _by_kernels(tokens, self._of_group(entries, numbers), self._x.scale)
-            self._fill(behind, numbers, states)
+            tokens = [self._batch(x, length) for x in self._inputs]
+            rows, states = _by_kernels(
+                tokens, self._group_states(entries, numbers), self._x.scale
+            )
+            self._fill(after, numbers, states)
             self._fill_rows(out, numbers, rows)
-        last = behind[:, -1] if self._lengths else ends.zero
-        return self._joined(out, self._given[2]), entries, last
+        last = after[:, -1] if self._lengths else ends.zero
+        return self._joined(out, self._inputs[2]), entries, last
 
     def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
+        """Begin the backward: run the forward again, with gradients.
+
+        Args:
+            dout: The gradient of the outputs, (B, S, H, V).
+            entries: The states before fragments, (B, F, H, K, V).
+        """
         self._nodes = {}
         for length, numbers in self._groups.items():
-            leaves = [self._batch(x, length) for x in self._given] + [
-                self._of_group(entries, numbers)
+            leaves = [self._batch(x, length) for x in self._inputs] + [
+                self._group_states(entries, numbers)
             ]
             with torch.enable_grad():
                 *tokens, state = leaves = [x.detach().requires_grad_() for x in leaves]
-                out, behind = _by_kernels(tokens, state, self._x.scale)
-            self._nodes[length] = leaves, (out, behind), self._batch(dout.to(out.dtype), length)
+                out, after = _by_kernels(tokens, state, self._x.scale)
+            self._nodes[length] = leaves, (out, after), self._batch(dout.to(out.dtype), length)
 
     def biases(self) -> torch.Tensor:
-        found = torch.empty_like(self.zeros)
+        """Return the gradients of the states before fragments, of `shape`, if the gradients after them are zero."""
+        biases = torch.empty_like(self.zeros)
         for length, numbers in self._groups.items():
             leaves, results, dout = self._nodes[length]
             cotangents = dout, torch.zeros_like(results[1])
             (dstate,) = torch.autograd.grad(results, leaves[-1:], cotangents, retain_graph=True)
-            self._fill(found, numbers, dstate)
-        return found
+            self._fill(biases, numbers, dstate)
+        return biases
 
-    def backward(self, ends: Given) -> tuple[torch.Tensor, ...]:
+    def backward(self, ends: KnownStates) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of q, k, v, log_decay and beta; without beta, the last one has no meaning.
+
+        Args:
+            ends: The gradients of the states after fragments.
+        """
         exits = self._before(ends)
-        parts: list[dict[int, torch.Tensor]] = [{} for _ in self._given]
+        parts: list[dict[int, torch.Tensor]] = [{} for _ in self._inputs]
         for length, numbers in self._groups.items():
             leaves, results, dout = self._nodes.pop(length)
             gradients = torch.autograd.grad(
-                results, leaves[:-1], (dout, self._of_group(exits, numbers))
+                results, leaves[:-1], (dout, self._group_states(exits, numbers))
             )
-            for of_tensor, gradient in zip(parts, gradients, strict=True):
-                self._fill_rows(of_tensor, numbers, gradient)
+            for tensor_parts, gradient in zip(parts, gradients, strict=True):
+                self._fill_rows(tensor_parts, numbers, gradient)
         dq, dk, dv, ddecay, *dbeta = (
-            self._joined(part, x) for part, x in zip(parts, self._given, strict=True)
+            self._joined(part, x) for part, x in zip(parts, self._inputs, strict=True)
         )
         if self._shared > 1:
             dq, dk = (x.unflatten(2, (-1, self._shared)).sum(3) for x in (dq, dk))
@@ -157,7 +197,7 @@ class KernelPass:
             ddecay = ddecay * self._goes_on
         return dq, dk, dv, ddecay, *(dbeta or [dv])
 
-    def _before(self, ends: Given) -> torch.Tensor:
+    def _before(self, ends: KnownStates) -> torch.Tensor:
         states = [ends.before(number) for number in range(len(self._lengths))]
         return torch.stack(states, 1) if states else self.zeros
 
@@ -166,18 +206,20 @@ class KernelPass:
         parts = x.split(self._lengths, 1)
         return torch.stack([parts[number] for number in self._groups[length]], 1).flatten(0, 1)
 
-    def _of_group(self, states: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-        """(B, F, ...) -> (B * fragments, ...)."""
+    def _group_states(self, states: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+        """Return the states of some fragments as a batch: (B, F, ...) -> (B * fragments, ...)."""
         return states[:, numbers].flatten(0, 1)
 
-    def _fill(self, states: torch.Tensor, numbers: list[int], of_group: torch.Tensor) -> None:
-        states[:, numbers] = of_group.unflatten(0, (-1, len(numbers)))
+    def _fill(
+        self, states: torch.Tensor, numbers: list[int], group_states: torch.Tensor
+    ) -> None:
+        states[:, numbers] = group_states.unflatten(0, (-1, len(numbers)))
 
     def _fill_rows(
-        self, parts: dict[int, torch.Tensor], numbers: list[int], of_group: torch.Tensor
+        self, parts: dict[int, torch.Tensor], numbers: list[int], group_rows: torch.Tensor
     ) -> None:
-        of_fragments = of_group.unflatten(0, (-1, len(numbers))).unbind(1)
-        parts.update(zip(numbers, of_fragments, strict=True))
+        fragment_rows = group_rows.unflatten(0, (-1, len(numbers))).unbind(1)
+        parts.update(zip(numbers, fragment_rows, strict=True))
 
     def _joined(self, parts: dict[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         in_order = [parts[number] for number in range(len(parts))]
@@ -187,7 +229,7 @@ class KernelPass:
 def _by_kernels(
     tokens: Sequence[torch.Tensor], state: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the recurrence over each sequence of a batch, from its state: outputs, (N, T, H, V), and the states behind.
+    """Run the recurrence over each sequence of a batch, from its state: outputs, (N, T, H, V), and states after it.
 
     tokens: q, k, v, log_decay and, with erasure, beta; state: (N, H, K, V).
     """

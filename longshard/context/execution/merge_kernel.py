@@ -1,4 +1,4 @@
-"""The merging of a partial result into a running one as one kernel of Triton. It needs Triton, so import it late.
+"""Merge a partial result into a running one by one kernel of Triton. It needs Triton, so import it late.
 
 It reads both outputs and writes one: 10 bytes for each element of a bfloat16 part and a float32 total. Numbers of rows
 and of heads, and the strides of log-sum-exps, are no part of the compiled code, so that other shapes do not recompile.
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = 32  # of a program
+_ROWS = 32  # queries of one program of Triton
 _ANY = (
     "total_lse",
     "lse",
@@ -39,23 +39,32 @@ def _merge(
     total_lses = total_lse + b * total_lse_b + h * total_lse_h + s * total_lse_s
     old = tl.load(total_lses, mask=real, other=0.0)
     new = tl.load(lse + b * lse_b + h * lse_h + s * lse_s, mask=real, other=0.0)
-    more = new - old  # inf for a query that saw no key
-    share = 1 / (1 + tl.exp(-more))
-    rest = 1 / (1 + tl.exp(more))
+    difference = new - old  # inf for a query that saw no key
+    share = 1 / (1 + tl.exp(-difference))
+    total_share = 1 / (1 + tl.exp(difference))
     real_2d = real[:, None] & (d < D)[None]
     totals = total_out + b * total_out_b + h * total_out_h + s[:, None] * total_out_s + d[None]
     parts = out + b * out_b + h * out_h + s[:, None] * out_s + d[None]
     total = tl.load(totals, mask=real_2d, other=0.0)
     part = tl.load(parts, mask=real_2d, other=0.0).to(total.dtype)
-    tl.store(totals, total * rest[:, None] + part * share[:, None], mask=real_2d)
+    tl.store(totals, total * total_share[:, None] + part * share[:, None], mask=real_2d)
     tl.debug_barrier()  # all warps have read the old log-sum-exps
-    tl.store(total_lses, tl.maximum(old, new) + tl.log(1 + tl.exp(-tl.abs(more))), mask=real)
+    tl.store(
+        total_lses, tl.maximum(old, new) + tl.log(1 + tl.exp(-tl.abs(difference))), mask=real
+    )
 
 
 def merge_by_triton(
     total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Do what `merge_eagerly` does. Elements of a row of an output lie one after another."""
+    """Merge as `merge_eagerly` does. The elements of a row of an output must lie one after another.
+
+    Args:
+        total_out: (B, H, S, D).
+        total_lse: (B, H, S).
+        out: (B, H, S, D).
+        lse: (B, H, S).
+    """
     b, heads, rows, d = out.shape
     strided = ((x, *x.stride()[:3]) for x in (total_out, total_lse, out, lse))
     arguments = [argument for pair in strided for argument in pair]

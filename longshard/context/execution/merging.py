@@ -1,4 +1,4 @@
-"""The merging of a partial result of attention into a running one, in place.
+"""Merge a partial result of attention into a running one, in place.
 
 The weight of a part is its share of the sum of exponentials, sigmoid(lse - total_lse). Written out, there are two
 operators over the output, which move 18 bytes for each element of a bfloat16 part and a float32 total, and six over
@@ -21,16 +21,22 @@ def merge(
 ) -> None:
     """Merge the results of attention over other keys into a total, in place.
 
-    total_out, out: (B, H, S, D); total_lse, lse: (B, H, S). Totals are in float32 at least. The total of a query that
-    saw no key yet is output 0 and log-sum-exp -inf; in the part every query sees a key. Where the kernel of GPUs cannot
-    be compiled, as without Triton, one warning says so, and `merge_eagerly` does it from then on.
+    If a query has seen no key yet, its total is output 0 and log-sum-exp -inf. In the part every query sees a key. If
+    the kernel of GPUs cannot be compiled, as without Triton, one warning says so, and `merge_eagerly` is used from then
+    on.
+
+    Args:
+        total_out: The total output, (B, H, S, D), in float32 at least.
+        total_lse: The total log-sum-exp, (B, H, S), in float32 at least.
+        out: The output of the part, (B, H, S, D).
+        lse: The log-sum-exp of the part, (B, H, S).
     """
     device = total_out.device.type
     if device == "cuda" and device not in _without_kernel:
         try:
             fused_merge()(total_out, total_lse, out, lse)
         except Exception as error:
-            # whatever a compiler raises; nothing is written before the kernel runs
+            # A compiler may raise anything; nothing is written before the kernel runs.
             _without_kernel.add(device)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             logger.warning(
@@ -44,10 +50,17 @@ def merge(
 def merge_eagerly(
     total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Do what `merge` does by operators of PyTorch."""
-    more = lse - total_lse
-    total_out.mul_(torch.sigmoid(-more).unsqueeze(-1)).addcmul_(
-        out, torch.sigmoid(more).unsqueeze(-1)
+    """Merge as `merge` does, by operators of PyTorch.
+
+    Args:
+        total_out: (B, H, S, D).
+        total_lse: (B, H, S).
+        out: (B, H, S, D).
+        lse: (B, H, S).
+    """
+    difference = lse - total_lse
+    total_out.mul_(torch.sigmoid(-difference).unsqueeze(-1)).addcmul_(
+        out, torch.sigmoid(difference).unsqueeze(-1)
     )
     total_lse.copy_(torch.logaddexp(total_lse, lse))
 

@@ -1,11 +1,11 @@
-"""How several tensors are sent together between ranks that divide heads: side by side in rows of bytes.
+"""Pack tensors that are sent together between ranks that divide heads: side by side in rows of bytes.
 
     a row       | q  h D | k  k D | v  k D |        every tensor begins at a multiple of 16 bytes
     a piece     the rows of one rank, in its order; where keys have a layout of their own, rows of queries, then of keys
     a message   the pieces of all ranks
 
-Few copies do it: each tensor is copied into these rows and out of them as a whole. One concatenation changes between
-the order of ranks and the order of the sequence, where these differ. Tensors that have arrived stay views of the rows.
+Few copies do it: each tensor is copied into these rows and out of them as a whole. If the order of ranks and the order
+of the sequence differ, one concatenation changes between them. Received tensors stay views of the rows.
 """
 
 import math
@@ -21,10 +21,11 @@ Tensors = list[torch.Tensor]
 
 
 class _Rows:
-    """Rows of bytes with a row of each of some tensors. layout: of the rows over ranks; tensors: (B, h, rows, ...)."""
+    """Rows of bytes with a row of each tensor. layout: the rows of each rank; tensors: (B, h, rows, ...)."""
 
     def __init__(self, layout: AxisLayout, tensors: Tensors) -> None:
-        self.layout, self.width = layout, 0
+        self.layout = layout
+        self.width = 0
         self._tensors = []
         for x in tensors:
             shape = *x.shape[:2], *x.shape[3:]
@@ -40,7 +41,7 @@ class _Rows:
         ]
 
     def size(self, rank: int) -> int:
-        """Return the bytes of a rank's rows."""
+        """Return the number of bytes of a rank's rows."""
         return self.layout.local_length(rank) * self.width
 
     def in_sequence(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -54,13 +55,17 @@ class _Rows:
                 for start, stop in ranges
             ]
         in_order = [part for _, part in sorted(parts, key=lambda part: part[0])]
-        # the group may have no rows
+        # the empty piece: the group may have no rows
         return _joined([pieces[0][:0], *in_order]).view(-1, self.width)
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Tensors that are sent together, with rows of queries and, if their layout is another one, rows of keys."""
+    """Tensors that are sent together.
+
+    Attributes:
+        blocks: The rows of queries and, if their layout is another one, the rows of keys.
+    """
 
     blocks: tuple[_Rows, ...]
 
@@ -68,17 +73,32 @@ class PackedRows:
     def of(
         cls, queries: Tensors, keys: Tensors, layouts: tuple[AxisLayout, AxisLayout]
     ) -> "PackedRows":
-        """Return the bundle of such tensors, (B, h, any rows, ...). layouts: of queries and of keys over the ranks."""
+        """Return the packed rows of tensors of these shapes, (B, h, any rows, ...).
+
+        Args:
+            queries: The tensors that have rows of queries.
+            keys: The tensors that have rows of keys.
+            layouts: The layouts of queries and of keys over the ranks.
+        """
         if not keys or layouts[0].ranges == layouts[1].ranges:
             return cls((_Rows(layouts[0], [*queries, *keys]),))
         return cls((_Rows(layouts[0], queries), _Rows(layouts[1], keys)))
 
     def size(self, rank: int) -> int:
-        """Return the bytes of a rank's piece."""
+        """Return the number of bytes of a rank's piece.
+
+        Args:
+            rank: The rank.
+        """
         return sum(block.size(rank) for block in self.blocks)
 
     def views(self, pieces: torch.Tensor, rank: int) -> Tensors:
-        """Return the tensors in pieces that have the rows of `rank`: (..., bytes) -> (..., S, B, h, ...) for each."""
+        """Return views of the tensors, (..., S, B, h, ...) each.
+
+        Args:
+            pieces: Pieces with the rows of a rank, (..., bytes).
+            rank: The rank.
+        """
         parts = pieces.split([block.size(rank) for block in self.blocks], dim=-1)
         return [
             view
@@ -89,7 +109,11 @@ class PackedRows:
         ]
 
     def in_sequence(self, message: torch.Tensor) -> Tensors:
-        """Return all rows in the order of the sequence, (R, width) for each block. message: of all ranks."""
+        """Return all rows in the order of the sequence, (R, width) for each block.
+
+        Args:
+            message: The message of all ranks, 1-D.
+        """
         if self._in_order:
             return [message.view(-1, self.blocks[0].width)]
         ranks = range(self.blocks[0].layout.degree)
@@ -98,7 +122,11 @@ class PackedRows:
         return [block.in_sequence(pieces[i::number]) for i, block in enumerate(self.blocks)]
 
     def tensors(self, rows: Tensors) -> Tensors:
-        """Return the tensors in all rows: (R, width) for each block -> (B, h, R, ...) for each tensor."""
+        """Return the tensors, (B, h, R, ...) each.
+
+        Args:
+            rows: All rows, (R, width) for each block.
+        """
         return [
             x.movedim(0, 2)
             for block, each in zip(self.blocks, rows, strict=True)
@@ -112,18 +140,26 @@ class PackedRows:
         return len(self.blocks) == 1 and ranges == tuple(sorted(ranges))
 
     def rows(self, tensors: Tensors) -> Tensors:
-        """Return all rows of the tensors, (B, h, R, ...), as bytes: (R, width) for each block."""
-        given = iter(tensors)
+        """Return all rows of the tensors as bytes, (R, width) for each block.
+
+        Args:
+            tensors: The tensors, (B, h, R, ...).
+        """
+        remaining = iter(tensors)
         whole = []
         for block in self.blocks:
             rows = tensors[0].new_empty(block.layout.length, block.width, dtype=torch.uint8)
             for view in block.views(rows):
-                view.copy_(next(given).movedim(2, 0))
+                view.copy_(next(remaining).movedim(2, 0))
             whole.append(rows)
         return whole
 
     def by_rank(self, rows: Tensors) -> torch.Tensor:
-        """Return the message to all ranks; rows: all, in the order of the sequence, (R, width) for each block."""
+        """Return the message to all ranks, 1-D bytes.
+
+        Args:
+            rows: All rows in the order of the sequence, (R, width) for each block.
+        """
         if self._in_order:
             return rows[0].view(-1)
         parts = [rows[0].view(-1)[:0]]
@@ -136,5 +172,5 @@ class PackedRows:
 
 
 def _joined(parts: Tensors) -> torch.Tensor:
-    """Return these bytes, one after another, copied by words."""
+    """Return these bytes one after another; they are copied as 64-bit words."""
     return torch.cat([part.view(torch.int64) for part in parts]).view(torch.uint8)

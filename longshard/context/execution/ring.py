@@ -1,16 +1,15 @@
 """Execution of a plan of stages, forward and backward: the ring, and all-gather, which has two stages.
 
 K and V are sent as rows of one buffer, (rows, 2, B, K, D), unrepeated, in which any range of tokens is contiguous.
-Latents are sent as (rows, 1, B, 1, W), and K and V are computed from them where a tile needs them (`latent.py`). The
-next stage's rows are sent while this stage's tiles are computed, so that two such buffers are alive. Results are merged
-in float32 at least.
+Latents are sent as (rows, 1, B, 1, W), and each tile computes its K and V from them (`latent.py`). The rows of the next
+stage are sent while the tiles of a stage are computed, so that two such buffers are alive. Results are merged in
+float32 at least.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,10 @@ from longshard.context.execution.kernels.base import (
 from longshard.context.execution.latent import Expansion, value_dim
 from longshard.context.execution.merging import Merge, merge
 from longshard.context.execution.stages import (
+    Held,
+    Item,
     Merged,
+    Returning,
     add_parts,
     attend,
     fold_batch,
@@ -43,44 +45,31 @@ from longshard.context.execution.stages import (
 )
 from longshard.context.planning.heads import passes_of
 from longshard.context.planning.lowering import Launches, LoweredPlan, fresh_rows
-from longshard.context.planning.plan import Message, RankPlan, Stage
+from longshard.context.planning.plan import RankPlan, Stage
 from longshard.sharding.exchange import (
     Pending,
     Transfer,
     gather_shards,
-    put_rows,
     reduce_shards,
     send_receive,
 )
 from longshard.sharding.ranges import Offsets, Range, Ranges, intersection
-
-
-class Item(NamedTuple):
-    """One step of the execution: a stage, for some of the key/value heads."""
-
-    stage: Stage
-    launches: Launches
-    kv_heads: slice
-
-
-class Held(NamedTuple):
-    """The K and V of a stage, (B, heads, T, D); rows: the buffer of which they are views, None for own K and V.
-
-    Of latents, k is the latent (B, 1, T, W), and v has no width.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    rows: torch.Tensor | None = None
-    places: Offsets | None = None
+from longshard.sharding.rows import put_rows
 
 
 @dataclass(frozen=True)
 class StagedExecution:
     """A plan of stages, the kernel that computes its tiles, and the communicators of K/V and of dK/dV.
 
-    heads_per_pass: key/value heads sent at a time; 0: all. gradient_dtype: of dK and dV when they are sent; None: that
-    of the log-sum-exp. Each rank adds to them in it, so that bfloat16 rounds once a rank.
+    Attributes:
+        lowered: The plan with its launches.
+        kernel: The kernel.
+        group: The communicator of K/V.
+        gradient_group: The communicator of dK/dV.
+        heads_per_pass: Key/value heads that are sent at a time; 0 means all.
+        gradient_dtype: The type of dK and dV when they are sent; None means the type of the log-sum-exp. Each rank adds
+            to them in this type, so that bfloat16 rounds once on each rank.
+        merge: Adds a partial result to a total.
     """
 
     lowered: LoweredPlan
@@ -93,10 +82,16 @@ class StagedExecution:
 
     @property
     def plan(self) -> RankPlan:
+        """The plan."""
         return self.lowered.plan
 
     def forward(self, *qkv: torch.Tensor, terms: Terms) -> OutLse:
-        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
+        """Return the output, in the shape of q, and the log-sum-exp, (B, H, S).
+
+        Args:
+            *qkv: This rank's rows: q (B, H, S, D), k and v (B, K, T, D).
+            terms: The scale, and optional inputs.
+        """
         scale, sinks, up = terms
         q, k, v = (fold_batch(x, self.plan) for x in qkv)
         expansion = None if up is None else Expansion(up, q.shape[3])
@@ -123,34 +118,38 @@ class StagedExecution:
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     def backward(
-        self, given: BackwardInputs, terms: Terms, *, kv_dtype: torch.dtype | None = None
+        self, inputs: BackwardInputs, terms: Terms, *, kv_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of q, k, v, and of the sinks and of `up` if there are any.
 
-        K and V are sent again, and dK and dV are sent to their owners. Output and log-sum-exp have the share of the
-        sinks, and so do the probabilities that tiles compute from them. kv_dtype: of dk and dv, if the caller adds to
-        them; by default the dtypes of k and v.
+        K and V are sent again, and dK and dV are sent to their owners. Output and log-sum-exp include the share of the
+        sinks, and so do the probabilities that tiles compute from them.
+
+        Args:
+            inputs: This rank's rows, (B, H, S, D) and (B, K, T, D).
+            terms: The scale, and optional inputs.
+            kv_dtype: The type of dk and dv, if the caller adds to them; None means the types of k and v.
         """
         scale, sinks, up = terms
-        of_sinks = () if sinks is None else (sink_gradient(given, sinks),)
-        inputs = given.q, given.k, given.v
+        dsinks = () if sinks is None else (sink_gradient(inputs, sinks),)
+        qkv = inputs.q, inputs.k, inputs.v
         types = None, kv_dtype, kv_dtype
-        given = BackwardInputs(*(fold_batch(x, self.plan) for x in given))
-        expansion = None if up is None else Expansion(up, given.q.shape[3], given.lse.dtype)
+        inputs = BackwardInputs(*(fold_batch(x, self.plan) for x in inputs))
+        expansion = None if up is None else Expansion(up, inputs.q.shape[3], inputs.lse.dtype)
         lone = None
         if self.plan.degree == 1 and expansion is None:
-            lone = lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
-        found = zip(
-            lone or self._summed_gradients(given, scale, expansion), inputs, types, strict=True
+            lone = lone_gradients(inputs, self.lowered.backward[0], self.kernel, scale)
+        gradients = zip(
+            lone or self._summed_gradients(inputs, scale, expansion), qkv, types, strict=True
         )
-        of_up = () if up is None else (expansion.gradient.to(up.dtype),)
-        return *(restore_shape(x, like, dtype) for x, like, dtype in found), *of_sinks, *of_up
+        dup = () if up is None else (expansion.gradient.to(up.dtype),)
+        return *(restore_shape(x, like, dtype) for x, like, dtype in gradients), *dsinks, *dup
 
     def _summed_gradients(
-        self, given: BackwardInputs, scale: float, expansion: Expansion | None
+        self, inputs: BackwardInputs, scale: float, expansion: Expansion | None
     ) -> QKV:
-        """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
-        _, q, k, v, _, lse = given
+        """Return the gradients of q, k, v, summed over stages in the dtype of the log-sum-exp."""
+        _, q, k, v, _, lse = inputs
         launches = self.lowered.backward
         written = fresh_rows(
             run for launch in chain.from_iterable(launches) for run in launch.q_runs
@@ -166,16 +165,16 @@ class StagedExecution:
         for item, following in items:
             incoming, pending = self._fetch(following, own, held)
             heads = query_heads(item.kv_heads, q, k)
-            of_item = given._replace(k=held.k, v=held.v)
-            of_item = of_item.part(heads, slice(0, held.k.shape[1]), dim=1)
+            item_inputs = inputs._replace(k=held.k, v=held.v)
+            item_inputs = item_inputs.part(heads, slice(0, held.k.shape[1]), dim=1)
             dq_ = part(dq, heads, 1)
             if (
                 expansion is None
                 and len(item.launches) == 1
-                and returning.has_sums_of(item, self)
+                and returning.has_sums_of(item, self.plan)
             ):
-                parts = self.kernel.backward_many(of_item, item.launches[0], scale=scale)
-                returning.pending.wait()  # while the kernel ran, they were sent
+                parts = self.kernel.backward_many(item_inputs, item.launches[0], scale=scale)
+                returning.pending.wait()  # the sums were sent while the kernel ran
                 gradient = returning.arriving[0][1]
                 add_parts((dq_, *unpack(gradient)), parts, item.launches[0], sums=True)
                 del parts
@@ -186,31 +185,31 @@ class StagedExecution:
                     gradient = _sums(held, item.stage.rows, item.launches, sent_dtype)
                 totals = dq_, *unpack(gradient)
                 if expansion is None:
-                    self._add_gradients(of_item, item.launches, totals, scale)
+                    self._add_gradients(item_inputs, item.launches, totals, scale)
                 else:
-                    self._add_latent_gradients(of_item, item, totals, expansion, scale)
-                returning.add(item.stage, gradient, own_gradient, self)
+                    self._add_latent_gradients(item_inputs, item, totals, expansion, scale)
+                returning.add(item.stage, gradient, own_gradient, self.plan)
             returning = self._return_gradients(item, gradient)
             pending.wait()
             held = incoming
-        returning.add(None, own_gradient, own_gradient, self)
+        returning.add(None, own_gradient, own_gradient, self.plan)
         return dq, *unpack(own_gradient)
 
     def _add_gradients(
         self,
-        given: BackwardInputs,
+        inputs: BackwardInputs,
         launches: Launches,
         totals: QKV,
         scale: float,
     ) -> None:
-        """Add the gradients of launches to the totals: of queries, and of the rows that the stage holds."""
+        """Add the gradients of launches to the totals of queries, and of the rows that the stage holds."""
         for launch in launches:
-            parts = self.kernel.backward_many(given, launch, scale=scale)
+            parts = self.kernel.backward_many(inputs, launch, scale=scale)
             add_parts(totals, parts, launch)
 
     def _add_latent_gradients(
         self,
-        given: BackwardInputs,
+        inputs: BackwardInputs,
         item: Item,
         totals: QKV,
         expansion: Expansion,
@@ -218,14 +217,14 @@ class StagedExecution:
     ) -> None:
         """Add the gradients of an item to the gradients of q, of the stage's latents, and of `up`."""
         dq, dlatent, _ = totals
-        for heads in expansion.groups(given.k):
-            keys = expansion.keys(given.k, heads)
-            dout, q, _, _, out, lse = given.part(heads, slice(0, given.k.shape[1]), dim=1)
+        for heads in expansion.groups(inputs.k):
+            keys = expansion.keys(inputs.k, heads)
+            dout, q, _, _, out, lse = inputs.part(heads, slice(0, inputs.k.shape[1]), dim=1)
             dout, out = map(expansion.filled, (dout, out))
-            of_heads = BackwardInputs(dout, q, *keys, out, lse)
+            head_inputs = BackwardInputs(dout, q, *keys, out, lse)
             sums = [torch.zeros_like(x, dtype=lse.dtype) for x in keys]
-            self._add_gradients(of_heads, item.launches, (part(dq, heads, 1), *sums), scale)
-            expansion.add(*sums, given.k, heads, dlatent)
+            self._add_gradients(head_inputs, item.launches, (part(dq, heads, 1), *sums), scale)
+            expansion.add(*sums, inputs.k, heads, dlatent)
 
     def _items(
         self, stages: tuple[Stage, ...], launches: tuple[Launches, ...], kv_heads: int
@@ -234,28 +233,28 @@ class StagedExecution:
         items = [Item(stages[0], launches[0], slice(0, kv_heads))]
         for heads in passes_of(kv_heads, self.heads_per_pass):
             items += [
-                Item(*of_stage, slice(*heads))
-                for of_stage in zip(stages[1:], launches[1:], strict=True)
+                Item(*pair, slice(*heads))
+                for pair in zip(stages[1:], launches[1:], strict=True)
             ]
         return with_next(items)
 
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
-        """Start the transfers for the next item; return (its K and V, handle)."""
+        """Start the transfers for the next item; return its K and V, and the handle."""
         if following is None:
             return held, Pending()
         stage = following.stage
         heads = following.kv_heads
-        mine = Held(part(own.k, heads, 1), part(own.v, heads, 1))
-        rows = own.k.new_empty(stage.rows, *row_shape(*mine[:2]))
+        sent = Held(part(own.k, heads, 1), part(own.v, heads, 1))
+        rows = own.k.new_empty(stage.rows, *row_shape(*sent[:2]))
         incoming = Held(*unpack(rows), rows, stage.places)
         if stage.collective:
-            return incoming, self._gather_rows(mine, rows, stage)
+            return incoming, self._gather_rows(sent, rows, stage)
         transfers = []
         puts = []
         for message in stage.messages:
             if message.source == self.plan.rank:
                 if self.plan.owns(message.ranges[0]):
-                    departing = pack(mine.k, mine.v, self.plan.own.places(message.ranges))
+                    departing = pack(sent.k, sent.v, self.plan.own.places(message.ranges))
                 else:
                     departing = _rows_at(held.rows, held.places.places(message.ranges))
                 transfers.append(Transfer(departing, message.target, is_send=True))
@@ -271,7 +270,7 @@ class StagedExecution:
             transfers, self.group, kind="kv", arrived=lambda: [put() for put in puts]
         )
 
-    def _return_gradients(self, item: Item, gradient: torch.Tensor) -> "Returning":
+    def _return_gradients(self, item: Item, gradient: torch.Tensor) -> Returning:
         """Start the transfers after an item of the backward."""
         if item.stage.collective:
             reduced, pending = self._reduce_rows(gradient, item.stage)
@@ -292,11 +291,11 @@ class StagedExecution:
             heads=item.kv_heads,
         )
 
-    def _gather_rows(self, mine: Held, rows: torch.Tensor, stage: Stage) -> Pending:
-        """Start gathering every rank's K and V; on arrival, copy the rows that `stage` holds to `rows`."""
-        own = mine.k.shape[2]
+    def _gather_rows(self, sent: Held, rows: torch.Tensor, stage: Stage) -> Pending:
+        """Start to gather every rank's K and V; on arrival, copy the rows that `stage` holds to `rows`."""
+        own = sent.k.shape[2]
         padded = rows.new_empty(self.plan.longest, *rows.shape[1:])
-        pack(mine.k, mine.v, ((0, own),), into=padded)
+        pack(sent.k, sent.v, ((0, own),), into=padded)
         padded[own:] = 0
         gathered, pending = gather_shards(padded, self.group, kind="kv")
 
@@ -309,7 +308,7 @@ class StagedExecution:
     def _reduce_rows(
         self, gradient: torch.Tensor, stage: Stage
     ) -> tuple[torch.Tensor, Pending]:
-        """Start summing all ranks' gradients of held rows at the owners; return (own rows, padded; handle)."""
+        """Start to sum all ranks' gradients of held rows at the owners; return own rows, padded, and the handle."""
         shards = gradient.new_zeros(self.plan.degree, self.plan.longest, *gradient.shape[1:])
         for owner, there, here in self._pieces(stage):
             shards[owner, slice(*there)] = gradient[slice(*here)]
@@ -338,9 +337,9 @@ def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
 
 
 def _sums(held: Held, rows: int, launches: Launches, dtype: torch.dtype) -> torch.Tensor:
-    """Return a buffer for the gradients of a stage's rows, filled with zeros if the launches do not write all of it.
+    """Return a buffer for the gradients of a stage's rows; zeros if the launches do not write all of it.
 
-    To those of latents each group of heads adds.
+    Each group of heads adds to the gradients of latents.
     """
     written = (
         fresh_rows(run for launch in launches for run in launch.kv_runs)
@@ -349,42 +348,3 @@ def _sums(held: Held, rows: int, launches: Launches, dtype: torch.dtype) -> torc
     )
     new = held.k.new_empty if written == rows else held.k.new_zeros
     return new(rows, *row_shape(held.k, held.v), dtype=dtype)
-
-
-@dataclass
-class Returning:
-    """Gradients of keys and values that are sent to their owners, or to the next rank, which adds to them."""
-
-    pending: Pending = field(default_factory=Pending)
-    arriving: list[tuple[Message, torch.Tensor]] = field(default_factory=list)
-    reduced: torch.Tensor | None = None
-    heads: slice | None = None
-
-    def has_sums_of(self, item: Item, run: StagedExecution) -> bool:
-        """Return whether exactly the rows of this item's stage arrive, to which its own gradients can be added."""
-        if len(self.arriving) != 1 or self.reduced is not None or self.heads != item.kv_heads:
-            return False
-        ranges = self.arriving[0][0].ranges
-        stage = item.stage
-        return not run.plan.owns(ranges[0]) and stage.places.places(ranges) == (
-            (0, stage.rows),
-        )
-
-    def add(
-        self,
-        stage: Stage | None,
-        gradient: torch.Tensor,
-        own_gradient: torch.Tensor,
-        run: StagedExecution,
-    ) -> None:
-        """Wait, and add the received gradients to those of this rank's own rows, or of the rows of `stage`."""
-        self.pending.wait()
-        if self.reduced is not None:
-            own_gradient[:, :, :, self.heads].add_(self.reduced[: own_gradient.shape[0]])
-        for message, buffer in self.arriving:
-            places = run.plan.own
-            target = own_gradient[:, :, :, self.heads]
-            if not run.plan.owns(message.ranges[0]):
-                places = stage.places
-                target = gradient
-            put_rows(target, places.places(message.ranges), buffer, add=True)

@@ -2,7 +2,7 @@
 
 One exchange takes queries, keys and values from "my rows of all heads" to "all rows of my heads". A second one takes
 the output back. The backward does the same with the gradients. Key/value heads are replicated to the least common
-multiple of their number and the degree, so that every degree that divides the query heads works; the gradients of all
+multiple of their number and the degree. So every degree that divides the query heads works. The gradients of all
 copies are added up.
 
     2 ranks, 8 rows head-tail, 4 query heads, 1 key/value head (replicated: rank r works with copy r)
@@ -21,8 +21,8 @@ runs the plan of a ring, of one rank or of several.
 
 All tensors are sent side by side in rows of bytes (`packed_rows.py`).
 
-Shapes below: B batch; H query heads and K key/value heads in all, h and k of one rank in one pass; S and T this rank's
-rows of queries and keys; R all rows of the head group; N ranks of the head group.
+Shapes below. B: batch. H, K: all query heads, all key/value heads. h, k: heads of one rank in one pass. S, T: this
+rank's rows of queries and of keys. R: all rows of the head group. N: ranks of the head group.
 """
 
 from collections.abc import Iterator
@@ -55,9 +55,13 @@ from longshard.sharding.tensors import wide_type
 
 
 class Kept(NamedTuple):
-    """Inputs of a backward whose forward kept what was exchanged: dout (B, H, S, D), and bytes as forward returned.
+    """Inputs of a backward after a forward that kept the exchanged heads.
 
-    kv_heads: K, the key/value heads of all ranks.
+    Attributes:
+        dout: The gradient of the output, (B, H, S, D).
+        inputs: The bytes of q, k and v that the forward returned.
+        results: The bytes of output and log-sum-exp that the forward returned.
+        kv_heads: K, the key/value heads of all ranks.
     """
 
     dout: torch.Tensor
@@ -73,19 +77,26 @@ class Kept(NamedTuple):
 
 
 _Passes = Iterator[tuple[HeadShare, list[BackwardInputs]]]
-"""A list of one: whoever takes it out is the last to hold it, so that it is freed after its use."""
+"""The inputs of each pass in a list of one: the caller pops the entry, so that it is freed after its use."""
 
 
 @dataclass(frozen=True)
 class HeadExchange:
     """The execution of a plan in which the ranks of `group` divide the heads.
 
-    inner: the execution for all rows of this rank's heads; heads_per_pass: key/value heads of a rank that are sent at a
-    time, 0 for all. query_heads_per_pass: query heads of one key/value head, 0 for all: its keys and values are sent
-    with the first of these passes and kept for the others, and their gradients are added up and sent with the last one.
+    The backward gets `BackwardInputs`, and exchanges all inputs again. Or it gets the results of a forward with `keep`,
+    as `Kept`: then the rows of one product are exchanged instead of six.
 
-    The backward gets `BackwardInputs`, so that all inputs are exchanged again, or what a forward with `keep` returned,
-    as `Kept`: then one product's worth of rows is exchanged instead of six.
+    If passes have a part of the query heads of one key/value head, its keys and values are sent with the first of these
+    passes. They are kept for the other passes. Their gradients are added up and sent with the last one.
+    Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
+
+    Attributes:
+        plan: The plan.
+        group: The group that exchanges heads.
+        inner: The execution for all rows of this rank's heads.
+        heads_per_pass: Key/value heads of a rank that are sent at a time; 0 means all.
+        query_heads_per_pass: Query heads of one key/value head that are sent at a time; 0 means all.
     """
 
     plan: RankPlan
@@ -97,24 +108,18 @@ class HeadExchange:
     def forward(
         self, *qkv: torch.Tensor, terms: Terms, keep: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S).
+        """Return the output, in the shape of q, and the log-sum-exp, (B, H, S). A latent is sent to all ranks.
 
-        A latent is sent to all ranks. keep: also return two tensors of bytes, all rows of this rank's heads: of q, k,
-        v, and of output and log-sum-exp; for one pass.
+        Args:
+            *qkv: This rank's rows: q (B, H, S, D), k and v (B, K, T, D).
+            terms: The scale, and optional inputs.
+            keep: Whether to also return the bytes of q, k, v and of the results, for all rows of this rank's heads.
 
         Raises:
             ContextParallelError: keep, and the keys have another layout than the queries, or are latents.
         """
-        if keep and terms.up is not None:
-            raise ContextParallelError(
-                "keep_exchanged keeps keys and values, and latent attention sends latents; use keep_exchanged = False"
-            )
-        # of all ranks: no head group raises alone
-        if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:
-            raise ContextParallelError(
-                "keep_exchanged keeps rows of queries and keys together, and this attention has as many of each only "
-                "in self-attention; use keep_exchanged = False"
-            )
+        if keep:
+            self._check_keep(terms)
         q, k, v = (fold_batch(x, self.plan) for x in qkv)
         passes = self._passes(q, k.shape[1])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
@@ -123,14 +128,14 @@ class HeadExchange:
         kept = Tensors()
         held = Tensors()
         for share, bundle, inputs in self._arriving([q], keys, passes, kind="qkv"):
-            all_q, *of_heads = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
-            of_heads = [all_q, *_keys(of_heads, share, held)]
+            all_q, *head_rows = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
+            head_rows = [all_q, *_keys(head_rows, share, held)]
             kept += inputs if keep else []
             del inputs
             own = terms.of(share.queries(self.group.rank()))
-            results = [*self.inner.forward(*of_heads, terms=own)]  # (B, h, R, D), (B, h, R)
+            results = [*self.inner.forward(*head_rows, terms=own)]  # (B, h, R, D), (B, h, R)
             width = results[0].shape[3]
-            del all_q, of_heads
+            del all_q, head_rows
             bundle = PackedRows.of(results, [], self.plan.head_group_layouts)
             rows = bundle.rows(results)
             results.clear()
@@ -144,60 +149,74 @@ class HeadExchange:
             each.wait()
         return unfold_batch(out, qkv[0]), unfold_batch(lse, qkv[0]), *(x.view(-1) for x in kept)
 
-    def backward(self, given: BackwardInputs | Kept, terms: Terms) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of q, k, v, and of the sinks and of `up` (of this rank's heads, zero elsewhere)."""
-        dout = fold_batch(given.dout, self.plan)
+    def _check_keep(self, terms: Terms) -> None:
+        """Refuse to keep latents, or keys with another layout than the queries."""
+        if terms.up is not None:
+            raise ContextParallelError(
+                "keep_exchanged keeps keys and values, and latent attention sends latents; use keep_exchanged = False"
+            )
+        # These are the ranges of all ranks, so that no head group raises alone.
+        if self.plan.q_layout.ranges != self.plan.kv_layout.ranges:
+            raise ContextParallelError(
+                "keep_exchanged keeps rows of queries and keys together, which needs the same layout for both, as in "
+                "self-attention; use keep_exchanged = False"
+            )
+
+    def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of q, k, v, sinks and `up` (of this rank's heads, zero elsewhere; inputs (B, H, S, D)).
+
+        Args:
+            inputs: This rank's rows, or the kept heads.
+            terms: The scale, and optional inputs.
+        """
+        dout = fold_batch(inputs.dout, self.plan)
         _, heads, rows, _ = dout.shape
-        is_kept = isinstance(given, Kept)
-        inputs_of = self._kept if is_kept else self._exchanged
-        likes = given.likes() if is_kept else given[1:4]
+        pass_inputs = self._kept if isinstance(inputs, Kept) else self._exchanged
+        likes = inputs.likes() if isinstance(inputs, Kept) else inputs[1:4]
         _, kv_heads, kv_rows, _ = fold_batch(likes[1], self.plan).shape
-        widths = [x.shape[3] for x in likes]
+
         passes = self._passes(dout, kv_heads)
         copies = passes[0].copies
-        # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
         sum_dtype = wide_type(dout.dtype)
         gradient_dtype = sum_dtype if copies > 1 else dout.dtype
-        of_heads = [None if x is None else torch.zeros_like(x) for x in terms[1:]]
+        optional_gradients = [None if x is None else torch.zeros_like(x) for x in terms[1:]]
         returning: list[Pending] = []
         into: tuple[Tensors, Tensors] = [], []
         sums: Tensors = []
-        for share, inside in inputs_of(given, dout, passes):
-            mine = share.queries(self.group.rank())
+        for share, inside in pass_inputs(inputs, dout, passes):
+            own_heads = share.queries(self.group.rank())
             in_parts = not (share.has_keys and share.has_gradients)
             kv_dtype = dout.dtype if in_parts else gradient_dtype
-            found = [*self.inner.backward(inside.pop(), terms.of(mine), kv_dtype=kv_dtype)]
-            for total in reversed(of_heads):
+            parts = [*self.inner.backward(inside.pop(), terms.of(own_heads), kv_dtype=kv_dtype)]
+            for total in reversed(optional_gradients):
                 if total is not None:
-                    total[mine] = found.pop()
+                    total[own_heads] = parts.pop()
             if in_parts:
-                found[1:] = _summed_over_passes(
-                    found[1:], share, sums, sum_dtype, gradient_dtype
+                parts[1:] = _summed_over_passes(
+                    parts[1:], share, sums, sum_dtype, gradient_dtype
                 )
-            bundle = PackedRows.of(found[:1], found[1:], self.plan.head_group_layouts)
-            all_rows = bundle.rows(found)
-            found.clear()
+            bundle = PackedRows.of(parts[:1], parts[1:], self.plan.head_group_layouts)
+            all_rows = bundle.rows(parts)
+            parts.clear()
             targets = into if share.has_gradients else (into[0], [])
             returning.append(self._send_rows(bundle, all_rows, targets, share, kind="dqkv"))
             del all_rows
-        into[0].append(rows_first(dout, heads, rows, widths[0]))
+        into[0].append(rows_first(dout, heads, rows, likes[0].shape[3]))
         into[1].extend(
-            rows_first(dout, kv_heads * copies, kv_rows, width, gradient_dtype)
-            for width in widths[1:]
+            rows_first(dout, kv_heads * copies, kv_rows, like.shape[3], gradient_dtype)
+            for like in likes[1:]
         )
         for each in returning:
             each.wait()
         gradients = into[0][0], *(summed(x, kv_heads) for x in into[1])
-        of_heads = [x for x in of_heads if x is not None]
-        return *(
-            restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)
-        ), *of_heads
+        optional = [x for x in optional_gradients if x is not None]
+        return *map(restore_shape, gradients, likes), *optional
 
     def _exchanged(
-        self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]
+        self, inputs: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]
     ) -> _Passes:
-        """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
-        q, k, v, out, lse = (fold_batch(x, self.plan) for x in given[1:])
+        """Yield the inputs of the backward of each pass: all rows of this rank's heads, exchanged again."""
+        q, k, v, out, lse = (fold_batch(x, self.plan) for x in inputs[1:])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
         held: Tensors = []
         for share, bundle, *rows in self._arriving(
@@ -205,8 +224,8 @@ class HeadExchange:
         ):
             yield share, [_backward_inputs(bundle.tensors(rows.pop()), share, held)]
 
-    def _kept(self, given: Kept, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
-        """Yield what the backward of the one pass takes: the exchanged gradient of the output, and what was kept."""
+    def _kept(self, kept: Kept, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
+        """Yield the inputs of the backward of the only pass: the exchanged gradient of the output, and kept heads."""
         (share,) = passes
         width, heads, _, d = dout.shape
         like_q, like_k = (
@@ -214,13 +233,13 @@ class HeadExchange:
         )
         like_lse = like_q.new_empty(like_q.shape[:3], dtype=wide_type(dout.dtype))
         layouts = self.plan.head_group_layouts
-        of_inputs = PackedRows.of([like_q], [like_k] * 2, layouts)
-        of_results = PackedRows.of([like_q, like_lse], [], layouts)
+        input_rows = PackedRows.of([like_q], [like_k] * 2, layouts)
+        result_rows = PackedRows.of([like_q, like_lse], [], layouts)
         ((_, bundle, rows),) = self._arriving([dout], [], passes, kind="dout")
         (all_dout,) = bundle.tensors(rows)
-        all_q, *all_kv = of_inputs.tensors([given.inputs.view(-1, of_inputs.blocks[0].width)])
-        all_out, all_lse = of_results.tensors(
-            [given.results.view(-1, of_results.blocks[0].width)]
+        all_q, *all_kv = input_rows.tensors([kept.inputs.view(-1, input_rows.blocks[0].width)])
+        all_out, all_lse = result_rows.tensors(
+            [kept.results.view(-1, result_rows.blocks[0].width)]
         )
         yield share, [BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)]
 
@@ -238,7 +257,7 @@ class HeadExchange:
     ) -> Iterator[tuple[HeadShare, PackedRows, Tensors]]:
         """Yield all rows of this rank's heads in the order of the sequence, pass by pass, as bytes.
 
-        The next pass is sent meanwhile.
+        The next pass is sent while the caller computes with a pass.
         """
         incoming = self._send_heads(queries, keys, passes[0], kind=kind)
         for share, following in with_next(passes):
@@ -250,7 +269,7 @@ class HeadExchange:
             )
             pending.wait()
             rows = [bundle.in_sequence(received)]
-            # where rows are copied into order, the message is free from here on
+            # If the rows were copied into order, this frees the message.
             del received, pending
             yield share, bundle, rows.pop()
 
@@ -262,8 +281,8 @@ class HeadExchange:
         here = self.group.rank()
         queries, keys = _by_rank(queries, keys if share.has_keys else [], share, degree)
         # (B, h, S, ...)
-        of_rank = ([x[0].movedim(0, 2) for x in each] for each in (queries, keys))
-        bundle = PackedRows.of(*of_rank, self.plan.head_group_layouts)
+        likes = ([x[0].movedim(0, 2) for x in each] for each in (queries, keys))
+        bundle = PackedRows.of(*likes, self.plan.head_group_layouts)
         wire = queries[0].new_empty(degree, bundle.size(here), dtype=torch.uint8)
         for view, x in zip(bundle.views(wire, here), (*queries, *keys), strict=True):
             view.copy_(x)
@@ -284,13 +303,15 @@ class HeadExchange:
     ) -> Pending:
         """Start the exchange from all rows of my heads, as bytes, to my rows of all heads.
 
-        into: lists of the tensors of queries and of keys, which may be filled until the messages are waited for.
+        into: lists of the target tensors of queries and of keys; the caller may fill the lists until it waits.
         """
         degree = self.plan.head_degree
         here = self.group.rank()
         sizes = [bundle.size(rank) for rank in range(degree)]
-        mine = [bundle.size(here)] * degree
-        received, pending = all_to_all(bundle.by_rank(rows), sizes, mine, self.group, kind=kind)
+        own_sizes = [bundle.size(here)] * degree
+        received, pending = all_to_all(
+            bundle.by_rank(rows), sizes, own_sizes, self.group, kind=kind
+        )
 
         def arrived() -> None:
             queries, keys = _by_rank(*into, share, degree)
@@ -308,7 +329,7 @@ def _backward_inputs(exchanged: Tensors, share: HeadShare, held: Tensors) -> Bac
 
 
 def _keys(arrived: Tensors, share: HeadShare, held: Tensors) -> Tensors:
-    """Return keys and values of a pass; in `held` are copies of those that several passes use."""
+    """Return keys and values of a pass; `held` has copies of keys and values that several passes use."""
     if share.has_keys and share.has_gradients:
         return arrived
     held[:] = [x.clone() for x in arrived] or held
@@ -316,14 +337,18 @@ def _keys(arrived: Tensors, share: HeadShare, held: Tensors) -> Tensors:
 
 
 def _summed_over_passes(
-    found: Tensors, share: HeadShare, sums: Tensors, sum_dtype: torch.dtype, dtype: torch.dtype
+    gradients: Tensors,
+    share: HeadShare,
+    sums: Tensors,
+    sum_dtype: torch.dtype,
+    dtype: torch.dtype,
 ) -> Tensors:
     """Add gradients of keys and values to the sums over passes; return the sums after the last pass, else nothing."""
     if share.has_keys:
-        sums[:] = [x.to(sum_dtype) for x in found]
+        sums[:] = [x.to(sum_dtype) for x in gradients]
     else:
-        for total, more in zip(sums, found, strict=True):
-            total.add_(more)
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.add_(gradient)
     return [x.to(dtype) for x in sums] if share.has_gradients else []
 
 

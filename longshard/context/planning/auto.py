@@ -1,4 +1,4 @@
-"""The choice of a method for `auto`, by how much the busiest rank sends for one layer. Torch-free.
+"""Choose a method for `auto`: compare how much the busiest rank sends for one layer. Torch-free.
 
 Ranks of a group lie on nodes one after another. A byte to another node counts `NETWORK` times, so that heads are
 exchanged inside a node and K/V go between nodes:
@@ -22,15 +22,20 @@ from longshard.context.planning.plan import Message, RankPlan, Stage
 from longshard.sharding.layout import AxisLayout
 
 NETWORK = 9
-"""So many bytes reach a GPU of the node while one reaches another node: 450 GB/s of NVLink, 50 GB/s of network."""
+"""Bytes that reach a GPU of the node in the time of one byte to another node: 450 GB/s of NVLink, 50 GB/s of network.
+"""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A way to spread attention.
 
-    bytes_sent: the most that a rank sends in both directions; bytes_outside: the most that a rank sends to other nodes;
-    kernels, stages: the most calls and stages of a forward.
+    Attributes:
+        options: The options with this method.
+        bytes_sent: The most bytes that a rank sends in both directions.
+        bytes_outside: The most bytes that a rank sends to other nodes.
+        kernels: The most calls of a forward.
+        stages: The most stages of a forward.
     """
 
     options: ContextParallelOptions
@@ -41,7 +46,7 @@ class Candidate:
 
     @property
     def weight(self) -> int:
-        """What is sent, in bytes inside a node that take as long."""
+        """The bytes inside a node that would take as long to send as all bytes of this candidate."""
         return self.bytes_sent + (NETWORK - 1) * self.bytes_outside
 
     def __str__(self) -> str:
@@ -64,18 +69,18 @@ def choose(
 ) -> tuple[ContextParallelOptions, str]:
     """Return options with the method that sends least, and the reason in words; cached.
 
-    Methods that send up to a tenth more than the least count as equal. Among them the ring is first if shards are long,
-    because its messages are sent while tiles are computed; if shards are short, all-gather replaces it, with fewer
-    messages. Without a ring, the method with the fewest calls of `options.kernel` is first.
+    Methods that send up to a tenth more than the least count as equal. If shards are long, the ring is first among
+    them, because it sends messages while it computes tiles. If shards are short, all-gather replaces the ring, with
+    fewer messages. Without a ring, the method with the fewest calls of `options.kernel` is first.
 
     Args:
-        options: the options that the user wrote.
-        masks: the different masks of the model's layers.
-        degree: the number of ranks.
-        shape: the shape of attention on one rank, with its local heads.
-        batch: the documents of one batch.
-        hybrids: whether the mesh may be 2-D.
-        node: ranks of the group on one node, None for all. A byte to another node counts `NETWORK` times.
+        options: The options that the user wrote.
+        masks: The different masks of the model's layers.
+        degree: The number of ranks.
+        shape: The shape of attention on one rank, with its local heads.
+        batch: The documents of one batch; None if absent.
+        hybrids: Whether the mesh may be 2-D.
+        node: Ranks of the group on one node, None for all. A byte to another node counts `NETWORK` times.
     """
     # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
     balancer = (
@@ -104,7 +109,7 @@ def choose(
 
 
 def _best(candidates: list[Candidate], rows: int) -> tuple[Candidate, str]:
-    """Return the method that is taken, and why. candidates: by their weight; rows: tokens of a rank."""
+    """Return the best method, and the reason. candidates: ordered by weight; rows: tokens of a rank."""
     near = [c for c in candidates if c.weight <= 1.1 * candidates[0].weight]
     hidden = next((c for c in near if c.options.spread.overlaps), None)
     if hidden is None or rows >= shortest_ring(hidden.stages):
@@ -130,39 +135,39 @@ def _busiest(
     shape: AttentionShape,
     node: int,
 ) -> tuple[int, int, int, int]:
-    """Return the most bytes that a rank sends, forward and backward, and the most that a rank sends to other nodes.
+    """Return the largest values over the ranks: bytes sent, bytes to other nodes, kernel calls and stages.
 
-    Also the most kernel calls and stages of a forward.
+    Bytes are of a forward and a backward, calls and stages of a forward.
     """
-    # The kernel that `auto` takes depends on the device; the least capable one represents it.
+    # The kernel that `auto` takes depends on the device; here the least capable kernel stands for it.
     capabilities = CAPABILITIES.get(way.kernel, CAPABILITIES["cpu_flash"])
     heads = way.head_degree(layout.degree)
-    # All ranks of a head group send as much.
+    # All ranks of a head group send the same number of bytes.
     ranks = range(0, layout.degree, heads)
-    of_ranks = []
-    # Under a causal mask the first ones send most; a few of the others represent the rest.
+    rank_costs = []
+    # With a causal mask the first ranks send most. Of the other ranks, a sample of about eight is enough.
     for rank in sorted({*ranks[:2], *ranks[:: max(len(ranks) // 8, 1)], ranks[-1]}):
         plans = [make_plan(layout, mask, way.method, rank, head_degree=heads) for mask in masks]
         sent = outside = 0
         for plan, direction in product(plans, ("forward", "backward")):
-            of_kinds = attention_cost(plan, shape, direction).bytes_sent
-            sent += of_kinds.total()
-            outside += _outside(plan, direction, of_kinds, node)
+            kind_bytes = attention_cost(plan, shape, direction).bytes_sent
+            sent += kind_bytes.total()
+            outside += _outside(plan, direction, kind_bytes, node)
         calls = sum(len(stage) for plan in plans for stage in lower(plan, capabilities).forward)
         stages = max(sum(bool(stage.tiles) for stage in plan.forward) for plan in plans)
-        of_ranks.append((sent, outside, calls, stages))
-    return tuple(map(max, zip(*of_ranks, strict=True)))
+        rank_costs.append((sent, outside, calls, stages))
+    return tuple(map(max, zip(*rank_costs, strict=True)))
 
 
 def _outside(plan: RankPlan, direction: str, sent: Mapping[str, int], node: int) -> int:
-    """Return how many of the bytes that the plan's rank sends in one direction, by kind, go to ranks of other nodes."""
+    """Return how many bytes the plan's rank sends to other nodes in one direction. sent: all its bytes, by kind."""
     if plan.degree <= node:
         return 0
     heads = plan.head_degree
     here = plan.rank // node
     first = plan.rank // heads * heads
     group = [rank // node for rank in range(first, first + heads)]
-    of_heads = sum(place != here for place in group) / max(heads - 1, 1)
+    head_share = sum(place != here for place in group) / max(heads - 1, 1)
     staged = plan.inner or plan
     # Rank i of the staged plan that has this rank's heads.
     nodes = [(i * heads + plan.rank % heads) // node for i in range(staged.degree)]
@@ -171,20 +176,20 @@ def _outside(plan: RankPlan, direction: str, sent: Mapping[str, int], node: int)
         "kv": _share_outside(staged, [(stage, stage.messages) for stage in stages], nodes),
         "dkv": _share_outside(staged, [(stage, stage.home) for stage in stages], nodes),
     }
-    return round(sum(size * shares.get(kind, of_heads) for kind, size in sent.items()))
+    return round(sum(size * shares.get(kind, head_share) for kind, size in sent.items()))
 
 
 def _share_outside(
     plan: RankPlan, sends: Sequence[tuple[Stage, tuple[Message, ...]]], nodes: Sequence[int]
 ) -> float:
-    """Return the share of the rows of K/V that a rank sends to other nodes. nodes: of each rank of the plan."""
+    """Return the share of the K/V rows that a rank sends to other nodes. nodes: the node of each rank of the plan."""
     total = outside = 0.0
     here = nodes[plan.rank]
     inside = nodes.count(here)
     for stage, messages in sends:
         rows, _ = plan.rows_for(stage, messages)
         total += rows
-        # rows of other nodes arrive once a node, over the links of all its ranks
+        # A row of another node arrives once at a node, over the links of all ranks of the node.
         if stage.collective:
             outside += rows * (plan.degree - inside) / inside / (plan.degree - 1)
         else:

@@ -1,4 +1,4 @@
-"""`balanced`: for every rank as many tokens, about as much attention, and few keys of other ranks. Torch-free.
+"""`balanced`: every rank gets the same number of tokens, about the same work, and few keys of other ranks. Torch-free.
 
 The ranks are halved again and again, and their tokens with them. The documents of a group of ranks stand on a circle.
 One half of the group gets an arc of it:
@@ -6,12 +6,13 @@ One half of the group gets an arc of it:
     documents a, b, c; 2 ranks     a a a a a a a a a a|b b b c c c c c c|c     rank 0 has the arc between the cuts
 
 The arc has the half's number of tokens. While it moves round the circle, its mean work is the half's share of all work.
-So at some place it has exactly this share. An arc has two cuts: N ranks need 2 N - 2, however many documents there are,
+So somewhere it has exactly this share. An arc has two cuts: N ranks need 2 N - 2, whatever the number of documents,
 and a document without a cut stays whole. A single document is cut as `head_tail` cuts it.
 
-Arcs are tried that begin or end at a border of a document or of a block, and those with exactly the share, with the
-documents in three orders. The best arc is the one whose busier side finishes first: its work, in whole tiles as kernels
-compute them, plus SHORT_SHARD pairs for each key that is sent because of the cuts.
+Two kinds of arcs are tried, with the documents in three orders. An arc of the first kind begins or ends at a border of
+a document or of a block. An arc of the second kind has exactly the share of work. The best arc is the one that has the
+busier side finish first. A side takes its work, in whole tiles as kernels compute them, plus SHORT_SHARD pairs for
+each key that is sent because of the cuts.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from longshard.sharding.layout import LAYOUTS, AxisLayout, contiguous
 LOAD_BALANCERS = (*LAYOUTS, "balanced")
 
 TOLERANCE = 0.03
-"""How much more than the mean a rank may compute, where less traffic makes up for it."""
+"""How much more than the mean a rank may compute, as a fraction, if less communication makes up for it."""
 
 _BLOCK, _TILE = 256, 128
 _FEWEST_BLOCKS = 4
@@ -38,7 +39,18 @@ _REFINEMENTS = 2
 def build_layout(
     name: str, seq_len: int, degree: int, *, multiple_of: int = 1, mask: Mask | None = None
 ) -> AxisLayout:
-    """Return the layout of that name; `balanced` assigns by `mask`, or None for a causal mask."""
+    """Return a layout by the name of its load balancer.
+
+    Args:
+        name: A name of `LOAD_BALANCERS`.
+        seq_len: Number of tokens.
+        degree: Number of ranks.
+        multiple_of: Each rank has a multiple of this number of tokens.
+        mask: The mask by which `balanced` counts work; None means a causal mask.
+
+    Raises:
+        ValueError: `multiple_of` does not divide the length.
+    """
     if name == "balanced":
         return balanced(
             causal(seq_len) if mask is None else mask, degree, multiple_of=multiple_of
@@ -47,11 +59,15 @@ def build_layout(
 
 
 def balanced(mask: Mask, degree: int, *, multiple_of: int = 1) -> AxisLayout:
-    """Return a layout in which all ranks have as many tokens and about as much work, and few keys are sent.
+    """Return a layout in which all ranks have the same number of tokens and about the same work, and few keys are sent.
 
-    mask: of the batch; all its sequences have the same layout. multiple_of: a divisor of each rank's tokens. A part of
-    a document has at least 256 tokens (a block), or starts within the first 256, unless nothing else balances. Blocks
-    are smaller where a rank has fewer than 1,024 tokens.
+    A part of a document has at least 256 tokens (a block), or starts within the first 256, unless nothing else
+    balances. Blocks are smaller if a rank has fewer than 1,024 tokens.
+
+    Args:
+        mask: The mask of the batch; all its sequences have the same layout.
+        degree: Number of ranks.
+        multiple_of: Each rank has a multiple of this number of tokens.
 
     Raises:
         ValueError: `multiple_of` does not divide the length.
@@ -69,9 +85,13 @@ def balanced(mask: Mask, degree: int, *, multiple_of: int = 1) -> AxisLayout:
 
 
 class Work:
-    """The work of tokens under a mask: whole tiles, whose pairs are divided among the tile's tokens.
+    """The work of tokens under a mask: whole tiles, each divided evenly among the tile's tokens.
 
-    Work is counted in integers, so that all ranks find the same.
+    Work is counted in integers, so that all ranks get the same result.
+
+    Args:
+        mask: The mask.
+        tile: Number of queries, and of keys, of a tile.
     """
 
     def __init__(self, mask: Mask, tile: int) -> None:
@@ -86,13 +106,17 @@ class Work:
             np.minimum(kv_stop, last + upper) - np.maximum(kv_start, first + lower), 0
         )
         work = -(-keys // tile) * tile * tile
-        # The first one stands before all tiles.
+        # Entry 0 stands for the tokens before all tiles.
         self._tiles = np.zeros((4, len(work) + 1), dtype=np.int64)
         self._tiles[:, 1:] = first, last - first, work, np.cumsum(work) - work
         self._tiles[1, 0] = 1
 
     def before(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the work of all tokens before each of `tokens` (n,), in pairs of all sequences: (n,) int64."""
+        """Return the work of all tokens before each token, in pairs of all sequences: (n,) int64.
+
+        Args:
+            tokens: The tokens, (n,), int64.
+        """
         queries = tokens + self._starts
         first, length, work, total = self._tiles[
             :, np.searchsorted(self._tiles[0], queries, side="right") - 1
@@ -100,11 +124,19 @@ class Work:
         return (total + work * np.minimum(queries - first, length) // length).sum(axis=0)
 
     def of(self, parts: np.ndarray) -> np.ndarray:
-        """Return the work of each of the ranges `parts` (n, 2)."""
+        """Return the work of ranges of tokens, (n,) int64.
+
+        Args:
+            parts: The ranges, (n, 2), int64.
+        """
         return self.before(parts[:, 1]) - self.before(parts[:, 0])
 
     def first_seen(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the first key that each token sees in each sequence, or itself: (sequences, n) int64."""
+        """Return the first key that each token sees in each sequence, or the token itself: (sequences, n) int64.
+
+        Args:
+            tokens: The tokens, (n,), int64.
+        """
         queries = tokens + self._starts
         if not len(self._bands):
             return queries - self._starts
@@ -117,7 +149,7 @@ class Work:
 
 
 class _Arcs(NamedTuple):
-    """Arcs of a circle, (n,) each: where they start, their work, keys to send, whether they leave a short part."""
+    """Arcs of a circle, (n,) each: their starts, their work, the keys to send, and whether they leave a short part."""
 
     starts: np.ndarray
     work: np.ndarray
@@ -126,7 +158,7 @@ class _Arcs(NamedTuple):
 
 
 class _Circle:
-    """Parts of the sequence on a circle: (n, 2) int64; places are counted from the first one."""
+    """Parts of the sequence on a circle, (n, 2) int64. Places are counted from the start of the first part."""
 
     def __init__(self, work: Work, parts: np.ndarray, block: int) -> None:
         self._work, self._parts, self._block = work, parts, block
@@ -135,7 +167,7 @@ class _Circle:
         stop = work.before(parts[:, 1])
         before = np.concatenate([[0], np.cumsum(stop - start)])
         self.all_work = int(before[-1])
-        # from work before a token of the sequence to work before its place
+        # Added to the work before a token of the sequence, it gives the work before the token's place.
         self._shift = before[:-1] - start
         self._keys_of_parts = (parts[:, 0] - work.first_seen(parts[:, 0])).sum(axis=0)
 
@@ -145,28 +177,31 @@ class _Circle:
 
     @cached_property
     def stops(self) -> np.ndarray:
-        """The places where parts start, and those at whole blocks of a part that leave a block behind them."""
+        """The places where parts start, and places after whole blocks of a part, if a block follows them."""
         numbers, part = _count(
             np.maximum((self._parts[:, 1] - self._parts[:, 0]) // self._block, 1)
         )
         return self.places[part] + numbers * self._block
 
     def arcs(self, starts: np.ndarray, length: int) -> _Arcs:
-        """Return arcs of `length` tokens from each of `starts` (n,)."""
+        """Return arcs that start at `starts`, (n,), and have `length` tokens."""
         cuts = self._cuts(np.concatenate([starts, starts + length]) % self.length)
         work, first, keys, short = (np.split(x, 2, axis=-1) for x in cuts)
         inside = work[1] - work[0] + np.where(starts + length >= self.length, self.all_work, 0)
-        # Of two cuts in one document, the side without its last token needs the keys before the second cut, no others.
+        # If both cuts are in one document, the side without the document's last token needs only the keys before
+        # the second cut.
         sent = np.where(first[0] == first[1], np.maximum(*keys), sum(keys))
         return _Arcs(starts, inside, sent.sum(axis=0), short[0] | short[1])
 
     def _cuts(
         self, places: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return what cuts at `places` (n,) in [0, length) mean.
+        """Return the cost of cuts at `places`, (n,) in [0, length).
 
-        The work before them (n,); in each sequence (sequences, n) the first key that the token behind the cut sees, and
-        how many tokens before the cut; whether a part is too short (n,).
+        * The work before each cut, (n,).
+        * The first key that the token after the cut sees, (sequences, n).
+        * The number of tokens before the cut that this token sees, (sequences, n).
+        * Whether the cut leaves a part that is too short, (n,).
         """
         part = np.searchsorted(self.places, places, side="right") - 1
         inside = places - self.places[part]
@@ -184,7 +219,7 @@ class _Circle:
         return work, first, keys, short
 
     def arc(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the parts of an arc, and those of the rest, ascending and merged."""
+        """Return the parts of an arc, and the other parts; both ascending and merged."""
         beyond = max(start + length - self.length, 0)
         borders = np.unique(
             np.concatenate([self.places, [beyond, start, min(start + length, self.length)]])
@@ -199,7 +234,7 @@ class _Circle:
 
 @dataclass(frozen=True, eq=False)
 class _Halving:
-    """Assigns tokens to ranks. rows: tokens of each rank; share: the mean work of a rank."""
+    """Assigns tokens to ranks. rows: number of tokens of each rank; share: the mean work of a rank."""
 
     work: Work
     block: int
@@ -207,14 +242,14 @@ class _Halving:
     share: float
 
     def assign(self, parts: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
-        """Yield the parts (n, 2) of each of the ranks [first, last), which together own `parts`."""
+        """Yield the parts, (n, 2), of each rank of [first, last); together these ranks own `parts`."""
         if last - first == 1 or not len(parts):
             yield from [parts] * (last - first)
             return
         middle = (first + last + 1) // 2
-        # Each halving may use up as much of the tolerance.
-        left = (last - first - 1).bit_length() - 1
-        limit = 1 + TOLERANCE * (1 - left / (len(self.rows) - 1).bit_length())
+        # Each halving may use the same part of the tolerance.
+        later_halvings = (last - first - 1).bit_length() - 1
+        limit = 1 + TOLERANCE * (1 - later_halvings / (len(self.rows) - 1).bit_length())
         ranks = middle - first, last - middle
         halves = self._halves(
             self._at_borders(parts),
@@ -235,7 +270,7 @@ class _Halving:
     def _halves(
         self, parts: np.ndarray, rows: int, ranks: tuple[int, int], limit: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return `parts` as two halves for so many ranks, the first with `rows` tokens.
+        """Return `parts` as two halves; ranks[0] ranks get the first, which has `rows` tokens, and ranks[1] the second.
 
         limit: the work that a rank may have on average.
         """
@@ -250,13 +285,13 @@ class _Halving:
                 cost = busier + np.where(is_over, 0, SHORT_SHARD * arcs.keys)
                 worst = np.where(is_over, 2, arcs.short)
                 number = np.lexsort((cost, worst))[0]
-                found = (worst[number], cost[number]), circle, int(arcs.starts[number])
-                best = found if best is None or found[0] < best[0] else best
+                candidate = (worst[number], cost[number]), circle, int(arcs.starts[number])
+                best = candidate if best is None or candidate[0] < best[0] else best
         _, circle, start = best
         return circle.arc(start, rows)
 
     def _orders(self, parts: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield orders of the parts in which documents stay together: as they are, and two by length."""
+        """Yield orders of the parts in which documents stay together: the given order, and two by length."""
         yield np.arange(len(parts))
         apart = (parts[:-1, 1] <= self.work.first_seen(parts[1:, 0])).all(axis=0)
         document = np.concatenate([[0], np.cumsum(apart)])
@@ -266,7 +301,7 @@ class _Halving:
                 yield np.argsort(np.argsort(order)[document], kind="stable")
 
     def _arcs(self, circle: _Circle, rows: int, share: float) -> Iterator[_Arcs]:
-        """Yield arcs of `rows` tokens: that start or end at a stop, and those between which have the share of work."""
+        """Yield arcs of `rows` tokens: arcs that start or end at a stop, then arcs closer to the share of work."""
         starts = np.unique(
             np.concatenate([circle.stops, (circle.stops - rows) % circle.length])
         )
@@ -291,13 +326,13 @@ class _Halving:
 
 
 def _count(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return 0 ... length - 1 for each of `lengths`, one after another, and the index of the length."""
+    """Return the numbers 0 ... length - 1 for each length, one after another, and the index of the length of each."""
     index = np.repeat(np.arange(len(lengths)), lengths)
     return np.arange(len(index)) - np.repeat(np.cumsum(lengths) - lengths, lengths), index
 
 
 def _merged(parts: np.ndarray) -> np.ndarray:
-    """Return disjoint ranges (n, 2) ascending; those that touch become one."""
+    """Return disjoint ranges, (n, 2), in ascending order; ranges that touch become one."""
     parts = parts[np.argsort(parts[:, 0])]
     apart = parts[1:, 0] != parts[:-1, 1]
     starts, stops = (np.ones(len(parts), dtype=bool) for _ in range(2))

@@ -10,21 +10,21 @@ from longshard.sharding.errors import OptionError
 class Capabilities:
     """What a kernel can do. All kernels take any scale and grouped heads.
 
-    Args:
+    Attributes:
         device: `cpu`, `cuda`, or None for any.
-        dtypes: names of torch dtypes.
-        max_head_dim: the largest head.
-        head_dim_multiple: the size of a head is a multiple of this number.
-        broken_heads: sizes of heads that it computes wrong.
+        dtypes: Names of torch dtypes.
+        max_head_dim: The largest head.
+        head_dim_multiple: The size of a head is a multiple of this number.
+        broken_heads: Sizes of heads for which its results are wrong.
         bottom_right: CAUSAL with more keys than queries is one call.
         bands: BI_CAUSAL and INV_CAUSAL of any size are one call.
         masks: BI_CAUSAL and INV_CAUSAL are calls with a dense mask, over pieces.
-        many: many tiles are one launch.
-        large: tiles with at least this many queries and keys are a launch of their own, with lengths that recur; 0: no
-            tile is.
-        deterministic: its backward can give the same bits each time.
-        softcap: it computes scores c * tanh(score / c).
-        elements: the size of a call, as `call_elements` counts it, stays below this number.
+        many: Many tiles are one launch.
+        large: Tiles with at least this many queries and keys are a launch of their own, with lengths that recur. 0
+            means that no tile is.
+        deterministic: Its backward can give the same bits each time.
+        softcap: It computes scores c * tanh(score / c).
+        elements: The size of a call, as `call_elements` counts it, must be less than this number.
     """
 
     device: str | None
@@ -51,7 +51,16 @@ class Capabilities:
         deterministic: bool = False,
         softcap: bool = False,
     ) -> list[str]:
-        """Return what the kernel cannot do, in words; device_type and dtype are None if not known yet."""
+        """Return what the kernel cannot do, in words.
+
+        Args:
+            device_type: The type of the device; None if not known yet.
+            dtype: The name of the torch dtype; None if not known yet.
+            head_dim: Size of a head.
+            bands: Whether masks have windows.
+            deterministic: Whether the backward must give the same bits each time.
+            softcap: Whether scores have a soft-cap.
+        """
         lacks = []
         if device_type and self.device not in (None, device_type):
             lacks.append(f"tensors on {device_type}")
@@ -84,11 +93,11 @@ INDEX_LIMIT = 1 << 31
 
 Seen on an H100 with PyTorch 2.11: at 540,000 rows of 32 heads of 128, FlashAttention-2's ragged backward wrote dq into
 other tensors, and cuDNN 9.19 returned a dq with a relative error of up to 7 %. Both were right at 500,000 rows. No
-release is known in which both are mended (flash-attention pull request 2260 for the former), so the limit always holds.
+release is known that repairs both (flash-attention pull request 2260 for the former), so the limit always holds.
 """
 
 LARGE_TILE = 8192
-"""The least queries and keys for which a cuDNN plan for one shape pays; a plan took 0.12 s on an H100."""
+"""With at least this many queries and keys, a cuDNN plan for one shape pays. A plan took 0.12 s on an H100."""
 
 _GPU: dict[str, Any] = {"device": "cuda", "dtypes": _HALVES, "elements": INDEX_LIMIT}
 _FLASH = _GPU | {
@@ -112,15 +121,19 @@ CAPABILITIES: dict[str, Capabilities] = {
         None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True, softcap=True
     ),
 }
-"""All kernels by name; each kernel's class refers to its entry."""
+"""All kernels by name. The class of each kernel refers to its entry."""
 
 
 @dataclass(frozen=True)
 class FlashPackage:
-    """A package that PyTorch can put behind its flash operators, in place of FlashAttention-2.
+    """A package that PyTorch can use for its flash operators instead of FlashAttention-2.
 
-    implementation: its name in `torch.nn.attention.list_flash_attention_impls()`; module: what PyTorch imports; majors:
-    the first numbers of the compute capabilities; install: what to type.
+    Attributes:
+        name: Its name in messages.
+        implementation: Its name in `torch.nn.attention.list_flash_attention_impls()`.
+        module: The module that PyTorch imports.
+        majors: The first numbers of the compute capabilities that it runs on.
+        install: The command that installs it.
     """
 
     name: str
@@ -130,7 +143,11 @@ class FlashPackage:
     install: str
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Return whether PyTorch calls it on a GPU of this compute capability."""
+        """Return whether PyTorch calls it on a GPU.
+
+        Args:
+            capability: The compute capability of the GPU.
+        """
         return capability[0] in self.majors
 
 
@@ -150,7 +167,7 @@ FLASH_PACKAGES = (
         "pip install flash-attn-4",
     ),
 )
-"""The first that runs is taken.
+"""The first package that runs is taken.
 
 On Hopper that is FlashAttention-3, written for it and compiled when it is installed. FlashAttention-4 compiles each
 kind of call in the run, and its first versions lack windows and ragged batches in the backward on Hopper.
@@ -160,22 +177,33 @@ FLASH_KERNELS = ("cuda_flash", "varlen", "cudnn_varlen")
 """The kernels that call PyTorch's flash operators."""
 
 _AUTO = ("cpu_flash", "cuda_flash", "efficient", "math")
-# of a stage; with more calls, one launch saves more than the copy of its rows costs
+# If a stage has more calls, one launch saves more than the copy of its rows costs.
 _MANY_CALLS = 4
 _HOPPER = (9, 0)
 
 
 def runs_fla(device_type: str, dtype: str, key_dim: int, *, deterministic: bool) -> bool:
-    """Return whether flash-linear-attention's kernels can compute linear attention with keys of this size."""
+    """Return whether flash-linear-attention's kernels can compute linear attention.
+
+    Args:
+        device_type: The type of the device.
+        dtype: The name of the torch dtype.
+        key_dim: The size of the keys.
+        deterministic: Whether the results must be the same bits each time.
+    """
     return device_type == "cuda" and dtype in _HALVES and key_dim <= 256 and not deterministic
 
 
 def kernel_words(
     name: str, capability: tuple[int, int], package: FlashPackage | None, *, deterministic: bool
 ) -> str:
-    """Return a kernel on a GPU in words: what computes it, and which packages would be faster.
+    """Return a kernel on a GPU in words: which package computes it, and which packages would be faster.
 
-    package: behind the flash operators, None for FlashAttention-2.
+    Args:
+        name: The name of the kernel.
+        capability: The compute capability of the GPU.
+        package: The package behind the flash operators; None means FlashAttention-2.
+        deterministic: Whether the backward must give the same bits each time.
     """
     words = (
         f"attention's kernel is {name}, on compute capability {capability[0]}.{capability[1]}"
@@ -200,10 +228,17 @@ def kernel_words(
 def able_kernels(
     name: str, device_type: str | None, dtype: str | None, head_dim: int, **needs: bool
 ) -> list[str]:
-    """Return the kernels that can do this. name: the configured kernel, or `auto`; needs: as of `Capabilities.lacks`.
+    """Return the kernels that can compute this attention.
+
+    Args:
+        name: The configured kernel, or `auto`.
+        device_type: The type of the device; None if not known yet.
+        dtype: The name of the torch dtype; None if not known yet.
+        head_dim: Size of a head.
+        **needs: The further arguments of `Capabilities.lacks`.
 
     Raises:
-        OptionError: an unknown kernel, or one that cannot do it; the message names kernels that can.
+        OptionError: The kernel is unknown, or cannot compute it; the message names kernels that can.
     """
     lacks = {
         each: c.lacks(device_type, dtype, head_dim, **needs) for each, c in CAPABILITIES.items()
@@ -227,22 +262,22 @@ def auto_kernel(
     newer_flash: bool = False,
     largest: int = 0,
 ) -> str:
-    """Return the kernel that `auto` takes among the able ones, by the first of these rules that names one.
+    """Return the kernel that `auto` takes among the able ones: the first of these rules that applies decides.
 
     1. On a GPU of Hopper or later, without FlashAttention-3 or -4, for a fixed mask of at most four tiles a stage:
        `cudnn`, the fastest there.
-    2. On such a GPU, for a large tile, as a long document has: `cudnn_varlen`, cuDNN for the large tiles.
+    2. On the same GPUs, for a large tile, as a long document has: `cudnn_varlen`, cuDNN for the large tiles.
     3. More than four tiles in a stage, as with packed documents: `varlen`, which computes them in one launch.
     4. The first of `cpu_flash`, `cuda_flash`, `efficient` and `math`.
 
     Args:
-        able: the names of the kernels that can do this attention, in the order of preference.
-        calls: the most tiles of a stage.
-        capability: of the GPU, such as (9, 0); None for a CPU.
-        fixed: whether the mask is causal or full, with the same lengths in every step. cuDNN builds a plan for each new
+        able: The names of the kernels that can do this attention, in the order of preference.
+        calls: The most tiles of a stage.
+        capability: The compute capability of the GPU, such as (9, 0); None for a CPU.
+        fixed: Whether the mask is causal or full, with the same lengths in every step. cuDNN builds a plan for each new
             shape.
-        newer_flash: whether FlashAttention-3 or -4 computes `cuda_flash` and `varlen`.
-        largest: queries and keys, whichever are fewer, of the largest tile without a window.
+        newer_flash: Whether FlashAttention-3 or -4 computes `cuda_flash` and `varlen`.
+        largest: Queries or keys, whichever are fewer, of the largest tile without a window.
     """
     many = calls > _MANY_CALLS
     has_fast_cudnn = capability is not None and capability >= _HOPPER and not newer_flash
@@ -256,13 +291,13 @@ def auto_kernel(
 
 
 def call_elements(batch: int, rows: int, calls: int, head_dim: int) -> int:
-    """Return how many elements of one head a call of a kernel addresses; the most of a tensor and of its workspace.
+    """Return the number of elements of one head that a call of a kernel addresses, in a tensor or in its workspace.
 
     Args:
-        batch: the number of sequences.
-        rows: queries or keys of a sequence, whichever are more.
-        calls: the tiles that are computed together. FlashAttention's workspace has 128 rows more for each.
-        head_dim: of which the workspace has a multiple of 64.
+        batch: Number of sequences.
+        rows: Queries or keys of a sequence, whichever are more.
+        calls: Number of tiles that are computed together. FlashAttention's workspace has 128 more rows for each.
+        head_dim: Size of a head. The workspace rounds it up to a multiple of 64.
     """
     return batch * (rows + 128 * calls) * (head_dim + -head_dim % 64)
 
@@ -272,17 +307,17 @@ def head_groups(
 ) -> list[tuple[slice, slice]]:
     """Return the query heads, and their key/value heads, of each call, so that no call has `limit` elements.
 
-    Query heads that share a key/value head are one call, unless they are too large together: then several calls share
-    it.
+    Query heads that share a key/value head are one call. If they are too large together, several calls share the
+    key/value head.
 
     Args:
-        heads: the number of query heads.
-        kv_heads: the number of key/value heads; divides `heads`.
-        elements: the elements of one query head, see `call_elements`.
-        limit: the number of elements that a call may not reach.
+        heads: Number of query heads.
+        kv_heads: Number of key/value heads; divides `heads`.
+        elements: Number of elements of one query head, see `call_elements`.
+        limit: The number of elements that a call may not reach.
 
     Raises:
-        OptionError: one head is too large.
+        OptionError: One head is too large.
     """
     fit = (limit - 1) // elements
     if not fit:

@@ -8,8 +8,8 @@ Stages: K/V of the next stage arrive while a stage computes, so two buffers are 
     computes with           own       buffer 1  buffer 2  buffer 3    (kind kv; dkv on the way home)
     arriving                buffer 1  buffer 2  buffer 3
 
-Exchange of heads: a rank sends each other rank its rows of that rank's heads, and after attention the rows of that rank
-(`_TENSORS`).
+Exchange of heads: a rank sends to each other rank its rows of the heads that the other rank computes. After attention
+it sends back the other rank's rows (`_TENSORS`).
 """
 
 from collections import Counter
@@ -22,23 +22,36 @@ from longshard.context.planning.plan import RankPlan
 from longshard.sharding.ranges import aligned
 
 SHORT_SHARD = 1024
-"""With fewer tokens a rank, tiles are too short to hide messages (about 800 for Llama 3 8B on NVLink).
+"""With fewer tokens on a rank, tiles are too short to hide messages (about 800 for Llama 3 8B on NVLink).
 
-So many rows of K/V are sent while the tile of as many queries is computed: a row takes as long as so many pairs.
+In the time of a tile of n queries and n keys, SHORT_SHARD = n rows of K/V are sent: sending a row takes as long as
+computing n pairs.
 """
 _LAUNCH_BOUND = 2500 / 8
-"""Tokens a rank, for each stage of a ring, below which a GPU waits for the host's launches: an estimate for Llama 3 8B
-on an H100."""
+"""Tokens of a rank, for each stage of a ring, below which a GPU waits for the host's launches.
+
+An estimate for Llama 3 8B on an H100.
+"""
 
 
 def shortest_ring(stages: int) -> int:
-    """Return the fewest tokens a rank with which a ring hides its messages and its launches behind its tiles."""
+    """Return the fewest tokens of a rank with which a ring hides its messages and launches behind its tiles.
+
+    Args:
+        stages: Number of stages of the ring.
+    """
     return max(SHORT_SHARD, int(_LAUNCH_BOUND * stages))
 
 
 @dataclass(frozen=True)
 class LatentShape:
-    """R and P, the numbers of a latent, which is sent in the place of keys and values, and V, the size of values."""
+    """The sizes of a latent, which is sent instead of keys and values.
+
+    Attributes:
+        rank: R, the numbers from which keys and values are made.
+        rotated: P, the numbers that are rotated by position and are the same for all heads.
+        value_dim: V, the size of the values of a head.
+    """
 
     rank: int
     rotated: int
@@ -49,8 +62,14 @@ class LatentShape:
 class AttentionShape:
     """The local sizes of one attention call.
 
-    itemsize: bytes of an element of q, k, v; gradient_itemsize: of dK and dV when they are sent; 0: of an accumulator.
-    latent: with one key/value head, the latent; None: keys and values are sent.
+    Attributes:
+        batch: Number of sequences.
+        heads: Number of query heads.
+        kv_heads: Number of key/value heads.
+        head_dim: Size of the queries and keys of a head.
+        itemsize: Bytes of an element of q, k and v.
+        gradient_itemsize: Bytes of an element of dK and dV when they are sent; 0 means the size of an accumulator.
+        latent: With one key/value head, the sizes of the latent; None means that keys and values are sent.
     """
 
     batch: int
@@ -63,12 +82,12 @@ class AttentionShape:
 
     @property
     def value_dim(self) -> int:
-        """The size of a head's values and outputs."""
+        """The size of the values and outputs of a head."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def key_sizes(self) -> tuple[int, int]:
-        """What is sent of a token and key/value head: the sizes of its key and of its value, or the latent and 0."""
+        """The sizes of the key and value that are sent for a token and key/value head, or of its latent and 0."""
         return (
             (self.head_dim, self.head_dim)
             if self.latent is None
@@ -76,7 +95,11 @@ class AttentionShape:
         )
 
     def expansion_flops(self, rows: int) -> int:
-        """Return the FLOPs that make keys and values of a head of so many latents."""
+        """Return the FLOPs that make the keys and values of a head from latents; 0 without a latent.
+
+        Args:
+            rows: Number of latents.
+        """
         if self.latent is None:
             return 0
         return (
@@ -94,9 +117,14 @@ class AttentionShape:
 
 @dataclass
 class Cost:
-    """The cost for one rank. calls, bytes_sent: by kind, as `exchange.py` counts them; workspace: bytes of buffers.
+    """The cost for one rank.
 
-    bytes_received: by kind, what the other ranks send to this one.
+    Attributes:
+        calls: Number of calls by kind, as `exchange.py` counts them.
+        bytes_sent: Bytes by kind, as `exchange.py` counts them.
+        bytes_received: Bytes by kind that the other ranks send to this rank.
+        flops: Floating-point operations.
+        workspace: The largest number of bytes of buffers that are alive at the same time.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -106,6 +134,13 @@ class Cost:
     workspace: int = 0
 
     def exchanges(self, kind: str, sent: int, received: int) -> None:
+        """Add one call.
+
+        Args:
+            kind: The kind of the call.
+            sent: Bytes that this rank sends.
+            received: Bytes that this rank receives.
+        """
         self.calls[kind] += 1
         self.bytes_sent[kind] += sent
         self.bytes_received[kind] += received
@@ -120,12 +155,21 @@ def attention_cost(
     query_heads: int = 0,
     keep_exchanged: bool = False,
 ) -> Cost:
-    """Return the cost of one attention call of the plan's rank in one direction, `forward` or `backward`.
+    """Return the cost of one attention call in one direction.
 
-    workspace: the most bytes that buffers of K and V (and their gradients) take at once, beside inputs and results. It
-    counts the rows of this stage and of the next one, and the receive buffers of collectives and all-to-all.
+    The workspace counts the rows of a stage and of the next one, and receive buffers, but not inputs and results.
+
+    Args:
+        plan: The plan of the rank.
+        shape: The local sizes.
+        direction: `forward` or `backward`.
+        heads_per_pass: Key/value heads that are sent at a time; 0 means all.
+        query_heads: Query heads of one key/value head that are sent at a time; 0 means all.
+        keep_exchanged: Whether the forward has kept the heads that it exchanged.
     """
-    if plan.sequences > 1:  # they lie one after another, as one
+    if (
+        plan.sequences > 1
+    ):  # sequences with masks of their own lie one after another, as one sequence
         shape = replace(shape, batch=1)
     is_backward = direction == "backward"
     if plan.inner is None:
@@ -135,8 +179,8 @@ def attention_cost(
             shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass, query_heads
         )
         cost = _exchanged(plan, shape, direction, passes, keep_exchanged)
-    # Two products in the forward; in the backward the scores again, and four products of their size.
-    of_pair = (
+    # Two products in the forward. The backward computes the scores again, and four products of their size.
+    flops_per_pair = (
         6 * shape.head_dim + 4 * shape.value_dim
         if is_backward
         else 2 * (shape.head_dim + shape.value_dim)
@@ -147,7 +191,9 @@ def attention_cost(
         sum(stage.rows for stage in stages)
     )
     cost.flops = (
-        (of_pair * plan.pairs + expansions) * (shape.heads // plan.head_degree) * shape.batch
+        (flops_per_pair * plan.pairs + expansions)
+        * (shape.heads // plan.head_degree)
+        * shape.batch
     )
     return cost
 
@@ -175,7 +221,9 @@ def _staged(
             alive.append(
                 stage.rows * (kv + dkv * is_backward) + gathered * (dkv if is_backward else kv)
             )
-    cost.workspace = max(map(sum, pairwise([*alive, 0])))  # two buffers that follow each other
+    cost.workspace = max(
+        map(sum, pairwise([*alive, 0]))
+    )  # the buffers of two consecutive stages
     return cost
 
 
@@ -203,26 +251,26 @@ def _exchanged(
         cost.bytes_sent += inside.bytes_sent
         cost.bytes_received += inside.bytes_received
         there, back = ([*_pieces(part, share, names)] for names in kinds.values())
-        # Of each tensor there: this rank's rows for each other rank. Back: each other rank's rows, for that rank.
-        mine, theirs = (
+        # First exchange: this rank's rows go to each other rank. Second: each other rank gets its own rows back.
+        own_bytes, other_bytes = (
             [
-                sum(lengths[of_keys][r] * row for r in ranks for of_keys, row in pieces)
+                sum(lengths[is_key][r] * row for r in ranks for is_key, row in pieces)
                 for pieces in (there, back)
             ]
             for ranks in ([here] * len(others), others)
         )
         going, coming = kinds
-        cost.exchanges(going, mine[0], theirs[0])
-        cost.exchanges(coming, theirs[1], mine[1])
-        # as they arrive, and in the order of the sequence
+        cost.exchanges(going, own_bytes[0], other_bytes[0])
+        cost.exchanges(coming, other_bytes[1], own_bytes[1])
+        # Twice: as the rows arrive, and in the order of the sequence.
         rows = [2 * sum(each) for each in lengths]
-        alive.append(sum(rows[of_keys] * row for of_keys, row in there) + inside.workspace)
+        alive.append(sum(rows[is_key] * row for is_key, row in there) + inside.workspace)
     cost.workspace = max(map(sum, pairwise([*alive, 0])))
     return cost
 
 
-# The exchange to the ranks of the heads, and the one back: kind -> tensors as large as these (`out`: dout too).
-# keeping: of a backward whose forward has kept what was exchanged.
+# The exchange to the ranks of the heads, and the exchange back: kind -> tensors of these sizes (`out`: dout too).
+# keeping: a backward after a forward that has kept the exchanged tensors.
 _TENSORS = {
     "forward": {"qkv": ("q", "k", "v"), "out": ("out", "lse")},
     "backward": {"qkv_dout": ("q", "out", "out", "lse", "k", "v"), "dqkv": ("q", "dk", "dv")},
@@ -233,7 +281,7 @@ _TENSORS = {
 def _pieces(
     part: AttentionShape, share: HeadShare, names: tuple[str, ...]
 ) -> Iterator[tuple[bool, int]]:
-    """Yield (whether a row belongs to a key, bytes of a row) for each tensor that a rank gets; part: of this pass."""
+    """Yield (whether a row belongs to a key, bytes of a row) for each tensor of one pass. part: sizes of this pass."""
     for name in names:
         if name in ("q", "out"):
             size = part.head_dim if name == "q" else part.value_dim

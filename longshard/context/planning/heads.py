@@ -1,4 +1,4 @@
-"""The heads that each rank has, and the passes in which they are sent."""
+"""The heads that each rank computes, and the passes in which they are sent."""
 
 import math
 from dataclasses import dataclass
@@ -9,11 +9,18 @@ from longshard.sharding.ranges import Range
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The heads of each rank in one pass of all-to-all: of its `per_rank` key/value heads, start to stop.
+    """The heads of each rank in one pass of all-to-all. The pass has the key/value heads [start, stop) of a rank.
 
-    copies: how often each key/value head is replicated; group: query heads for each replicated key/value head.
-    part: the query heads of a group; not all in passes of a part of one key/value head. The first of these passes has
-    the keys and values, and the last one their gradients.
+    If passes have only a part of the query heads of one key/value head, the first of these passes has the keys and
+    values. The last one has their gradients.
+
+    Attributes:
+        per_rank: Number of key/value heads of a rank, in all passes.
+        copies: Number of copies of each key/value head.
+        group: Number of query heads for each copy.
+        start: The first key/value head of the pass, counted from the rank's first one.
+        stop: The end of these heads.
+        part: The query heads of a group that the pass has.
     """
 
     per_rank: int
@@ -32,27 +39,32 @@ class HeadShare:
         heads_per_pass: int = 0,
         query_heads: int = 0,
     ) -> list["HeadShare"]:
-        """Return the passes, each with `heads_per_pass` key/value heads of a rank; 0: all in one.
+        """Return the passes of a rank.
 
-        query_heads: of one key/value head that a pass has; 0: all.
+        Args:
+            heads: Number of query heads.
+            kv_heads: Number of key/value heads.
+            degree: Number of ranks that divide the heads.
+            heads_per_pass: Key/value heads of a rank in a pass; 0 means all.
+            query_heads: Query heads of one key/value head in a pass; 0 means all.
 
         Raises:
-            OptionError: the degree does not divide the query heads; the message lists degrees that do.
+            OptionError: The degree does not divide the query heads; the message lists degrees that do.
         """
         check_heads(heads, degree)
         replicated = math.lcm(kv_heads, degree)
         per_rank = replicated // degree
         copies = replicated // kv_heads
         group = heads // replicated
-        of_rank = passes_of(per_rank, 1 if query_heads else heads_per_pass)
+        ranges = passes_of(per_rank, 1 if query_heads else heads_per_pass)
         parts = passes_of(group, query_heads)
         return [
-            cls(per_rank, copies, group, *heads, part) for heads in of_rank for part in parts
+            cls(per_rank, copies, group, *heads, part) for heads in ranges for part in parts
         ]
 
     @property
     def has_keys(self) -> bool:
-        """Whether keys and values are sent in this pass; else they are those of the pass before."""
+        """Whether keys and values are sent in this pass; otherwise the pass uses the ones of the pass before."""
         return self.part[0] == 0
 
     @property
@@ -61,12 +73,22 @@ class HeadShare:
         return self.part[1] == self.group
 
     def keys(self, rank: int) -> list[int]:
-        """Return the key/value heads of `rank`, a replicated one as often as it has copies there."""
+        """Return the key/value heads of a rank in this pass; a head is repeated if the rank has several copies of it.
+
+        Args:
+            rank: The rank.
+        """
         first = rank * self.per_rank
         return [head // self.copies for head in range(first + self.start, first + self.stop)]
 
     def queries(self, rank: int) -> slice:
-        """Return the query heads of `rank`; of rank 0 they are those of this pass among the heads of any rank."""
+        """Return the query heads of a rank in this pass.
+
+        The heads of rank 0 are also the positions of this pass among the heads of any rank.
+
+        Args:
+            rank: The rank.
+        """
         first = rank * self.per_rank
         return slice(
             (first + self.start) * self.group + self.part[0],
@@ -75,16 +97,26 @@ class HeadShare:
 
 
 def passes_of(kv_heads: int, heads_per_pass: int) -> list[Range]:
-    """Return the key/value heads of each pass, `heads_per_pass` or (the last one) fewer; 0: all in one."""
+    """Return the ranges of heads of the passes; the last pass may have fewer heads.
+
+    Args:
+        kv_heads: Number of heads.
+        heads_per_pass: Heads of a pass; 0 means all.
+    """
     size = heads_per_pass or max(kv_heads, 1)
     return [(start, min(start + size, kv_heads)) for start in range(0, kv_heads, size)]
 
 
 def check_heads(heads: int, degree: int, method: str = "all_to_all") -> None:
-    """Check that `degree` divides the query heads.
+    """Check that a degree divides the query heads.
+
+    Args:
+        heads: Number of query heads.
+        degree: Number of ranks.
+        method: The method, for the message.
 
     Raises:
-        OptionError: it does not; the message lists degrees that do.
+        OptionError: It does not; the message lists degrees that do.
     """
     if heads % degree:
         works = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)

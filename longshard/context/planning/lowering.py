@@ -1,10 +1,10 @@
-"""A plan's tiles as calls of a kernel. Torch-free.
+"""Turn the tiles of a plan into calls of a kernel. Torch-free.
 
-A tile that a kernel cannot compute in one call is cut into several. `capabilities.py` refuses kernels for which no cut
-helps.
+A tile that a kernel cannot compute in one call is cut into several. If no cut helps, `capabilities.py` has refused
+the kernel before.
 
     CAUSAL, more keys than queries    FULL over the first keys, CAUSAL over a square at the end
-    FULL, a CAUSAL square, if large   a part with lengths that recur, and the rest
+    FULL, a CAUSAL square, if large   a part with lengths that recur, and the remaining parts
     BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere; without
                                       masks FULL over each query's keys
 """
@@ -26,8 +26,9 @@ from longshard.sharding.ranges import Range, Ranges, intersection, size, union
 class Call(Tile):
     """One tile for the kernel.
 
-    fresh: no earlier call of the plan had any of its queries, so its result is not merged; fresh_keys: no earlier call
-    of the stage had any of its keys, so its gradients of them are not added.
+    Attributes:
+        fresh: No earlier call of the plan had any of its queries, so that its result is written, not merged.
+        fresh_keys: No earlier call of the stage had any of its keys, so that their gradients are written, not added.
     """
 
     fresh: bool = False
@@ -35,7 +36,13 @@ class Call(Tile):
 
 
 class Run(NamedTuple):
-    """Adjacent rows of some calls: the rows, and their places among the rows of all calls one after another."""
+    """Adjacent rows of some calls.
+
+    Attributes:
+        rows: The rows.
+        places: The places of these rows among the rows of all calls, one call after another.
+        fresh: Whether the calls are fresh for these rows.
+    """
 
     rows: slice
     places: slice
@@ -44,16 +51,17 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Calls that a kernel computes together: all of one relation, or just one.
+    """Calls that a kernel computes together: all of one relation, or a single call.
 
-    kind: the relation, and for windows how many keys more than queries the calls have. q_runs, kv_runs: the runs of
-    queries and of keys, of equally fresh calls.
+    Attributes:
+        calls: The calls.
     """
 
     calls: tuple[Call, ...]
 
     @cached_property
     def kind(self) -> tuple[Relation, int]:
+        """The relation, and for windows by how much the keys of a call outnumber its queries."""
         return _kind(
             next(
                 (call for call in self.calls if call.relation is not Relation.FULL),
@@ -63,20 +71,22 @@ class Launch:
 
     @cached_property
     def q(self) -> tuple[Range, ...]:
+        """The queries of each call."""
         return tuple(call.q for call in self.calls)
 
     @cached_property
     def kv(self) -> tuple[Range, ...]:
+        """The keys of each call."""
         return tuple(call.kv for call in self.calls)
 
     @cached_property
     def rows(self) -> tuple[int, int]:
-        """The queries and the keys of all calls."""
+        """The number of queries and the number of keys of all calls."""
         return size(self.q), size(self.kv)
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """The most queries and the most keys of a call."""
+        """The largest number of queries and the largest number of keys of a call."""
         most_q, most_kv = (
             max(stop - start for start, stop in spans) for spans in (self.q, self.kv)
         )
@@ -84,18 +94,23 @@ class Launch:
 
     @cached_property
     def q_runs(self) -> tuple[Run, ...]:
+        """The runs of the queries."""
         return tuple(_runs(self.q, [call.fresh for call in self.calls]))
 
     @cached_property
     def kv_runs(self) -> tuple[Run, ...]:
+        """The runs of the keys."""
         return tuple(_runs(self.kv, [call.fresh_keys for call in self.calls]))
 
     def is_everything(self, queries: int, keys: int) -> bool:
-        """Return whether its rows are all queries and all keys, each once and in their order."""
-        runs = (self.q_runs, queries), (self.kv_runs, keys)
-        return all(
-            len(found) == 1 and found[0].rows == slice(0, count) for found, count in runs
-        )
+        """Return whether the rows are all queries and all keys, each once and in their order.
+
+        Args:
+            queries: Number of all queries.
+            keys: Number of all keys.
+        """
+        both = (self.q_runs, queries), (self.kv_runs, keys)
+        return all(len(runs) == 1 and runs[0].rows == slice(0, count) for runs, count in both)
 
 
 Launches = tuple[Launch, ...]
@@ -104,7 +119,13 @@ Launches = tuple[Launch, ...]
 
 @dataclass(frozen=True, eq=False)
 class LoweredPlan:
-    """A plan with the launches of each stage."""
+    """A plan with the launches of each stage.
+
+    Attributes:
+        plan: The plan.
+        forward: The launches of each stage of the forward.
+        backward: The launches of each stage of the backward.
+    """
 
     plan: RankPlan
     forward: tuple[Launches, ...]
@@ -123,7 +144,12 @@ class LoweredPlan:
 
 @lru_cache(maxsize=16)
 def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
-    """Return the plan with its tiles as calls of a kernel with these capabilities; cached, as plans are."""
+    """Return the plan with its tiles as calls of a kernel; cached, as plans are.
+
+    Args:
+        plan: The plan.
+        capabilities: What the kernel can do.
+    """
     return LoweredPlan(
         plan,
         *(tuple(_launches(stages, capabilities)) for stages in (plan.forward, plan.backward)),
@@ -151,7 +177,7 @@ def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator
 
 
 def _groups(parts: list[Tile], capabilities: Capabilities) -> list[tuple[Tile, ...]]:
-    """Return the tiles of each launch."""
+    """Return the tiles, grouped by launch."""
     if not capabilities.many:
         return [(part,) for part in parts]
     large = [part for part in parts if is_large(part, capabilities)]
@@ -162,7 +188,12 @@ def _groups(parts: list[Tile], capabilities: Capabilities) -> list[tuple[Tile, .
 
 
 def is_large(tile: Tile, capabilities: Capabilities) -> bool:
-    """Return whether a tile is a launch of its own: a large FULL tile, or a large CAUSAL tile that is square."""
+    """Return whether a tile is a launch of its own: a large FULL tile, or a large CAUSAL tile that is square.
+
+    Args:
+        tile: The tile.
+        capabilities: What the kernel can do.
+    """
     has_form = tile.relation is Relation.FULL or (
         tile.relation is Relation.CAUSAL and not _extra_keys(tile)
     )
@@ -170,17 +201,29 @@ def is_large(tile: Tile, capabilities: Capabilities) -> bool:
 
 
 def shortest_side(tile: Tile) -> int:
-    """Return the queries or the keys of a tile, whichever are fewer."""
+    """Return the number of queries or the number of keys of a tile, whichever is less.
+
+    Args:
+        tile: The tile.
+    """
     return min(size((tile.q,)), size((tile.kv,)))
 
 
 def fresh_rows(runs: Iterable[Run]) -> int:
-    """Return how many rows are written by fresh runs; no two of these have a row in common."""
+    """Return the number of rows in fresh runs; no two fresh runs share a row.
+
+    Args:
+        runs: The runs.
+    """
     return sum(run.rows.stop - run.rows.start for run in runs if run.fresh)
 
 
 def adds_up(stages: Iterable[Launches]) -> bool:
-    """Return whether some query gets the results of several calls, which are then added up in float32."""
+    """Return whether some query gets the results of several calls, which are then added up in float32.
+
+    Args:
+        stages: The launches of each stage.
+    """
     launches = chain.from_iterable(stages)
     return any(not run.fresh for launch in launches for run in launch.q_runs)
 
@@ -189,9 +232,12 @@ T = TypeVar("T", bound=Tile)
 
 
 def batch_calls(tiles: Iterable[T]) -> list[tuple[T, ...]]:
-    """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries.
+    """Return the tiles grouped by launch, ordered by their queries, for a kernel that computes many tiles at once.
 
-    A single query that sees all its keys is with the CAUSAL tiles, as the documents around a document of one token are.
+    A single query that sees all its keys is grouped with the CAUSAL tiles, where the documents around it are.
+
+    Args:
+        tiles: The tiles.
     """
     groups: dict[tuple[Relation, int], list[T]] = {}
     for tile in tiles:
@@ -203,7 +249,7 @@ def batch_calls(tiles: Iterable[T]) -> list[tuple[T, ...]]:
 
 
 def _kind(tile: Tile) -> tuple[Relation, int]:
-    """Return the relation of the launch that a tile belongs to, and for windows how many keys more than queries it has.
+    """Return the relation of the launch of a tile, and for windows by how much its keys outnumber its queries.
 
     A launch has one window size, counted from the last key: tiles with windows of another width are another launch.
     """
@@ -211,7 +257,7 @@ def _kind(tile: Tile) -> tuple[Relation, int]:
 
 
 def _extra_keys(tile: Tile) -> int:
-    """Return how many keys a tile has more than queries."""
+    """Return by how much the keys of a tile outnumber its queries."""
     return tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
 
 
@@ -228,7 +274,12 @@ def _runs(spans: tuple[Range, ...], fresh: list[bool]) -> Iterator[Run]:
 
 
 def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
-    """Yield tiles that the kernel can compute, with the same pairs."""
+    """Yield tiles that the kernel can compute, with the same pairs.
+
+    Args:
+        tile: The tile.
+        capabilities: What the kernel can do.
+    """
     (kv_start, kv_stop) = tile.kv
     extra = _extra_keys(tile)
     if 0 < capabilities.large <= shortest_side(tile) and not tile.relation.lower:
@@ -237,7 +288,7 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
         yield Tile(tile.q, (kv_start, kv_start + extra))
         yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)
     elif tile.relation.lower and not (capabilities.bands or capabilities.masks):
-        # Each query alone: adjacent documents of one token are BI_CAUSAL, without a window.
+        # Without a window this happens, too: adjacent documents of one token are BI_CAUSAL. Take each query alone.
         for first, query in enumerate(range(*tile.q), kv_start):
             last = kv_stop if tile.relation is Relation.INV_CAUSAL else first + extra + 1
             yield Tile((query, query + 1), (first, last))
@@ -248,7 +299,7 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
 
 
 def _large_parts(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
-    """Yield a FULL or CAUSAL tile of many queries as large parts with lengths that recur, and the rest.
+    """Yield a FULL or CAUSAL tile of many queries as large parts with lengths that recur, and the remaining parts.
 
         FULL                        CAUSAL, with more keys than queries
         +--------------+------+     +------+---------------+------+
@@ -257,8 +308,9 @@ def _large_parts(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
         | FULL                |     | CAUSAL                      |
         +---------------------+     +-----------------------------+
 
-    The keys before the square of a CAUSAL tile are cut again: a large part, and the rest. A FULL rest that is large
-    itself, as of 300,000 tokens, is cut again. A CAUSAL rest stays one call, so that its results are not added up.
+    The keys before the square of a CAUSAL tile are cut again: a large part, and the remaining keys. A remaining FULL
+    part that is large itself, as of 300,000 tokens, is cut again. A remaining CAUSAL part stays one call, so that its
+    results are not added up.
     """
     (q_start, q_stop) = tile.q
     (kv_start, kv_stop) = tile.kv
@@ -280,13 +332,17 @@ def _large_parts(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
 
 
 def recurring_length(length: int) -> int:
-    """Return the largest length up to this one with five leading binary digits and zeros: 16 for each power of two."""
+    """Return the largest number up to `length` that is five binary digits followed by zeros: 16 for each power of two.
+
+    Args:
+        length: The length.
+    """
     step = 1 << max(length.bit_length() - 5, 0)
     return length // step * step
 
 
 def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
-    """Yield a BI_CAUSAL or INV_CAUSAL tile over pieces of queries, with a mask only where a diagonal runs."""
+    """Yield a BI_CAUSAL or INV_CAUSAL tile over pieces of queries, with a mask only on the diagonals."""
     (q_start, q_stop) = tile.q
     (kv_start, kv_stop) = tile.kv
     rows = max(_FEWEST_ROWS, min(_MOST_ROWS, extra + 1))
@@ -296,7 +352,7 @@ def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
         first = kv_start + start - q_start  # the first key of the first query
         last = kv_stop if tile.relation is Relation.INV_CAUSAL else first + extra + count
         if tile.relation is Relation.BI_CAUSAL and extra < count:
-            # narrower than the piece: both diagonals at once
+            # The band is narrower than the piece, so that both diagonals cross it.
             yield Tile(q, (first, last), Relation.BI_CAUSAL)
             continue
         yield Tile(q, (first, first + count), Relation.INV_CAUSAL)

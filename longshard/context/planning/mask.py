@@ -1,14 +1,14 @@
 """Masks as ranges of queries and keys, never as a dense (S, S) tensor. Torch-free.
 
-A mask is a list of bands. A band holds the pairs of a range of queries and a range of keys, all of them or those with
-lower <= key - query <= upper. No two bands share a query, so that each query sees one interval of keys. Therefore the
-intersection of two masks is again a mask, with intersected ranges and the stricter bounds.
+A mask is a list of bands. A band holds the pairs of a range of queries and a range of keys with lower <= key - query
+<= upper; a bound may be absent. No two bands share a query, so that each query sees one interval of keys. Therefore
+the intersection of two masks is again a mask, with intersected ranges and the stricter bounds.
 
     causal, 4 queries          documents of 2 and 3 tokens, causal        sliding window 2
     q [0, 4) kv [0, 4) <= 0    q [0, 2) kv [0, 2) <= 0                    q [0, 4) kv [0, 4) -1 <= . <= 0
                                q [2, 5) kv [2, 5) <= 0
 
-With more or fewer keys than queries, the last query stands at the last key (bottom-right alignment).
+If there are more or fewer keys than queries, the last query stands at the last key (bottom-right alignment).
 """
 
 import operator
@@ -27,7 +27,7 @@ ANY = 1 << 60
 
 
 class Relation(Enum):
-    """Which of the keys j = 0 ... m - 1 each of the queries i = 0 ... n - 1 sees."""
+    """Which of the keys j = 0 ... m - 1 each query i = 0 ... n - 1 sees."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -48,12 +48,26 @@ class Relation(Enum):
         return self in (Relation.BI_CAUSAL, Relation.INV_CAUSAL)
 
     def pairs(self, n: int, m: int) -> int:
-        """Return the number of visible pairs of n queries and m keys; m >= n, unless FULL."""
+        """Return the number of visible pairs of n queries and m keys.
+
+        Args:
+            n: Number of queries.
+            m: Number of keys; at least n, unless the relation is FULL.
+        """
         return n * m - (n * (n - 1) // 2) * (self.upper + self.lower)
 
 
 class Band(NamedTuple):
-    """Queries [q_start, q_stop) see the keys of [kv_start, kv_stop) with lower <= key - query <= upper."""
+    """Queries [q_start, q_stop) see the keys of [kv_start, kv_stop) with lower <= key - query <= upper.
+
+    Attributes:
+        q_start: The first query.
+        q_stop: The end of the queries.
+        kv_start: The first key.
+        kv_stop: The end of the keys.
+        lower: The least key - query; -ANY if absent.
+        upper: The greatest key - query; ANY if absent.
+    """
 
     q_start: int
     q_stop: int
@@ -63,17 +77,31 @@ class Band(NamedTuple):
     upper: int = ANY
 
     def visible(self, query: int) -> Range:
-        """Return the keys that a query of this band sees; (x, x) if none."""
+        """Return the keys that a query of this band sees; (x, x) if it sees none.
+
+        Args:
+            query: The query.
+        """
         start = max(self.kv_start, query + self.lower)
         return start, max(start, min(self.kv_stop, query + self.upper + 1))
 
     def hull(self, start: int, stop: int) -> Range:
-        """Return the keys that some query of [start, stop), a part of this band, sees; they are one range."""
+        """Return the keys that some query of [start, stop) sees; they are one range.
+
+        Args:
+            start: The first query.
+            stop: The end of the queries; this band has all of them.
+        """
         first = max(self.kv_start, start + self.lower)
         return first, max(first, min(self.kv_stop, stop + self.upper))
 
     def shifted(self, queries: int, keys: int) -> "Band":
-        """Return the band moved by a number of queries and keys."""
+        """Return the band moved along both axes.
+
+        Args:
+            queries: The distance of the new queries from the old ones.
+            keys: The distance of the new keys from the old ones.
+        """
         moved = (
             self.q_start + queries,
             self.q_stop + queries,
@@ -88,10 +116,16 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """The visible pairs of q_len queries and kv_len keys, for each of some sequences of a batch.
+    """The visible pairs of queries and keys, for each sequence of a batch.
 
-    bands: ascending, no query in two of them. With sequences = 1 they hold for every sequence of any batch. Otherwise
-    the sequences lie one after another: sequence b has the queries b * q_len + i and the keys b * kv_len + j.
+    With `sequences` = 1 the bands hold for every sequence of any batch. Otherwise the sequences lie one after another:
+    sequence b has the queries b * q_len + i and the keys b * kv_len + j.
+
+    Attributes:
+        q_len: Number of queries of a sequence.
+        kv_len: Number of keys of a sequence.
+        bands: The bands, ascending; no query is in two of them.
+        sequences: Number of sequences with masks of their own.
     """
 
     q_len: int
@@ -103,7 +137,7 @@ class Mask:
         """Check the bands.
 
         Raises:
-            ValueError: negative lengths, or bands that descend, share a query, are empty or leave their sequence.
+            ValueError: A length is negative, or a band descends, shares a query, is empty or leaves its sequence.
         """
         if min(self.q_len, self.kv_len) < 0 or self.sequences < 1:
             raise ValueError(
@@ -133,8 +167,11 @@ class Mask:
     def __and__(self, other: "Mask") -> "Mask":
         """Return the mask of the pairs that both masks show.
 
+        Args:
+            other: A mask of the same lengths.
+
         Raises:
-            ValueError: the masks have different lengths or numbers of sequences (1 goes with any number).
+            ValueError: The masks have different lengths or numbers of sequences (1 goes with any number).
         """
         if (self.q_len, self.kv_len) != (other.q_len, other.kv_len) or (
             self.sequences != other.sequences and 1 not in (self.sequences, other.sequences)
@@ -149,14 +186,21 @@ class Mask:
         return Mask(self.q_len, self.kv_len, tuple(bands), sequences)
 
     def repeated(self, sequences: int) -> "Mask":
-        """Return the mask for a number of sequences; a mask for one sequence is repeated."""
+        """Return the mask for a number of sequences; a mask for one sequence is repeated.
+
+        Args:
+            sequences: Number of sequences.
+        """
         return self if self.sequences == sequences else by_sequence([self] * sequences)
 
     def sequence(self, number: int) -> "Mask":
         """Return the mask of one sequence.
 
+        Args:
+            number: The number of the sequence.
+
         Raises:
-            IndexError: the mask has no such sequence.
+            IndexError: The mask has fewer sequences.
         """
         if self.sequences == 1:
             return self
@@ -197,13 +241,23 @@ class Mask:
 
 
 def full(q_len: int, kv_len: int | None = None) -> Mask:
-    """Return the mask in which every query sees every key."""
+    """Return the mask in which every query sees every key.
+
+    Args:
+        q_len: Number of queries.
+        kv_len: Number of keys; None means `q_len`.
+    """
     kv_len = q_len if kv_len is None else kv_len
     return Mask(q_len, kv_len, (Band(0, q_len, 0, kv_len),) if q_len and kv_len else ())
 
 
 def causal(q_len: int, kv_len: int | None = None) -> Mask:
-    """Return the mask in which a query sees the keys up to its own place; the last query stands at the last key."""
+    """Return the mask in which a query sees the keys up to its own position. The last query stands at the last key.
+
+    Args:
+        q_len: Number of queries.
+        kv_len: Number of keys; None means `q_len`.
+    """
     whole = full(q_len, kv_len)
     return Mask(
         q_len, whole.kv_len, tuple(b._replace(upper=whole.kv_len - q_len) for b in whole.bands)
@@ -213,10 +267,16 @@ def causal(q_len: int, kv_len: int | None = None) -> Mask:
 def sliding_window(
     q_len: int, window: int, kv_len: int | None = None, *, is_causal: bool = True
 ) -> Mask:
-    """Return the mask in which a query sees the last `window` keys; if not `is_causal`, as many after as before it.
+    """Return the mask in which a query sees the last `window` keys, its own position included.
+
+    Args:
+        q_len: Number of queries.
+        window: Number of keys.
+        kv_len: Number of keys of a sequence; None means `q_len`.
+        is_causal: If false, a query also sees `window` - 1 keys after its position.
 
     Raises:
-        ValueError: a window below 1.
+        ValueError: The window is below 1.
     """
     if window < 1:
         raise ValueError(
@@ -237,12 +297,14 @@ def documents(
 ) -> Mask:
     """Return the mask of documents packed into one sequence: a token sees only its own document.
 
-    lengths: tokens of each document, in order; kv_lengths: keys of each, if not as many as queries. is_causal: whether
-    a token sees only keys up to its own place; a document's last query stands at its last key.
+    Args:
+        lengths: Number of tokens of each document, in order.
+        kv_lengths: Number of keys of each document; None means `lengths`.
+        is_causal: Whether a token sees only keys up to its position; a document's last query stands at its last key.
 
     Raises:
-        ValueError: a negative length, or key lengths for another number of documents.
-        TypeError: a length is not an integer.
+        ValueError: A length is negative, or there are key lengths for another number of documents.
+        TypeError: A length is not an integer.
     """
     kv_lengths = lengths if kv_lengths is None else kv_lengths
     lengths, kv_lengths = (
@@ -262,10 +324,14 @@ def documents(
 
 
 def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
-    """Return `documents` of the document number of each token: (S,) for all sequences, or (B, S) for each.
+    """Return the mask of documents, from the document number of each token.
+
+    Args:
+        ids: The numbers, (S,) for all sequences, or (B, S).
+        is_causal: Whether a token sees only keys up to its position.
 
     Raises:
-        ValueError: a number comes back after another one, so that its document is not in one piece.
+        ValueError: A number comes back after another one, so that its document is not in one piece.
     """
     if ids.ndim == 2:
         return by_sequence([documents_of(row, is_causal=is_causal) for row in ids])
@@ -279,10 +345,13 @@ def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
 
 
 def by_sequence(masks: Sequence[Mask]) -> Mask:
-    """Return the mask of a batch from one mask for each sequence.
+    """Return the mask of a batch.
+
+    Args:
+        masks: One mask for each sequence.
 
     Raises:
-        ValueError: no masks, masks of different lengths, or a mask of several sequences.
+        ValueError: There are no masks, masks of different lengths, or a mask of several sequences.
     """
     shapes = {(mask.q_len, mask.kv_len, mask.sequences) for mask in masks}
     if len(shapes) != 1 or next(iter(shapes))[2] != 1:

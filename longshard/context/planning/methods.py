@@ -26,10 +26,14 @@ _KEPT = 16
 class Method:
     """One way to spread attention over ranks.
 
-    schedule: how K/V are sent between ranks, or between head groups. divides_heads: whether ranks divide the heads.
-    two_level: whether only the ranks of a head group do, so that the mesh is 2-D, (ring, heads). passes: whether
-    key/value heads can be sent a few at a time; query_passes: and query heads of one of them. overlaps: whether
-    messages are sent while tiles are computed; for shards too short for that, `auto` takes the method `when_short`.
+    Attributes:
+        schedule: Makes the stages in which K/V are sent between ranks, or between head groups.
+        divides_heads: Whether ranks divide the heads.
+        two_level: Whether only the ranks of a head group divide the heads, so that the mesh is 2-D, (ring, heads).
+        passes: Whether key/value heads can be sent a few at a time.
+        query_passes: Whether the query heads of one key/value head can be sent a few at a time.
+        overlaps: Whether messages are sent while tiles are computed.
+        when_short: The method that `auto` takes if shards are too short for this overlap.
     """
 
     schedule: Callable[[Needs, int], Schedule]
@@ -42,17 +46,27 @@ class Method:
 
     @property
     def balancer(self) -> str:
-        """The load balancer of `auto`. A rank that attends over the whole sequence needs none, and no reordering."""
+        """The load balancer of `auto`. A rank that attends over the whole sequence needs no balance."""
         return "contiguous" if self.divides_heads and not self.two_level else "head_tail"
 
     def head_degree(self, degree: int, hybrid_degrees: tuple[int, int] | None = None) -> int:
-        """Return how many of `degree` ranks divide the heads; 1: each rank has all heads."""
+        """Return the number of ranks that divide the heads; 1 means that each rank has all heads.
+
+        Args:
+            degree: Number of all ranks.
+            hybrid_degrees: For `hybrid`, the size of a head group and the number of groups; None if absent.
+        """
         if not self.divides_heads:
             return 1
         return (hybrid_degrees or (1,))[0] if self.two_level else degree
 
     def ways(self, degree: int, heads: int) -> Iterator[tuple[int, int] | None]:
-        """Yield the hybrid degrees (None if the method has none) with which it can divide `heads`."""
+        """Yield the hybrid degrees with which the method can divide the heads; None if it has no hybrid degrees.
+
+        Args:
+            degree: Number of ranks.
+            heads: Number of query heads.
+        """
         if self.two_level:
             sizes = (a for a in range(2, degree) if degree % a == 0 and heads % a == 0)
             yield from ((a, degree // a) for a in sizes)
@@ -79,11 +93,16 @@ def make_plan(
 ) -> RankPlan:
     """Return the plan of a rank; cached.
 
-    kv_layout: the layout of the keys, if they are not as many as the queries. head_degree: for `hybrid`, the size of a
-    head group, which divides the degree.
+    Args:
+        layout: The layout of the queries.
+        mask: The mask.
+        method: A name of `METHODS`.
+        rank: The rank.
+        kv_layout: The layout of the keys; None means `layout`.
+        head_degree: For `hybrid`, the size of a head group, which divides the degree.
 
     Raises:
-        ValueError: an unknown method, a mask for another length, or a head degree that does not divide the degree.
+        ValueError: The method is unknown, the mask has another length, or the head degree does not divide the degree.
     """
     kv_layout = kv_layout or layout
     if method not in METHODS:
@@ -120,7 +139,7 @@ def _plan(
     head_degree: int,
 ) -> RankPlan:
     # A head group is one rank of the schedule.
-    needs = _needs(*(_of_groups(x, head_degree) for x in (layout, kv_layout)), mask)
+    needs = _needs(*(_group_layout(x, head_degree) for x in (layout, kv_layout)), mask)
     group = rank // head_degree
     stages = METHODS[method].schedule(needs, group)
     inner = None
@@ -135,13 +154,16 @@ def _plan(
 def chunk_plan(layout: AxisLayout, mask: Mask, chunk: int) -> RankPlan:
     """Return the plan of a chunk of sequences that one device computes chunk after chunk; cached.
 
-    layout: of all chunks, contiguous.
+    Args:
+        layout: The layout of all chunks, contiguous.
+        mask: The mask of the sequences.
+        chunk: The number of the chunk.
     """
     needs = _needs(layout, layout, mask)
     return RankPlan("chunks", chunk, layout, layout, needs.sequences, *chunks(needs, chunk))
 
 
-def _of_groups(layout: AxisLayout, ranks: int) -> AxisLayout:
+def _group_layout(layout: AxisLayout, ranks: int) -> AxisLayout:
     """Return the layout over groups of `ranks` consecutive ranks."""
     if ranks == 1:
         return layout

@@ -14,27 +14,29 @@ from longshard.sharding.layout import AxisLayout
 
 
 class ContextParallelError(RuntimeError):
-    """Context parallelism is not active where it should be, or is used in a way that cannot be right."""
+    """Context parallelism is not active where the model needs it, or is used in a way that cannot be right."""
 
 
 @dataclass(frozen=True)
 class ContextParallelOptions:
     """How attention is spread over the ranks.
 
-    method: `ring`, `all_gather`, `all_to_all` or `hybrid`.
-    load_balancer: `head_tail`, `contiguous`, `balanced`, or `auto`: contiguous where every rank attends over the whole
-    sequence (`all_to_all`), else head_tail.
-    kernel: `auto`, or the name of a kernel.
-    heads_per_pass: key/value heads that are sent at a time, 0 for all.
-    query_heads_per_pass: query heads of one key/value head that are sent at a time (`all_to_all`), 0 for all.
-    hybrid_degrees: for `hybrid`, the size of a head group, and the number of groups, which make the ring.
-    multiple_of: a divisor of each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
-    keep_exchanged: keep what an exchange of heads has brought for the backward, instead of exchanging it again.
-    gradient_dtype: of dK and dV when they are sent: `float32`, or `bfloat16`, half as many bytes, which rounds the sum
-    on each rank that adds to it.
+    Attributes:
+        method: `ring`, `all_gather`, `all_to_all` or `hybrid`.
+        load_balancer: `head_tail`, `contiguous`, `balanced` or `auto`. `auto` is contiguous if every rank attends over
+            the whole sequence (`all_to_all`), else head_tail.
+        kernel: `auto`, or the name of a kernel.
+        heads_per_pass: Key/value heads that are sent at a time; 0 means all.
+        hybrid_degrees: For `hybrid`, the size of a head group, and the number of groups, which make the ring.
+        multiple_of: Each rank has a multiple of this number of tokens (the tensor-parallel degree, for sequence
+            parallelism).
+        keep_exchanged: Whether the forward keeps the exchanged heads for the backward, which else exchanges them again.
+        gradient_dtype: The type of dK and dV when they are sent: `float32`, or `bfloat16`. `bfloat16` halves the bytes,
+            and rounds the sum on each rank that adds to it.
+        query_heads_per_pass: Query heads of one key/value head that are sent at a time (`all_to_all`); 0 means all.
 
     Raises:
-        ContextParallelError: a value that is none of these, or one that has no effect.
+        ContextParallelError: A value is not allowed, or has no effect.
     """
 
     method: str = "ring"
@@ -50,15 +52,15 @@ class ContextParallelOptions:
     def __post_init__(self) -> None:
         if self.hybrid_degrees is not None:
             object.__setattr__(self, "hybrid_degrees", tuple(self.hybrid_degrees))
-        for name, value, choices in (
-            ("method", self.method, METHODS),
-            ("load_balancer", self.load_balancer, ("auto", *LOAD_BALANCERS)),
-            ("kernel", self.kernel, ("auto", *CAPABILITIES)),
-            ("gradient_dtype", self.gradient_dtype, ("float32", "bfloat16")),
+        for name, choices in (
+            ("method", METHODS),
+            ("load_balancer", ("auto", *LOAD_BALANCERS)),
+            ("kernel", ("auto", *CAPABILITIES)),
+            ("gradient_dtype", ("float32", "bfloat16")),
         ):
-            if value not in choices:
+            if getattr(self, name) not in choices:
                 raise ContextParallelError(
-                    f"{name} = {value!r} is none of {', '.join(map(repr, choices))}"
+                    f"{name} = {getattr(self, name)!r} is none of {', '.join(map(repr, choices))}"
                 )
         degrees = self.hybrid_degrees
         if (degrees is not None) != self.spread.two_level or (
@@ -95,15 +97,26 @@ class ContextParallelOptions:
 
     @property
     def balancer(self) -> str:
-        """The load balancer, for `auto` that of the method."""
+        """The load balancer; for `auto`, the load balancer of the method."""
         return self.spread.balancer if self.load_balancer == "auto" else self.load_balancer
 
     def head_degree(self, degree: int) -> int:
-        """Return how many of `degree` ranks divide the heads; 1: every rank has all heads."""
+        """Return the number of ranks that divide the heads; 1 means that every rank has all heads.
+
+        Args:
+            degree: Number of all ranks.
+        """
         return self.spread.head_degree(degree, self.hybrid_degrees)
 
     def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> AxisLayout:
-        """Return the layout of a batch; `balanced` assigns by a causal mask, intersected with `mask`."""
+        """Return the layout of a batch.
+
+        Args:
+            seq_len: Number of tokens of a sequence.
+            degree: Number of ranks.
+            mask: For `balanced`, the mask of the batch; its intersection with a causal mask gives the work. None if
+                absent.
+        """
         return _layout(self, seq_len, degree, mask if self.balancer == "balanced" else None)
 
 
@@ -112,7 +125,7 @@ def _layout(
     options: ContextParallelOptions, seq_len: int, degree: int, mask: Mask | None
 ) -> AxisLayout:
     mask = None if mask is None else causal(seq_len) & mask
-    # The ranks of a head group share what one rank of the ring would own.
+    # The ranks of a head group share the rows that one rank of the ring would own.
     group = options.head_degree(degree) if options.spread.two_level else 1
     unit = options.multiple_of * group
     if seq_len % unit:
@@ -127,8 +140,11 @@ def _layout(
 class BatchPlan:
     """The context-parallel plan of a batch, made with the batch.
 
-    mask: which tokens may see each other, to be intersected with the mask of each attention; layout: who owns which
-    tokens; options: how attention is spread; reason: why, if the method was chosen for this batch.
+    Attributes:
+        mask: Which tokens may see each other, to be intersected with the mask of each attention.
+        layout: Which rank owns which tokens.
+        options: How attention is spread.
+        reason: Why this method was chosen; empty if it was not chosen for this batch.
     """
 
     mask: Mask
@@ -144,9 +160,13 @@ class BatchPlan:
         options: ContextParallelOptions,
         choose: Callable[[Mask], tuple[ContextParallelOptions, str]] | None = None,
     ) -> "BatchPlan":
-        """Return the plan of packed sequences: `document_ids` (B, S) number documents that do not see each other.
+        """Return the plan of packed sequences.
 
-        choose: returns options and reason for a mask, and replaces `options`.
+        Args:
+            batch: The batch; `document_ids`, (B, S), number documents that do not see each other.
+            degree: Number of ranks.
+            options: How attention is spread.
+            choose: Returns options and reason for a mask; replaces `options`. None if absent.
         """
         ids = batch["document_ids"]
         mask = documents_of(ids)

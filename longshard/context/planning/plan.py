@@ -1,7 +1,7 @@
-"""The plan of one rank: stages of messages and tiles, as records of integers.
+"""The plan of one rank: stages of messages and tiles, as records of integers. `methods.py` makes plans.
 
-A plan lists for each stage, forward and backward, which K/V rows are sent between which ranks, and which tiles of
-attention the rank computes. A row reaches only ranks with a query that sees it. `methods.py` makes plans.
+For each stage, forward and backward, a plan lists the K/V rows that ranks send to each other, and the tiles of
+attention that the rank computes. A row reaches only ranks with a query that sees it.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,13 @@ from longshard.sharding.ranges import Offsets, Range, Ranges, size, union
 
 @dataclass(frozen=True)
 class Message:
-    """Rows of the global sequence that one rank of the group sends to another."""
+    """Rows of the global sequence that one rank of the group sends to another.
+
+    Attributes:
+        source: The rank that sends.
+        target: The rank that receives.
+        ranges: The rows.
+    """
 
     source: int
     target: int
@@ -22,6 +28,7 @@ class Message:
 
     @property
     def rows(self) -> int:
+        """The number of rows."""
         return size(self.ranges)
 
 
@@ -29,9 +36,13 @@ class Message:
 class Stage:
     """One step of one rank.
 
-    held: the K/V rows of its buffer, ascending. messages: what this rank sends and receives before it, in the order of
-    posting. home: the gradients that it sends and receives afterwards (backward only). collective: K/V and gradients
-    are sent by all-gather and reduce-scatter of whole shards, on all ranks, and not by messages.
+    Attributes:
+        held: The K/V rows of its buffer, ascending.
+        tiles: The tiles that the rank computes.
+        messages: The messages that this rank sends and receives before the stage, in the order of posting.
+        home: The gradients that this rank sends and receives after the stage (backward only).
+        collective: Whether all ranks send whole shards instead of messages: K/V by all-gather, gradients by
+            reduce-scatter.
     """
 
     held: Ranges
@@ -47,18 +58,28 @@ class Stage:
 
     @property
     def rows(self) -> int:
+        """The number of held rows."""
         return size(self.held)
 
     @property
     def pairs(self) -> int:
+        """The number of visible pairs of the tiles."""
         return sum(tile.pairs for tile in self.tiles)
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The plan of one rank. Stage 0 of both directions is local. Messages are sent while the stage before is computed.
+    """The plan of one rank. Stage 0 of both directions is local.
 
-    Plans are cached, and compared by identity.
+    The messages of a stage are sent while the stage before is computed. Plans are cached, and compared by identity.
+
+    Attributes:
+        method: The name of the method.
+        rank: The rank.
+        q_layout: The layout of the queries.
+        kv_layout: The layout of the keys.
+        forward: The stages of the forward.
+        backward: The stages of the backward.
     """
 
     method: str
@@ -66,16 +87,17 @@ class RankPlan:
     q_layout: AxisLayout = field(repr=False)
     kv_layout: AxisLayout = field(repr=False)
     sequences: int
-    """Sequences of the batch with masks of their own; 1: the plan holds for each sequence of any batch."""
+    """Number of sequences with masks of their own; 1 means that the plan holds for each sequence of any batch."""
     forward: tuple[Stage, ...]
     backward: tuple[Stage, ...]
     inner: "RankPlan | None" = field(default=None, repr=False)
-    """Where heads are exchanged: the plan of the head group for all its rows; it has the same stages."""
+    """If heads are exchanged, the plan of the head group for all its rows, with the same stages. Else None."""
     head_degree: int = 1
-    """How many consecutive ranks make a head group, and divide the heads."""
+    """Number of consecutive ranks that make a head group and divide the heads."""
 
     @property
     def degree(self) -> int:
+        """The number of ranks."""
         return self.q_layout.degree
 
     @cached_property
@@ -86,12 +108,12 @@ class RankPlan:
         for layout in (self.q_layout, self.kv_layout):
             shards = layout.ranges[first : first + self.head_degree]
             places = Offsets(union(sum(shards, ())))
-            of_group = AxisLayout(
+            group_layout = AxisLayout(
                 layout.name,
                 size(places.ranges),
                 tuple(places.places(shard) for shard in shards),
             )
-            layouts.append(of_group.repeated(self.sequences))
+            layouts.append(group_layout.repeated(self.sequences))
         return tuple(layouts)
 
     @cached_property
@@ -100,7 +122,11 @@ class RankPlan:
         return Offsets(self.kv_layout.repeated(self.sequences).ranges[self.rank])
 
     def owns(self, part: Range) -> bool:
-        """Return whether the keys of `part`, all of one rank, are this rank's own."""
+        """Return whether this rank owns the keys of `part`.
+
+        Args:
+            part: Keys that are all of one rank.
+        """
         return self.own(part[0]) < self.own(part[0] + 1)
 
     @property
@@ -109,7 +135,12 @@ class RankPlan:
         return sum(stage.pairs for stage in self.forward)
 
     def rows_for(self, stage: Stage, messages: tuple[Message, ...]) -> tuple[int, int]:
-        """Return how many rows this rank sends and receives for a stage, by these messages or by the collective."""
+        """Return the numbers of rows that this rank sends and receives for a stage.
+
+        Args:
+            stage: The stage.
+            messages: The messages to count; they do not count in a collective stage.
+        """
         if stage.collective:
             return ((self.degree - 1) * self.longest,) * 2
         sent = sum(message.rows for message in messages if message.source == self.rank)
@@ -117,5 +148,5 @@ class RankPlan:
 
     @cached_property
     def longest(self) -> int:
-        """The number of rows of the longest shard of keys, to which a collective pads the others."""
+        """The number of rows of the longest shard of keys. A collective pads the other shards to it."""
         return self.sequences * max(self.kv_layout.lengths)

@@ -16,8 +16,9 @@ ring          Forward: K/V move from rank r to r - 1; at stage s rank r has the 
 all_gather    Stage 1 has all needed rows of other ranks. They come by all-gather, and gradients return by
               reduce-scatter. If less than half of all rows is needed, messages from the owners replace both.
 
-chunks        A "rank" is a chunk of a sequence that one device computes chunk after chunk. A stage for each earlier
-              chunk reads its rows that this chunk sees, and adds to their gradients. Stage 0 lists what is read later.
+chunks        A "rank" is a chunk of a sequence that one device computes chunk after chunk. Each earlier chunk is a
+              stage: the stage reads the rows that this chunk sees, and adds to their gradients. Stage 0 lists the rows
+              that later chunks read.
 
 Ring attention: arXiv 2310.01889.
 """
@@ -34,7 +35,12 @@ Schedule = tuple[tuple[Stage, ...], tuple[Stage, ...]]
 
 
 def ring(needs: Needs, rank: int) -> Schedule:
-    """Return the stages in which K/V go round."""
+    """Return the stages in which K/V go round.
+
+    Args:
+        needs: The keys that each rank needs.
+        rank: The rank.
+    """
     local = _local(needs, rank)
     forward, backward = (
         [_ring_stage(needs, rank, step, direction) for step in _steps(needs, direction)]
@@ -44,7 +50,12 @@ def ring(needs: Needs, rank: int) -> Schedule:
 
 
 def all_gather(needs: Needs, rank: int) -> Schedule:
-    """Return two stages, the second with all needed rows of other ranks."""
+    """Return two stages; the second has all needed rows of other ranks. If no rank needs any, return stage 0 only.
+
+    Args:
+        needs: The keys that each rank needs.
+        rank: The rank.
+    """
     local = _local(needs, rank)
     degree = needs.degree
     wanted = sum(size(difference(needs.keys(r), needs.kv_ranges[r])) for r in range(degree))
@@ -65,7 +76,12 @@ def all_gather(needs: Needs, rank: int) -> Schedule:
 
 
 def chunks(needs: Needs, chunk: int) -> Schedule:
-    """Return the stages of a chunk, the nearest earlier chunk first; messages name what is read from and added to."""
+    """Return the stages of a chunk, the nearest earlier chunk first. Messages name the rows to read from and to add to.
+
+    Args:
+        needs: The keys that each chunk needs.
+        chunk: The number of the chunk.
+    """
 
     def stage(owner: int, backward: bool) -> Stage:
         held = needs.held(chunk, owner)
@@ -88,7 +104,7 @@ def _local(needs: Needs, rank: int, messages: tuple[Message, ...] = ()) -> Stage
 
 
 def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Sort messages in the order of posting, which is the same on both sides, so that messages match."""
+    """Sort messages in the order of posting, which is the same on both sides, so that sends and receives match."""
     return tuple(
         sorted((m for m in messages if m.ranges), key=lambda m: (m.source, m.target, m.ranges))
     )
@@ -99,9 +115,9 @@ def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 @lru_cache(maxsize=4)
 def _steps(needs: Needs, direction: int) -> tuple[int, ...]:
-    """Return the steps of the ring at which some rank has work; without idle steps, messages hide behind work.
+    """Return the steps of the ring at which some rank has work. Without idle steps, messages hide behind work.
 
-    Cached, because they are the same for every rank, and `auto` and `lct plan` plan several ranks.
+    Cached, because the steps are the same for every rank, and `auto` and `lct plan` plan several ranks.
     """
     ranks = range(needs.degree)
     steps = range(1, needs.degree)
@@ -113,11 +129,11 @@ def _steps(needs: Needs, direction: int) -> tuple[int, ...]:
 
 
 def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
-    """Return the stage of a ring in which K/V move by `direction`, and left their owner `step` hops ago."""
+    """Return the stage of a ring at which K/V, which move by `direction`, have left their owner `step` hops ago."""
     n = needs.degree
 
     def to(ranks: set[int], way: int) -> Iterator[Message]:
-        """Yield the rows that come to some ranks, by the previous rank on the way or from their owners."""
+        """Yield the messages to some ranks, from the previous rank on the way or from the owners of the rows."""
         for r in {each % n for each in ranks}:
             owner = (r - direction * step) % n
             via = (r - way) % n
@@ -127,12 +143,12 @@ def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
             yield Message(owner, r, difference(wanted, there))
 
     held = needs.held(rank, (rank - direction * step) % n)
-    # This rank sends to the next one, and its own rows to a rank after a gap.
+    # This rank receives, sends held rows to the next rank, and sends its own rows to a rank after a gap.
     messages = to({rank, rank + direction, rank + direction * step}, direction)
-    # A gradient goes to the next rank if that adds to it, else home.
+    # A gradient goes to the next rank if that rank adds to it, else home.
     home = to({rank, rank - 1, rank + step}, -1) if direction > 0 else ()
     returns = (Message(m.target, m.source, m.ranges) for m in home)
-    of_rank = (
+    rank_messages = (
         _posted(m for m in each if rank in (m.source, m.target)) for each in (messages, returns)
     )
-    return Stage(held, needs.tiles(rank, held), *of_rank)
+    return Stage(held, needs.tiles(rank, held), *rank_messages)

@@ -24,7 +24,13 @@ from longshard.sharding.ranges import Offsets, Range, Ranges, intersection, unio
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries times keys: places among the local queries, and in the buffer of held keys."""
+    """Queries times keys.
+
+    Attributes:
+        q: The places of the queries among the local queries.
+        kv: The places of the keys in the buffer of held keys.
+        relation: Which keys each query sees.
+    """
 
     q: Range
     kv: Range
@@ -38,7 +44,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Local queries [start, start + count), and the intervals of places that the first and the last one see."""
+    """Local queries [start, start + count), and the intervals of places that the first and the last query see."""
 
     start: int
     count: int
@@ -46,7 +52,7 @@ class _Rows:
     last: Range
 
     def followed_by(self, other: "_Rows") -> "_Rows | None":
-        """Return both as one stretch if the slopes of both ends continue, else None."""
+        """Return both as one stretch; None if a slope changes between them."""
         if other.start != self.start + self.count:
             return None
         for end in (0, 1):
@@ -88,9 +94,14 @@ def _stretches(
 
 
 class Needs:
-    """The needs of all ranks of a layout under a mask, computed at first use.
+    """The keys that every rank of a layout needs under a mask, computed at first use.
 
     Sequences with different masks lie one after another here, as one sequence.
+
+    Args:
+        q_layout: The layout of the queries.
+        kv_layout: The layout of the keys.
+        mask: The mask.
     """
 
     def __init__(self, q_layout: AxisLayout, kv_layout: AxisLayout, mask: Mask) -> None:
@@ -105,7 +116,11 @@ class Needs:
         self._held: dict[Range, Ranges] = {}
 
     def keys(self, rank: int) -> Ranges:
-        """Return the keys that some query of `rank` sees."""
+        """Return the keys that some query of a rank sees.
+
+        Args:
+            rank: The rank.
+        """
         if rank not in self._keys:
             self._keys[rank] = union(
                 b.hull(start, stop) for start, stop, _, b in self._pieces(self.q_ranges[rank])
@@ -113,14 +128,24 @@ class Needs:
         return self._keys[rank]
 
     def held(self, rank: int, owner: int) -> Ranges:
-        """Return the keys of `owner` that some query of `rank` sees."""
+        """Return the keys of one rank that some query of another rank sees.
+
+        Args:
+            rank: The rank of the queries.
+            owner: The rank of the keys.
+        """
         key = rank, owner
         if key not in self._held:
             self._held[key] = intersection(self.keys(rank), self.kv_ranges[owner])
         return self._held[key]
 
     def tiles(self, rank: int, held: Ranges) -> tuple[Tile, ...]:
-        """Return tiles that cover every visible pair of the rank's queries and the held keys once."""
+        """Return tiles that cover every visible pair of the rank's queries and the held keys once.
+
+        Args:
+            rank: The rank.
+            held: The held keys.
+        """
         if not held:
             return ()
         places = Offsets(held)
@@ -135,7 +160,7 @@ class Needs:
         return (*tiles, open_rows.tile()) if open_rows else ()
 
     def _pieces(self, queries: Ranges) -> Iterator[tuple[int, int, int, Band]]:
-        """Yield the parts [start, stop) of `queries` in one band, the place of the first among them, and the band."""
+        """Yield the parts [start, stop) of `queries` in one band, with the place of the first query and the band."""
         place = 0
         for start, stop in queries:
             number = bisect_right(self._band_stops, start)

@@ -1,12 +1,12 @@
 """The interface of kernels, which compute the tiles of a launch, forward and backward.
 
-Of each tile: (queries, keys, values) -> (output, log-sum-exp).
+For each tile: (queries, keys, values) -> (output, log-sum-exp).
 
 Shapes: q (B, H, S, D); k, v (B, K, T, D), K divides H; lse (B, H, S), in float32 at least. No tile is empty, and every
 query of a tile sees a key: on an empty tile the CPU kernel would end the process, and without a key it would return 0.
 
-The backward gets the output and the log-sum-exp of the WHOLE attention, of which the tile is a part. So it computes the
-probabilities of the whole, and the gradients of all tiles add up (Liu et al., Ring Attention, arXiv 2310.01889).
+The backward gets the output and the log-sum-exp of the WHOLE attention. So it computes the probabilities of the whole
+attention, and the gradients of all tiles add up (Liu et al., Ring Attention, arXiv 2310.01889).
 """
 
 from typing import NamedTuple, Protocol
@@ -26,14 +26,29 @@ OutLse = tuple[torch.Tensor, torch.Tensor]
 
 
 def part(x: torch.Tensor, place: slice, dim: int = 2) -> torch.Tensor:
-    """Return a slice of a dimension, by default of the rows; x itself if that is all of it, which takes no time."""
+    """Return a slice of a dimension; the tensor itself if the slice is all of it, which takes no time.
+
+    Args:
+        x: The tensor, any shape.
+        place: The slice.
+        dim: The dimension, by default the rows.
+    """
     start = place.start
     stop = place.stop
     return x if start == 0 and stop == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of a backward: q, out and its gradient dout (B, H, S, D), k and v (B, K, T, D), lse (B, H, S)."""
+    """Inputs of a backward.
+
+    Attributes:
+        dout: The gradient of the output, (B, H, S, D).
+        q: The queries, (B, H, S, D).
+        k: The keys, (B, K, T, D).
+        v: The values, (B, K, T, D).
+        out: The output, (B, H, S, D).
+        lse: The log-sum-exp, (B, H, S).
+    """
 
     dout: torch.Tensor
     q: torch.Tensor
@@ -43,17 +58,26 @@ class BackwardInputs(NamedTuple):
     lse: torch.Tensor
 
     def part(self, queries: slice, keys: slice, dim: int = 2) -> "BackwardInputs":
-        """Return the inputs of some queries and keys: of some rows (dim 2), or of some heads (dim 1)."""
+        """Return the inputs of some queries and keys.
+
+        Args:
+            queries: The slice of queries.
+            keys: The slice of keys.
+            dim: 2 for slices of rows, 1 for slices of heads.
+        """
         places = queries, queries, keys, keys, queries, queries
         parts = (part(x, place, dim) for x, place in zip(self, places, strict=True))
         return BackwardInputs(*parts)
 
 
 class Terms(NamedTuple):
-    """What attention is computed with beside q, k and v.
+    """The inputs of attention other than q, k and v.
 
-    sinks: (H,) logits of one more key of each head, whose share is in output and log-sum-exp. up: (H, N + V, R), with
-    which k is a latent (B, 1, T, W) and v has no width; the output is then (B, H, S, V).
+    Attributes:
+        scale: The factor of the scores.
+        sinks: (H,) logits of one more key of each head; output and log-sum-exp include its share. None if absent.
+        up: (H, N + V, R), with which k is a latent, (B, 1, T, W), and v has no width. The output is then (B, H, S, V).
+            None if absent.
     """
 
     scale: float
@@ -61,12 +85,21 @@ class Terms(NamedTuple):
     up: torch.Tensor | None = None
 
     def of(self, heads: slice) -> "Terms":
-        """Return the terms of some heads."""
+        """Return the terms of some heads.
+
+        Args:
+            heads: The heads.
+        """
         return Terms(self.scale, *(None if x is None else x[heads] for x in self[1:]))
 
 
 class Kernel(Protocol):
-    """A kernel: forward and backward of the calls of a launch, whose relations its capabilities allow."""
+    """A kernel: forward and backward of the calls of a launch, whose relations its capabilities allow.
+
+    Attributes:
+        name: The name of the kernel.
+        capabilities: What the kernel can do.
+    """
 
     name: str
     capabilities: Capabilities
@@ -74,43 +107,99 @@ class Kernel(Protocol):
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
-        """Return output and lse of a launch. Their rows are the rows of its calls, one call after another.
+        """Return output, (B, H, rows, D), and log-sum-exp, (B, H, rows), of a launch.
 
-        q, k, v: all rows.
+        Their rows are the queries of its calls, one call after another.
+
+        Args:
+            q: All queries, (B, H, S, D).
+            k: All keys, (B, K, T, D).
+            v: All values, (B, K, T, D).
+            launch: The launch.
+            scale: The factor of the scores.
         """
 
-    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
-        """Return dq, dk and dv of a launch, to be added up. Their rows are as in `forward_many`.
+    def backward_many(self, inputs: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
+        """Return dq, dk and dv of a launch, which the caller adds up. Their rows are as in `forward_many`.
 
-        Gradients of repeated key/value heads are summed. given: all rows, out and lse over all keys.
+        Gradients of repeated key/value heads are summed.
+
+        Args:
+            inputs: All rows; output and log-sum-exp are over all keys.
+            launch: The launch.
+            scale: The factor of the scores.
         """
 
 
 class OneTile:
-    """A kernel of one tile, (q, k, v, relation, scale) -> (out, lse), whose launches have one call each."""
+    """A kernel of one tile, (q, k, v, relation, scale) -> (out, lse). Each of its launches has one call."""
 
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
+        """Compute the only call of a launch, as `Kernel.forward_many`.
+
+        Args:
+            q: All queries, (B, H, S, D).
+            k: All keys, (B, K, T, D).
+            v: All values, (B, K, T, D).
+            launch: The launch.
+            scale: The factor of the scores.
+
+        Returns:
+            Output and log-sum-exp.
+        """
         (call,) = launch.calls
         keys = slice(*call.kv)
         inputs = part(q, slice(*call.q)), part(k, keys), part(v, keys)
         return self.forward(*inputs, relation=call.relation, scale=scale)
 
-    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
+    def backward_many(self, inputs: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
+        """Compute the only call of a launch, as `Kernel.backward_many`.
+
+        Args:
+            inputs: All rows.
+            launch: The launch.
+            scale: The factor of the scores.
+
+        Returns:
+            dq, dk and dv.
+        """
         (call,) = launch.calls
-        inputs = given.part(slice(*call.q), slice(*call.kv))
+        inputs = inputs.part(slice(*call.q), slice(*call.kv))
         return self.backward(inputs, relation=call.relation, scale=scale)
 
 
 class ManyTiles:
-    """A kernel of many tiles, for which one tile is a launch of one call."""
+    """A kernel of many tiles. One tile is a launch of one call."""
 
     def forward(self, q, k, v, *, relation, scale):
+        """Compute one tile.
+
+        Args:
+            q: The queries, (B, H, S, D).
+            k: The keys, (B, K, T, D).
+            v: The values, (B, K, T, D).
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+
+        Returns:
+            Output and log-sum-exp.
+        """
         return self.forward_many(q, k, v, _one_call(q, k, relation), scale=scale)
 
-    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
-        return self.backward_many(given, _one_call(given.q, given.k, relation), scale=scale)
+    def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        """Compute the gradients of one tile.
+
+        Args:
+            inputs: The rows of the tile.
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+
+        Returns:
+            dq, dk and dv.
+        """
+        return self.backward_many(inputs, _one_call(inputs.q, inputs.k, relation), scale=scale)
 
 
 def _one_call(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Launch:
@@ -122,13 +211,27 @@ def rows_first(
 ) -> torch.Tensor:
     """Return an uninitialised (B, heads, rows, width) in the memory order (B, rows, heads, width).
 
-    The output projection reads outputs in this order. like: (B, ...); dtype: by default the dtype of `like`.
+    The output projection reads outputs in this order.
+
+    Args:
+        like: A tensor (B, ...), for its device and type.
+        heads: Number of heads.
+        rows: Number of rows.
+        width: Size of a head.
+        dtype: The type; None means the type of `like`.
     """
     return like.new_empty(like.shape[0], rows, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:
-    """Return (n, m) bool, true for pairs that the relation hides."""
+    """Return which pairs of n queries and m keys a relation hides, (n, m) bool.
+
+    Args:
+        relation: The relation.
+        n: Number of queries.
+        m: Number of keys.
+        device: The device of the result.
+    """
     ones = torch.ones(n, m, dtype=torch.bool, device=device)
     hidden = torch.zeros_like(ones)
     if relation.upper:
@@ -139,10 +242,20 @@ def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> to
 
 
 def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat key/value heads for the query heads that share them: (B, K, T, D) -> (B, heads, T, D)."""
+    """Return key/value heads, repeated for the query heads that share them: (B, heads, T, D).
+
+    Args:
+        x: Keys or values, (B, K, T, D).
+        heads: Number of query heads.
+    """
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def summed(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Sum repeated heads: the adjoint of `repeated`."""
+    """Return the sum of repeated heads, (B, K, T, D): the adjoint of `repeated`.
+
+    Args:
+        x: Gradients of repeated heads, (B, heads, T, D).
+        kv_heads: K.
+    """
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)

@@ -39,7 +39,12 @@ KERNELS: dict[str, Kernel] = {
 
 @dataclass(frozen=True)
 class GpuKernels:
-    """The kernels that depend on the GPUs of this process. `lct estimate` passes the kernels of absent GPUs."""
+    """The kernels that depend on the GPUs of this process. `lct estimate` passes the kernels of absent GPUs.
+
+    Attributes:
+        newer_flash: Returns the package behind the flash operators, for a size of heads; None for FlashAttention-2.
+        merge: Adds a partial result to a total.
+    """
 
     newer_flash: Callable[[int], FlashPackage | None] = newer_flash
     merge: Merge = merge
@@ -49,18 +54,18 @@ GPU_KERNELS = GpuKernels()
 
 
 class KernelNeeds(NamedTuple):
-    """What attention asks of a kernel, beside the device, the data type and the size of heads."""
+    """What attention needs of a kernel, in addition to the device, the data type and the size of heads."""
 
     bands: bool = False
     """Whether the mask has a lower bound."""
     calls: int = 1
-    """The most tiles of a stage."""
+    """The largest number of tiles of a stage."""
     fixed: bool = False
     """Whether the mask is causal or full, with the same lengths in every step."""
     softcap: float = 0.0
-    """Of the scores, 0 for none."""
+    """The soft-cap of the scores; 0 means none."""
     largest: int = 0
-    """See `auto_kernel`."""
+    """The shortest side of the largest tile, see `auto_kernel`."""
 
 
 NO_NEEDS = KernelNeeds()
@@ -75,12 +80,18 @@ def choose_kernel(
     *,
     gpu: GpuKernels = GPU_KERNELS,
 ) -> Kernel:
-    """Return the kernel of that name, or for `auto` the kernel that `auto_kernel` chooses on this machine.
+    """Return the named kernel; for `auto`, the kernel that `auto_kernel` chooses. The first choice on a GPU is logged.
 
-    The first choice of a kernel on a GPU is logged.
+    Args:
+        device_type: The type of the device.
+        dtype: The type of queries, keys and values.
+        head_dim: Size of a head.
+        name: The name of a kernel, or `auto`.
+        needs: What the attention needs.
+        gpu: The GPU kernels of this process.
 
     Raises:
-        OptionError: the named kernel cannot do it; the message names kernels that can.
+        OptionError: The named kernel cannot compute it; the message names kernels that can.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     able = able_kernels(

@@ -18,28 +18,44 @@ _aten = torch.ops.aten
 
 
 class CpuFlash(OneTile):
-    """PyTorch's flash attention for CPUs, with grouped heads; other diagonals than a square's become a mask."""
+    """PyTorch's flash attention for CPUs, with grouped heads. Diagonals that are not of a square become a mask."""
 
     name = "cpu_flash"
     capabilities = CAPABILITIES["cpu_flash"]
 
     def forward(self, q, k, v, *, relation, scale):
+        """Return output and log-sum-exp of one tile.
+
+        Args:
+            q: The queries, (B, H, S, D).
+            k: The keys, (B, K, T, D).
+            v: The values, (B, K, T, D).
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
         causal, mask = self._mask(q, k, relation)
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
 
-    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
-        causal, mask = self._mask(given.q, given.k, relation)
+    def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        """Return dq, dk and dv of one tile.
+
+        Args:
+            inputs: The rows of the tile.
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
+        causal, mask = self._mask(inputs.q, inputs.k, relation)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, 0.0, causal, attn_mask=mask, scale=scale
+            *inputs, 0.0, causal, attn_mask=mask, scale=scale
         )
 
     @staticmethod
     def _mask(
         q: torch.Tensor, k: torch.Tensor, relation: Relation
     ) -> tuple[bool, torch.Tensor | None]:
-        """Return (the kernel's own `is_causal`, mask in q's dtype)."""
+        """Return the kernel's own `is_causal`, and a mask in q's dtype; None if absent."""
         square = q.shape[2] == k.shape[2]
         if relation is Relation.FULL or (relation is Relation.CAUSAL and square):
             return relation is Relation.CAUSAL, None
@@ -48,9 +64,10 @@ class CpuFlash(OneTile):
 
 
 class Math(OneTile):
-    """Attention by its definition, in float32 at least; the reference, and the kernel where no other one can.
+    """Attention by its definition, in float32 at least: the reference, and the kernel if no other one can compute it.
 
-    softcap: c of scores c * tanh(score / c), 0 for none.
+    Args:
+        softcap: c of scores c * tanh(score / c); 0 means none.
     """
 
     name = "math"
@@ -60,13 +77,29 @@ class Math(OneTile):
         self._softcap = softcap
 
     def forward(self, q, k, v, *, relation, scale):
+        """Return output and log-sum-exp of one tile.
+
+        Args:
+            q: The queries, (B, H, S, D).
+            k: The keys, (B, K, T, D).
+            v: The values, (B, K, T, D).
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
         scores = self._scores(q, k, relation, scale)
         lse = scores.logsumexp(-1)
         values = repeated(v, q.shape[1]).to(scores.dtype)
         return ((scores - lse[..., None]).exp() @ values).to(q.dtype), lse
 
-    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
-        dout, q, k, v, out, lse = given
+    def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        """Return dq, dk and dv of one tile.
+
+        Args:
+            inputs: The rows of the tile.
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
+        dout, q, k, v, out, lse = inputs
         scores = self._scores(q, k, relation, scale)
         p = (scores - lse[..., None]).exp()
         dout, out, q_, k_, v_ = (x.to(p.dtype) for x in (dout, out, q, k, v))

@@ -1,7 +1,7 @@
 """Kernels of GPUs for one tile of attention or, in one launch, many tiles. Interface and shapes: see `base.py`.
 
-All of them return the log-sum-exp in float32 and natural units. All of them take the output and log-sum-exp of the
-whole attention directly in their backward. Tests replace the operators, which are an argument of each kernel.
+All of them return the log-sum-exp in float32 and natural units. In the backward, all of them take the output and
+log-sum-exp of the whole attention. Tests replace the operators, which are an argument of each kernel.
 """
 
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from typing_extensions import override
 
 from longshard.context.execution.kernels.base import (
     QKV,
@@ -62,13 +63,13 @@ class _Flash(_Aten):
         return out, lse
 
     def _differentiate(
-        self, given: BackwardInputs, lengths: tuple, kind: tuple[Relation, int], scale: float
+        self, inputs: BackwardInputs, lengths: tuple, kind: tuple[Relation, int], scale: float
     ) -> QKV:
-        dout, *inputs = given
+        dout, *others = inputs
         random_state = _random_state(torch.uint64, dout.device)
         return self._ops._flash_attention_backward(
             dout,
-            *inputs,
+            *others,
             *lengths,
             0.0,
             kind[0] is Relation.CAUSAL,
@@ -84,22 +85,24 @@ class CudaFlash(_Flash, OneTile):
     name = "cuda_flash"
     capabilities = CAPABILITIES["cuda_flash"]
 
+    @override
     def forward(self, q, k, v, *, relation, scale):
-        n = q.shape[2]
+        *_, n, size = q.shape
         m = k.shape[2]
         out, lse = self._attend(
             map(_rows, (q, k, v)), (None, None, n, m), (relation, m - n), scale
         )
-        return _heads(out, q.shape[3]), lse
+        return _heads(out, size), lse
 
-    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
-        dout, q, k, v, out, lse = given
-        n = q.shape[2]
+    @override
+    def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        dout, q, k, v, out, lse = inputs
+        *_, n, size = q.shape
         m = k.shape[2]
         rows = map(_rows, (dout.to(q.dtype), q, k, v, out.to(q.dtype)))
-        given = BackwardInputs(*rows, lse.contiguous())
-        grads = self._differentiate(given, (None, None, n, m), (relation, m - n), scale)
-        return tuple(_heads(x, q.shape[3]) for x in grads)
+        inputs = BackwardInputs(*rows, lse.contiguous())
+        grads = self._differentiate(inputs, (None, None, n, m), (relation, m - n), scale)
+        return tuple(_heads(x, size) for x in grads)
 
 
 class Efficient(_Aten, OneTile):
@@ -108,21 +111,21 @@ class Efficient(_Aten, OneTile):
     name = "efficient"
     capabilities = CAPABILITIES["efficient"]
 
+    @override
     def forward(self, q, k, v, *, relation, scale):
-        n = q.shape[2]
+        *_, n, size = q.shape
         m = k.shape[2]
-        size = q.shape[3]
         out, lse, *_ = self._ops._efficient_attention_forward(
             *map(_rows, (q, repeated(k, q.shape[1]), repeated(v, q.shape[1]))), self._bias(q, m, relation),
             None, None, n, m, 0.0, self._mask_type(relation), True, scale=scale,
         )  # fmt: skip
         return _heads(out, size), lse[..., :n]
 
-    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
-        dout, q, k, v, out, lse = given
-        n = q.shape[2]
+    @override
+    def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        dout, q, k, v, out, lse = inputs
+        *_, n, size = q.shape
         m = k.shape[2]
-        size = q.shape[3]
         k_, v_ = (repeated(x, q.shape[1]) for x in (k, v))
         dout, out = (_rows(x.to(q.dtype)).contiguous() for x in (dout, out))
         # A padded row has probabilities exp(score - inf) = 0, as with the operator's own padding.
@@ -153,6 +156,9 @@ class Cudnn(_Aten, OneTile):
     """cuDNN's attention, with grouped heads, fastest on Hopper and later.
 
     It builds a plan for each new shape, and refuses single rows.
+
+    Args:
+        ops: The operators.
     """
 
     name = "cudnn"
@@ -162,6 +168,7 @@ class Cudnn(_Aten, OneTile):
         super().__init__(ops)
         self._single = CudaFlash(ops)
 
+    @override
     def forward(self, q, k, v, *, relation, scale):
         if 1 in (q.shape[2], k.shape[2]):
             return self._single.forward(q, k, v, relation=relation, scale=scale)
@@ -177,10 +184,11 @@ class Cudnn(_Aten, OneTile):
         )
         return out, lse.squeeze(-1) if lse.ndim == 4 else lse
 
-    def backward(self, given: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
-        dout, q, k, v, out, lse = given
+    @override
+    def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        dout, q, k, v, out, lse = inputs
         if 1 in (q.shape[2], k.shape[2]):
-            return self._single.backward(given, relation=relation, scale=scale)
+            return self._single.backward(inputs, relation=relation, scale=scale)
         n = q.shape[2]
         m = k.shape[2]
         _check_square(relation, n, m)
@@ -197,6 +205,7 @@ class Varlen(_Flash, ManyTiles):
     name = "varlen"
     capabilities = CAPABILITIES["varlen"]
 
+    @override
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
@@ -209,8 +218,9 @@ class Varlen(_Flash, ManyTiles):
             lse.unflatten(1, (batch, -1)).transpose(0, 1),
         )
 
-    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
-        dout, q, k, v, out, lse = given
+    @override
+    def backward_many(self, inputs: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
+        dout, q, k, v, out, lse = inputs
         batch, _, _, size = q.shape
         lengths = _lengths(launch, batch, q.device)
         dout, q, out = (_gathered(x.to(q.dtype), launch.q) for x in (dout, q, out))
@@ -226,6 +236,9 @@ class CudnnVarlen(ManyTiles):
 
     cuDNN builds a plan for each new shape. `lowering.py` cuts large tiles to lengths that recur, and this kernel gives
     no more than `_MOST_SHAPES` shapes to cuDNN.
+
+    Args:
+        ops: The operators.
     """
 
     name = "cudnn_varlen"
@@ -236,17 +249,19 @@ class CudnnVarlen(ManyTiles):
         self._others = Varlen(ops)
         self._shapes: set[tuple] = set()
 
+    @override
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
         return self._kernel_of(q, k, launch).forward_many(q, k, v, launch, scale=scale)
 
-    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
-        kernel = self._kernel_of(given.q, given.k, launch)
-        return kernel.backward_many(given, launch, scale=scale)
+    @override
+    def backward_many(self, inputs: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
+        kernel = self._kernel_of(inputs.q, inputs.k, launch)
+        return kernel.backward_many(inputs, launch, scale=scale)
 
     def _kernel_of(self, q: torch.Tensor, k: torch.Tensor, launch: Launch) -> Kernel:
-        """Return cuDNN for a launch of a large tile whose shape it has a plan for, or builds one, else `Varlen`."""
+        """Return cuDNN for a launch of one large tile if it has, or may build, a plan for the shape; else `Varlen`."""
         if len(launch.calls) != 1 or not is_large(launch.calls[0], self.capabilities):
             return self._others
         shape = q.dtype, *q.shape[:2], k.shape[1], q.shape[3], *launch.longest, launch.kind
@@ -259,7 +274,7 @@ class CudnnVarlen(ManyTiles):
 _MOST_SHAPES = 256  # half a minute of plans, and no more, in a run
 # custom_mask_type of the memory-efficient operators; 1 is from the top left
 _CAUSAL_FROM_BOTTOM_RIGHT = 2
-_LSE_MULTIPLE = 32  # to which they pad the log-sum-exp
+_LSE_MULTIPLE = 32  # the memory-efficient operators pad the log-sum-exp to a multiple of it
 
 
 def _check_square(relation: Relation, n: int, m: int) -> None:
@@ -270,11 +285,11 @@ def _check_square(relation: Relation, n: int, m: int) -> None:
         )
 
 
-# ---- layouts
+# ---- Layouts
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x as kernels can read it, a copy if needed.
+    """Return x as kernels can read it; a copy if needed.
 
     They read 16 bytes at once along the last dimension, and address no element at an offset of `INDEX_LIMIT` or more.
     """
@@ -288,7 +303,12 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Pad the last dimension with zeros: they add nothing to a score, and their results are cut off."""
+    """Return x with zeros at the end of its last dimension. They add nothing to a score; their results are cut off.
+
+    Args:
+        x: The tensor, any shape.
+        multiple: The last dimension becomes a multiple of this number.
+    """
     return F.pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else x
 
 
@@ -298,12 +318,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Undo `_rows`: return (B, H, S, D) with heads of the given size."""
+    """Undo `_rows`: return (B, H, S, D) with heads of a size."""
     return x[..., :size].transpose(1, 2)
 
 
 def _window(relation: Relation, extra: int) -> dict[str, int]:
-    """Return how many keys a query sees before and after the bottom-right diagonal; extra: keys more than queries."""
+    """Return how many keys a query sees before and after the bottom-right diagonal; extra: number of keys - queries."""
     if not relation.lower:
         return {}
     return {"window_size_left": extra, "window_size_right": 0 if relation.upper else -1}
@@ -313,7 +333,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """Return two tensors of one shape with the same strides; copies if they have others."""
     if a.stride() == b.stride():
         return a, b
-    # strides as a has them, unless there are gaps between its rows
+    # b gets the strides of a, unless there are gaps between the rows of a
     b = torch.empty_like(a).copy_(b)
     return (a if a.stride() == b.stride() else torch.empty_like(b).copy_(a)), b
 
@@ -332,7 +352,7 @@ def _random_state(
     )
 
 
-# ---- many tiles in one launch
+# ---- Many tiles in one launch
 
 
 def _lengths(
@@ -343,7 +363,7 @@ def _lengths(
 
 
 def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
-    """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and of each sequence span after span."""
+    """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and in each sequence span after span."""
     return _aligned(padded(_gathered_rows(x, spans), 8))
 
 

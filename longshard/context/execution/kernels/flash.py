@@ -1,4 +1,4 @@
-"""FlashAttention-3 or -4 in place of FlashAttention-2 behind PyTorch's flash operators, in the whole process.
+"""FlashAttention-3 or -4 instead of FlashAttention-2 behind PyTorch's flash operators, in the whole process.
 
 PyTorch (`torch.nn.attention.activate_flash_attention_impl`, since 2.11) replaces the operators that the kernels
 `cuda_flash` and `varlen` and `F.scaled_dot_product_attention` call. FlashAttention-3 (arXiv 2407.08608) and -4 take the
@@ -30,9 +30,12 @@ logger = logging.getLogger("longshard")
 
 @cache
 def newer_flash(head_dim: int) -> FlashPackage | None:
-    """Return the package behind the flash operators of this process, None for FlashAttention-2.
+    """Return the package behind the flash operators of this process; None for FlashAttention-2.
 
-    The first call activates it. head_dim: of the attention, by which a package may refuse.
+    The first call activates it.
+
+    Args:
+        head_dim: Size of a head; a package may refuse it.
     """
     return activated(
         gpu_capability(), head_dim, deterministic=torch.are_deterministic_algorithms_enabled()
@@ -40,7 +43,7 @@ def newer_flash(head_dim: int) -> FlashPackage | None:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Return the compute capability of the current GPU of NVIDIA; None without one."""
+    """Return the compute capability of the current GPU of NVIDIA; None if there is no GPU."""
     return (
         torch.cuda.get_device_capability()
         if torch.cuda.is_available() and torch.version.cuda
@@ -49,7 +52,11 @@ def gpu_capability() -> tuple[int, int] | None:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is there, without an import of it; a broken parent counts, so that its error is shown."""
+    """Return whether a module is installed, without importing it. A broken parent counts, so that its error is shown.
+
+    Args:
+        module: The name of the module.
+    """
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -64,9 +71,12 @@ def usable(
     deterministic: bool,
     installed: Callable[[str], bool] = is_installed,
 ) -> list[FlashPackage]:
-    """Return the packages that are installed here and compute on a GPU of this compute capability, the first first.
+    """Return the packages that are installed here and run on a GPU, the preferred one first.
 
-    deterministic: then there is none, because their determinism is untested.
+    Args:
+        capability: The compute capability of the GPU; None if there is no GPU.
+        deterministic: Then there is no package, because their determinism is untested.
+        installed: Returns whether a module is installed.
     """
     if capability is None or deterministic:
         return []
@@ -83,11 +93,16 @@ def usable(
 def try_out(head_dim: int, device: str = "cuda", ops: Any = torch.ops.aten) -> None:
     """Compute ragged attention of grouped heads in a window, forward and backward.
 
-    Versions of a package differ in what they can do, and in what they return to PyTorch.
+    Versions of a package differ in their abilities, and in their results for PyTorch.
+
+    Args:
+        head_dim: Size of a head.
+        device: The device.
+        ops: The operators.
 
     Raises:
-        RuntimeError: a gradient is not finite.
-        Exception: whatever the package raises.
+        RuntimeError: A gradient is not finite.
+        Exception: Any error that the package raises.
     """
     q, k = (
         torch.ones(1, heads, 256, head_dim, dtype=torch.bfloat16, device=device)
@@ -113,17 +128,28 @@ def activated(
     activate: Callable[[str], None] = activate_flash_attention_impl,
     attempt: Callable[[int], None] = try_out,
 ) -> FlashPackage | None:
-    """Activate the first of the `usable` packages that computes; return it, or None.
+    """Activate the first usable package that computes; return it, or None.
 
-    A package that is installed and cannot be used is one warning. An implementation that this PyTorch does not know is
+    If a package is installed and cannot be used, there is one warning. A package that this PyTorch does not know is
     left out.
+
+    Args:
+        capability: The compute capability of the GPU; None if there is no GPU.
+        head_dim: Size of a head.
+        deterministic: Whether results must be the same bits each time.
+        installed: Returns whether a module is installed.
+        activate: Activates an implementation.
+        attempt: Tries an implementation out.
+
+    Returns:
+        The package, or None.
     """
     for package in usable(capability, deterministic=deterministic, installed=installed):
         try:
             activate(package.implementation)
             attempt(head_dim)
         except Exception as error:
-            # assertions, errors of a compiler: whatever a package raises
+            # A package may raise anything, such as assertions or errors of a compiler.
             if current_flash_attention_impl() is not None:
                 restore_flash_attention_impl()
             reason = str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""A launch that is too large for 32-bit integers, as launches of fewer heads. Interface and shapes: `base.py`."""
+"""Compute a launch that is too large for 32-bit integers as launches of fewer heads; see `base.py`."""
 
 from functools import partial
 
@@ -18,10 +18,13 @@ from longshard.sharding.tensors import wide_type
 
 
 class HeadGroups(ManyTiles):
-    """A kernel, which gets as many heads at a time as its `Capabilities.elements` allow; mostly all of them.
+    """A kernel that gets only as many heads at a time as `Capabilities.elements` allows; usually all of them.
 
     Heads do not depend on each other, so the results are the same. Key/value heads that several launches share get the
-    sum of their gradients, in float32.
+    sum of their gradients, in float32. Interface and shapes are described in `base.py`.
+
+    Args:
+        kernel: The kernel that computes the launches.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -32,7 +35,15 @@ class HeadGroups(ManyTiles):
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
-        """Return output (B, H, rows, D) and lse (B, H, rows), group by group of the heads."""
+        """Return output, (B, H, rows, D), and log-sum-exp, (B, H, rows), group by group of the heads.
+
+        Args:
+            q: The queries, (B, H, S, D).
+            k: The keys, (B, K, T, D).
+            v: The values, (B, K, T, D).
+            launch: The launch.
+            scale: The factor of the scores.
+        """
         run = partial(self._kernel.forward_many, launch=launch, scale=scale)
         groups = self._groups(q, k, launch)
         if len(groups) == 1:
@@ -47,14 +58,20 @@ class HeadGroups(ManyTiles):
             )
         return out, lse
 
-    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
-        """Return dq (B, H, rows, D), dk and dv (B, K, keys, D), group by group of the heads."""
+    def backward_many(self, inputs: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
+        """Return dq, (B, H, rows, D), dk and dv, (B, K, keys, D), group by group of the heads.
+
+        Args:
+            inputs: The rows of all calls.
+            launch: The launch.
+            scale: The factor of the scores.
+        """
         run = partial(self._kernel.backward_many, launch=launch, scale=scale)
-        q = given.q
-        k = given.k
+        q = inputs.q
+        k = inputs.k
         groups = self._groups(q, k, launch)
         if len(groups) == 1:
-            return run(given)
+            return run(inputs)
         _, heads, _, head_dim = q.shape
         rows, keys = launch.rows
         is_shared = len(groups) > k.shape[1]
@@ -64,7 +81,7 @@ class HeadGroups(ManyTiles):
             rows_first(k, k.shape[1], keys, head_dim, sum_dtype).zero_() for _ in range(2)
         )
         for query_heads, kv_heads in groups:
-            part_q, part_k, part_v = run(given.part(query_heads, kv_heads, dim=1))
+            part_q, part_k, part_v = run(inputs.part(query_heads, kv_heads, dim=1))
             dq[:, query_heads] = part_q
             dk[:, kv_heads] += part_k
             dv[:, kv_heads] += part_v
