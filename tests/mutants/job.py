@@ -897,8 +897,8 @@ PROCESSES = (
     Mutant(
         "all documents of a balanced step go to rank 0",
         "trainer/tasks/balanced_batches.py",
-        "to = assigned.bins % ranks",
-        "to = assigned.bins * 0",
+        "target_ranks = assigned.bins % ranks",
+        "target_ranks = assigned.bins * 0",
         "tests/distributed/test_balance.py::test_every_document_is_somewhere_once",
     ),
     Mutant(

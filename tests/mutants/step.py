@@ -240,8 +240,8 @@ GRADIENTS = (
     Mutant(
         "a source counts the losses of a skipped step",
         "trainer/tasks/observers.py",
-        "torch.where(left_out.bool(), 0, self._of_step)",
-        "self._of_step",
+        "torch.where(left_out.bool(), 0, self._step_totals)",
+        "self._step_totals",
         "tests/distributed/test_late_read.py::test_a_step_that_is_left_out_counts_for_no_source",
     ),
     Mutant(
@@ -565,7 +565,7 @@ VALIDATION = (
     Mutant(
         "rows that fill up the last batch of a validation count",
         "trainer/tasks/forward_pass.py",
-        '        arrays["labels"][len(mine) :] = IGNORE_INDEX\n',
+        '        arrays["labels"][len(local_sequences) :] = IGNORE_INDEX\n',
         "",
         f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
     ),
@@ -576,8 +576,8 @@ PREFERENCES = (
     Mutant(
         "the loss of pairs has no adjoint over context-parallel ranks",
         "trainer/tasks/preferences.py",
-        'of_documents = added_up(of_documents, self.dims["cp"])',
-        'of_documents = added_up(of_documents.detach(), self.dims["cp"]) + of_documents - of_documents.detach()',
+        'document_sums = added_up(document_sums, self.dims["cp"])',
+        'document_sums = added_up(document_sums.detach(), self.dims["cp"]) + document_sums - document_sums.detach()',
         f"{_DPO}::test_layouts_train_on_the_same_pairs",
     ),
     Mutant(
