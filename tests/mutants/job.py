@@ -750,7 +750,7 @@ PROCESSES = (
     Mutant(
         "each rank has the time-out of its own steps",
         "trainer/assembly.py",
-        'highest=lambda seconds: max(of_all_ranks(seconds, self.dims["world"])),',
+        'highest=lambda seconds: max(gather_values(seconds, self.dims["world"])),',
         "highest=lambda seconds: seconds,",
         "tests/distributed/test_timeouts.py::test_all_ranks_set_the_limits_that_the_slowest_one_needs",
     ),
