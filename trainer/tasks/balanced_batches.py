@@ -3,8 +3,7 @@
 Documents do not see each other, and losses are sums over the whole step, divided by its number of labels. So any
 data-parallel rank may compute a document, in any micro-batch: losses and gradients stay the same.
 
-Ranks wait for each other in every micro-batch, because FSDP gathers each layer. So the time of a step is the sum,
-over
+Ranks wait for each other in every micro-batch, because FSDP gathers each layer. So the time of a step is the sum, over
 its micro-batches, of the costliest rank's work. Eight documents of a step of 2 ranks and 2 micro-batches, by cost:
 
                 as read                       assigned
@@ -158,8 +157,7 @@ def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarr
     """Return the target cost of the ranks of each micro-batch, (micro_batches,).
 
     The targets are equal, except where the costliest documents take longer, each on a rank of its own. The first
-    document
-    of a micro-batch then sets the target of this micro-batch, and the other micro-batches have lower targets.
+    document of a micro-batch then sets the target of this micro-batch, and the other micro-batches have lower targets.
     """
     firsts = np.zeros(micro_batches)
     heads = descending[: micro_batches * ranks : ranks]
@@ -207,11 +205,9 @@ class Step:
 class BalancedBatches:
     """Makes balanced batches: in each step the ranks of `group` exchange the documents that their loaders read.
 
-    A micro-batch is one row, (1, S), of whole documents and padding; S differs between micro-batches. It has the
-    arrays of
-    a packed batch, and with a mixture also the source of each token. If two sequences share a document, its two parts
-    are
-    two documents, as without an exchange.
+    A micro-batch is one row, (1, S), of whole documents and padding; S differs between micro-batches. It has the arrays
+    of a packed batch, and with a mixture also the source of each token. If two sequences share a document, its two
+    parts are two documents, as without an exchange.
 
     To make the first batch of a step is a collective.
 

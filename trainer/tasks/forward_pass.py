@@ -1,7 +1,6 @@
 """Forwards without a backward, for validation, evaluation and DPO. All data-parallel ranks share the sequences.
 
-Global sequence i belongs to data-parallel rank i % D. So every layout runs the same sequences, and the measured
-values
+Global sequence i belongs to data-parallel rank i % D. So every layout runs the same sequences, and the measured values
 are equal up to rounding. Every rank makes all sequences and keeps its own.
 """
 

@@ -6,10 +6,8 @@
 With label smoothing e, the loss is (1 - e) times this loss plus e times the loss of the swapped pair (cDPO). The loss
 `ipo` (arXiv 2310.12036) is (difference of the mean changes of a token - 1 / (2 beta))^2. All follow TRL.
 
-The two sides of a pair are documents 2 i and 2 i + 1 of one sequence. Each context-parallel rank has some tokens of
-an
-answer. The ranks all-reduce the sums in float64; the adjoint all-reduces the gradients. Afterwards each of these
-ranks
+The two sides of a pair are documents 2 i and 2 i + 1 of one sequence. Each context-parallel rank has some tokens of an
+answer. The ranks all-reduce the sums in float64; the adjoint all-reduces the gradients. Afterwards each of these ranks
 has the loss of every pair, and counts 1 / cp of it, so that each loss is counted once.
 """
 
